@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl_core.launch.local import LocalWorkers, fork_server
+from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
 from cosmos_rl_core.processes import environment
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.wire.handshake import make_token
@@ -118,6 +119,20 @@ def test_a_worker_killed_before_the_fork_is_not_forked(serving, started, tmp_pat
     other.kill()
 
 
+async def attached(controller, server, tmp_path, deaths):
+    """Return workers that this fork server starts, and starts again once."""
+    keeper = ProcessKeeper(log_dir=tmp_path, fork_server=server)
+    workers = LocalWorkers(
+        keeper=keeper,
+        token_file=tmp_path / "token",
+        log_dir=tmp_path,
+        restart_workers=1,
+        on_death=deaths.put_nowait,
+    )
+    await keeper.attach(controller, secrets={}, on_end=workers.ended)
+    return workers
+
+
 @pytest.mark.parametrize(
     ("module", "told"), [(STARTS_A_THREAD, "1 threads running"), ("import os; os._exit(3)", "")], ids=["thread", "exit"]
 )
@@ -127,15 +142,8 @@ def test_without_a_server_workers_are_started_as_commands(module, told, serving,
     deaths: asyncio.Queue = asyncio.Queue()
 
     async def go():
-        workers = LocalWorkers(
-            controller="tcp://127.0.0.1:9",
-            token_file=tmp_path / "token",
-            log_dir=tmp_path,
-            restart_workers=1,
-            on_death=deaths.put_nowait,
-            fork_server=serving("unsuitable"),
-        )
-        workers.start("rollout", threads=1, gpus=[[]])
+        workers = await attached("tcp://127.0.0.1:9", serving("unsuitable"), tmp_path, deaths)
+        workers.start(workers.replicas("rollout", threads=1, gpus=[[]]))
         found = [await asyncio.wait_for(deaths.get(), 60.0) for _ in range(2)]
         await workers.leave(grace_s=10.0)
         return found
@@ -151,19 +159,12 @@ def test_a_restarted_worker_is_forked_again(serving, tmp_path, quiet):
     deaths: asyncio.Queue = asyncio.Queue()
 
     async def go():
-        workers = LocalWorkers(
-            controller=quiet,
-            token_file=tmp_path / "token",
-            log_dir=tmp_path,
-            restart_workers=1,
-            on_death=deaths.put_nowait,
-            fork_server=(server := serving()),
-        )
-        workers.start("rollout", threads=1, gpus=[[]])
-        first = await asyncio.to_thread(workers.pid, "rollout-0")
+        workers = await attached(quiet, server := serving(), tmp_path, deaths)
+        workers.start(workers.replicas("rollout", threads=1, gpus=[[]]))
+        first = await asyncio.to_thread(workers.keeper.pid, "rollout-0")
         os.kill(first, 9)
         death = await asyncio.wait_for(deaths.get(), 60.0)
-        second = await asyncio.to_thread(workers.pid, "rollout-0")
+        second = await asyncio.to_thread(workers.keeper.pid, "rollout-0")
         parent = int(Path(f"/proc/{second}/stat").read_text().rpartition(")")[2].split()[1])
         workers.kill()
         await workers.leave(grace_s=10.0)

@@ -7,6 +7,7 @@ import pytest
 
 from cosmos_rl_core.launch.local import LocalWorkers
 from cosmos_rl_core.launch.placement import share_threads
+from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
 from cosmos_rl_core.processes import LAST_LINES, last_lines
 from cosmos_rl_core.wire.handshake import make_token, read_token
 
@@ -61,6 +62,20 @@ def unused_port():
         return probe.getsockname()[1]
 
 
+async def attached(tmp_path, controller, *, restart_workers, on_death, secrets=()):
+    """Return workers of this machine that start with this controller's address."""
+    keeper = ProcessKeeper(log_dir=tmp_path)
+    workers = LocalWorkers(
+        keeper=keeper,
+        token_file=tmp_path / "token",
+        log_dir=tmp_path,
+        restart_workers=restart_workers,
+        on_death=on_death,
+    )
+    await keeper.attach(controller, secrets=dict(secrets), on_end=workers.ended)
+    return workers
+
+
 def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=True):
     """Start a worker without a controller; return the deaths that are reported."""
     if token is True:
@@ -68,16 +83,13 @@ def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=Tru
 
     async def go():
         deaths: asyncio.Queue = asyncio.Queue()
-        workers = LocalWorkers(
-            controller=f"tcp://127.0.0.1:{unused_port()}",
-            token_file=tmp_path / "token",
-            log_dir=tmp_path,
-            restart_workers=restart_workers,
-            on_death=deaths.put_nowait,
-            token=token if isinstance(token, bytes) else b"",
+        address = f"tcp://127.0.0.1:{unused_port()}"
+        secrets = {str(tmp_path / "token"): token.hex()} if isinstance(token, bytes) else {}
+        workers = await attached(
+            tmp_path, address, secrets=secrets, restart_workers=restart_workers, on_death=deaths.put_nowait
         )
         try:
-            workers.start(role, threads=1, gpus=[["2"]])
+            workers.start(workers.replicas(role, threads=1, gpus=[["2"]]))
             seen = [await asyncio.wait_for(deaths.get(), 60.0) for _ in range(deaths_expected)]
         finally:
             workers.kill()
@@ -124,15 +136,10 @@ def test_workers_that_are_killed_at_the_end_are_no_deaths(tmp_path):
             writer.close()
 
         server = await asyncio.start_server(hold, "127.0.0.1", 0)  # never says hello: the worker waits
-        workers = LocalWorkers(
-            controller=f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}",
-            token_file=tmp_path / "token",
-            log_dir=tmp_path,
-            restart_workers=3,
-            on_death=deaths.append,
-        )
-        workers.start("rollout", threads=1, gpus=[[], []])
-        assert len({workers.pid("rollout-0"), workers.pid("rollout-1")}) == 2
+        address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        workers = await attached(tmp_path, address, restart_workers=3, on_death=deaths.append)
+        workers.start(workers.replicas("rollout", threads=1, gpus=[[], []]))
+        assert len({workers.keeper.pid("rollout-0"), workers.keeper.pid("rollout-1")}) == 2
         await workers.leave(grace_s=0.05)
         server.close()
         await server.wait_closed()

@@ -3,6 +3,9 @@
 import asyncio
 import functools
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -56,7 +59,7 @@ class Line:
         self.closed.set()
 
 
-def lasting(*lines, wait_s=30.0, run_dir=None):
+def lasting(*lines, wait_s=30.0, run_dir=None, launcher=0):
     """A connection over these lines, one after the other, and the addresses and incarnations of its attempts."""
     first, *others = lines
     attempts = []
@@ -67,7 +70,7 @@ def lasting(*lines, wait_s=30.0, run_dir=None):
             raise ConnectionClosed("nobody listens")
         return others.pop(0)
 
-    connection = LastingConnection(first, connect=connect, leaving=asyncio.Event())
+    connection = LastingConnection(first, connect=connect, leaving=asyncio.Event(), launcher=launcher)
     connection.last(wait_s, run_dir=run_dir)
     return connection, attempts
 
@@ -201,3 +204,18 @@ def test_a_group_is_kept_until_it_is_released():
     assert unanswered.rejoin() == p.Rejoin(holding=(4,))
     unanswered.received(p.Release([], groups=((4, 1),)))
     assert unanswered.rejoin() == p.Rejoin() and not unanswered.groups
+
+
+@in_a_loop
+async def test_without_its_launcher_a_worker_waits_for_no_other_controller():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for launcher, returns in ((ended.pid, False), (os.getpid(), True)):
+        connection, attempts = lasting(Line(WELCOME, None), Line(WELCOME, p.Cancel(9)), launcher=launcher)
+        await connection.receive()
+        if returns:
+            assert await connection.receive() == p.Cancel(9)
+        else:
+            with pytest.raises(ConnectionClosed, match="cut"):
+                await connection.receive()
+        assert len(attempts) == returns

@@ -178,14 +178,18 @@ def end_with(inherited: socket.socket, *, grace_s: float = GRACE_S) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine has this id."""
+    """Return whether a process of this machine has this id and has not ended."""
     try:
         os.kill(pid, 0)  # signal 0 only checks that the process exists
     except PermissionError:
         return True  # it belongs to another user
     except (ProcessLookupError, OverflowError):
         return False
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # no Linux, or it has ended meanwhile
+        return not Path("/proc/self/stat").exists()
+    return state != "Z"  # its parent has not asked for its exit status yet
 
 
 def unnamed_memory() -> int:

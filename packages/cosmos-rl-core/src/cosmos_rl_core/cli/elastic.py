@@ -53,11 +53,11 @@ def train(
     """Run a recipe to its end. Exits with 1 after the loss of a worker, with 130 after an interrupt."""
     from cosmos_rl_core.errors import WorkerFailed
     from cosmos_rl_core.launch.given import open_recipe
-    from cosmos_rl_core.launch.run import run_given
+    from cosmos_rl_core.launch.supervised.command import run_supervised
 
     given = open_recipe(file, overrides, python_path=folders)
     try:
-        result = run_given(given, resume=resume, overwrite=overwrite, forks=forks)
+        result = run_supervised(given, resume=resume, overwrite=overwrite, forks=forks)
     except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cosmos_rl_core.control.server import Controller
+from cosmos_rl_core.launch.supervised.link import Supervised
 
 CHECK_S = 0.1
 T = TypeVar("T")
@@ -67,18 +68,29 @@ def on_interrupt(call: Callable[[], None], *, terminate: Callable[[], None] | No
 class Interrupts:
     """Requests to end a run: Ctrl-C, SIGTERM, `cosmos-rl stop`. The first ends it cleanly, the second at once."""
 
-    def __init__(self, *, note: Callable[[str], None], kill: Callable[[], None], moves: bool) -> None:
-        """note: reports the first one. kill: ends the workers. moves: [elastic] controller_moves."""
+    def __init__(
+        self,
+        *,
+        note: Callable[[str], None],
+        kill: Callable[[], None],
+        moves: bool,
+        supervised: Supervised | None = None,
+    ) -> None:
+        """note: reports the first one. kill: ends the workers. moves: [elastic] controller_moves. supervised: link to
+        the process that starts the next controller."""
         self.count = 0
         self._note = note
         self._kill = kill
         self._moves = moves
+        self._supervised = supervised
         self._controller: Controller | None = None
 
     def listen(self, controller: Controller) -> None:
         """Apply interrupts to this controller from now on."""
         self._controller = controller
         on_interrupt(self.interrupt, terminate=self._exit_without_policies if self._moves else None)
+        if self._supervised is not None and self._supervised.interrupted:
+            self.interrupt()
 
     def interrupt(self) -> None:
         """End the run after the step in work; the second time at once."""
@@ -87,6 +99,8 @@ class Interrupts:
         if self.count == 1:
             self._note("stopping: the current step is finished and saved (again to stop at once)")
             self._controller.stop("interrupted")
+            if self._supervised is not None:
+                self._supervised.interrupt_next()
         else:
             self._kill()
             self._controller.outcome.fail(KeyboardInterrupt("stopped at once"))

@@ -3,7 +3,8 @@
     from cosmos_rl_core import run
     result = run("run.toml", ["run.max_steps=10"])
 
-The calling process is the controller; `local` starts the workers as processes, `inline` runs them beside it.
+The calling process is the controller; `local` starts the workers as processes, `inline` runs them beside it. The
+command `cosmos-rl run` puts the controller into a process of its own: `supervised.command`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
@@ -39,6 +41,7 @@ from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evalua
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
+from cosmos_rl_core.launch.supervised.link import Supervised
 from cosmos_rl_core.launch.takeover import Takeover, open_journal, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.trace import merge
@@ -105,49 +108,76 @@ def run(
 
 def run_given(given: Given, *, resume: str | None, overwrite: bool, forks: ForkServer | None = None) -> RunResult:
     """As `run`, of a recipe that is open. forks: a fork server of the caller that has begun to import."""
-    short = descriptor_shortage(num_replicas(given.config), allowed=raise_descriptor_limit())
-    path = given.config.run.directory
+    with prepared(given, resume=resume, overwrite=overwrite, forks=forks) as (directory, server):
+        return control(given, directory, resume=resume, overwrite=overwrite, forks=server)
+
+
+@contextlib.contextmanager
+def prepared(
+    given: Given, *, resume: str | None, overwrite: bool, forks: ForkServer | None
+) -> Iterator[tuple[RunDirectory, ForkServer | None]]:
+    """Lock the run's directory and let the fork server of its workers import. Errors in between are explained."""
+    config, path = given.config, given.config.run.directory
     try:
-        continues = given.config.run.placement == "external"
+        continues = config.run.placement == "external"
         opened = RunDirectory.open(path, resume=resume is not None, overwrite=overwrite, continues=continues)
-        with contextlib.closing(opened) as directory:
-            given = given.placed_in(path)
-            takeover = take_over(path.resolve(), dump_resolved(given.config)) if directory.is_orphaned else None
-            resumption = find_resumption(given.config, directory.path, resume or "auto") if resume or takeover else None
-            if resume is None and takeover is None:
-                claim_root(given.config, directory.path, overwrite=overwrite)
-            given.write_rows(path, resumed=resumption is not None or takeover is not None)
-            with fork_server(given.config, path, python_path=given.python_path, begun=forks) as server:
-                started = _Run(given, path.resolve(), resumption, takeover, lock=directory.lock, forks=server)
-                return run_to_end(started.run([*directory.notes, *([short] if short else [])]))
+        with (
+            contextlib.closing(opened) as directory,
+            fork_server(config, path, python_path=given.python_path, begun=forks) as server,
+        ):
+            yield directory, server
     except OutOfMemory as error:
-        raise UserError(f"{error}\n{memory_advice(given.config, role=error.role)}") from error
+        raise UserError(f"{error}\n{memory_advice(config, role=error.role)}") from error
     except OSError as error:
         if explained := explain_no_room(error, path):
             raise explained from error
         raise
 
 
+def control(
+    given: Given,
+    directory: RunDirectory,
+    *,
+    resume: str | None,
+    overwrite: bool,
+    forks: ForkServer | None = None,
+    supervised: Supervised | None = None,
+) -> RunResult:
+    """Control a run to its end. `supervised`: the link to the process that keeps the workers."""
+    short = descriptor_shortage(num_replicas(given.config), allowed=raise_descriptor_limit())
+    path = directory.path
+    given = given.placed_in(path)
+    takeover = take_over(path.resolve(), dump_resolved(given.config)) if directory.is_orphaned else None
+    resumption = find_resumption(given.config, path, resume or "auto") if resume or takeover else None
+    if resume is None and takeover is None:
+        claim_root(given.config, path, overwrite=overwrite)
+    given.write_rows(path, resumed=resumption is not None or takeover is not None)
+    placed = _Placed(path.resolve(), directory.lock, forks, supervised)
+    started = _Run(given, placed, resumption, takeover)
+    return run_to_end(started.run([*directory.notes, *([short] if short else [])]))
+
+
+class _Placed(NamedTuple):
+    """The run's place on this machine."""
+
+    directory: Path
+    lock: int
+    """Descriptor of the directory's lock."""
+    forks: ForkServer | None
+    supervised: Supervised | None
+
+
 class _Run:
     """The parts of one run and the order in which they start and stop."""
 
-    def __init__(
-        self,
-        given: Given,
-        directory: Path,
-        resumption: Resumption | None,
-        takeover: Takeover | None,
-        *,
-        lock: int,
-        forks: ForkServer | None,
-    ) -> None:
+    def __init__(self, given: Given, placed: _Placed, resumption: Resumption | None, takeover: Takeover | None) -> None:
         self._given = given
-        self._forks = forks
         self._config = config = given.config
-        self._directory = directory
+        self._place = placed
+        self._directory = directory = placed.directory
+        self._supervised = placed.supervised
         self._resumption = resumption
         self._takeover = takeover
-        self._lock = lock
         assemble.look_up(config)
         self._policy_node = policy_node(config.policy, bind=_meeting_host(config))
         gpus = machine_gpus(os.environ) if config.run.placement == "local" else []
@@ -167,9 +197,12 @@ class _Run:
         self._workers: Workers | None = None
         self._scaling: Scaling | None = None
         self._interrupts = Interrupts(
-            note=self._observer.note, kill=self._kill_workers, moves=config.elastic.controller_moves
+            note=self._observer.note,
+            kill=self._kill_workers,
+            moves=config.elastic.controller_moves,
+            supervised=self._supervised,
         )
-        self._removals = Removals(directory, lock=lock)
+        self._removals = Removals(directory, lock=placed.lock)
 
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
         started = time.perf_counter()
@@ -204,7 +237,7 @@ class _Run:
             status = asyncio.create_task(self._keep_status(controller))
             try:
                 async with self._placed(controller, contact.address):
-                    await controller.run()
+                    await self._until_over(controller)
             finally:
                 status.cancel()
                 contact.remove(self._directory)
@@ -224,6 +257,14 @@ class _Run:
                 wall_s=time.perf_counter() - started,
                 interrupted=self._interrupts.count > 0 or controller.outcome.interrupted,
             )
+
+    async def _until_over(self, controller: Controller) -> None:
+        try:
+            await controller.run()
+        except Exception as error:
+            if self._supervised is not None:
+                self._supervised.crash_at(error)
+            raise
 
     def _final_weights(self, controller: Controller, verdict: Verdict | None) -> tuple[int, str]:
         """Return step and location of the final weights: the newest, or those of the monitor's rollback."""
@@ -272,22 +313,7 @@ class _Run:
             raise UserError(f"the checkpoint {last}, the last of the run, was removed; its weights are gone")
 
     def _make_ledger(self) -> Ledger:
-        config = self._config
-        ledger_config = LedgerConfig(
-            groups_per_step=config.policy.prompts_per_step,
-            max_staleness=config.sync.max_staleness,
-            total_samples=self._source.total,
-            max_steps=self._max_steps,
-            rollouts=not config.is_sft,
-            policy_members=config.policy.replicas,
-            lease_ttl_s=config.elastic.lease_ttl_s,
-            suspect_grace_s=config.elastic.suspect_grace_s,
-            silence_s=config.elastic.silence_s,
-            stall_s=config.elastic.stall_s,
-            peer_s=config.elastic.peer_s,
-            max_attempts=config.rollout.max_attempts,
-            restart_grace_s=max(config.elastic.suspect_grace_s, RETURN_S),
-        )
+        ledger_config = _ledger_config(self._config, samples=self._source.total, max_steps=self._max_steps)
         if self._takeover is not None:
             return Ledger.restore(ledger_config, self._journal.snapshot, self._journal.replay())
         if self._resumption is None:
@@ -343,8 +369,9 @@ class _Run:
                 python_path=self._given.python_path,
                 rewards=self._given.rewards,
                 observer=self._observer,
-                lock=self._lock,
-                fork_server=self._forks,
+                lock=self._place.lock,
+                fork_server=self._place.forks,
+                supervised=self._supervised,
             )
         )
         self._scaling = Scaling(controller, self._workers, self._config, note=self._observer.note)
@@ -370,6 +397,24 @@ class _Run:
                 phase = self._observer.current_phase
                 write_status(self._directory / "status.json", controller, phase=phase, wanted=wanted)
             await asyncio.sleep(STATUS_S)
+
+
+def _ledger_config(config: RunConfig, *, samples: int | None, max_steps: int) -> LedgerConfig:
+    return LedgerConfig(
+        groups_per_step=config.policy.prompts_per_step,
+        max_staleness=config.sync.max_staleness,
+        total_samples=samples,
+        max_steps=max_steps,
+        rollouts=not config.is_sft,
+        policy_members=config.policy.replicas,
+        lease_ttl_s=config.elastic.lease_ttl_s,
+        suspect_grace_s=config.elastic.suspect_grace_s,
+        silence_s=config.elastic.silence_s,
+        stall_s=config.elastic.stall_s,
+        peer_s=config.elastic.peer_s,
+        max_attempts=config.rollout.max_attempts,
+        restart_grace_s=max(config.elastic.suspect_grace_s, RETURN_S),
+    )
 
 
 def must_have_trained(ledger: Ledger, *, first: int) -> None:

@@ -46,9 +46,9 @@ class Scaling:
         self.wanted: dict[str, int] = {}
         """Number of workers by role, as last requested; empty for `cosmos-rl controller` before a request."""
         if config.run.placement != "external":
-            self.wanted = {"policy": config.policy.replicas}
+            self.wanted = {"policy": len(workers.names("policy")) or config.policy.replicas}
             if not config.is_sft:
-                self.wanted["rollout"] = config.rollout.replicas
+                self.wanted["rollout"] = len(workers.names("rollout")) or config.rollout.replicas
 
     def present(self, role: p.Role) -> list[str]:
         """Return the workers of a role that are not leaving, the oldest first; also those not connected yet."""

@@ -354,12 +354,15 @@ class ElasticSection(Strict):
     one that the others cannot reach is removed from the run."""
     restart_workers: int = Field(default=3, ge=0)
     """Maximum restarts of each worker after its process ends unexpectedly; a policy continues from a checkpoint."""
+    restart_controller: int = Field(default=3, ge=0)
+    """Maximum restarts of the controller of `cosmos-rl run`, on Linux, after it was killed or has crashed; its workers
+    go on meanwhile. 0: the command itself is the controller, whose end is that of the run."""
     leave_s: float = Field(default=20.0, ge=0)
     """Time for a rollout worker to finish its groups after SIGTERM, and to serve those that were not read yet. Set it
     below the time after which the platform kills the process."""
     controller_wait_s: float = Field(default=300.0, ge=0)
-    """Time a worker of `cosmos-rl controller` waits for the controller after its connection closed; it goes on with its
-    work meanwhile. 0 ends it at once."""
+    """Time a worker waits for the controller after its connection closed; it goes on with its work meanwhile. 0 ends it
+    at once."""
     policy_wait_s: float = Field(default=600.0, ge=0)
     """Time to wait for another policy worker after the last one was lost; 0 ends the run at once."""
     controller_moves: bool = False

@@ -88,7 +88,8 @@ async def connect_to(worker: WorkerAddress, *, leaving: asyncio.Event) -> Lastin
             address or worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=ANSWER_S, tls=tls
         )
 
-    return LastingConnection(await _first_connection(worker, token, tls), connect=again, leaving=leaving)
+    first = await _first_connection(worker, token, tls)
+    return LastingConnection(first, connect=again, leaving=leaving, launcher=worker.launcher)
 
 
 async def _first_connection(worker: WorkerAddress, token: bytes, tls: Tls | None) -> Connection:
@@ -215,9 +216,8 @@ async def run_role(role: str, context: WorkerContext, connection: LastingConnect
     )
     with _assigned(context, welcome) as assignment:
         config = assignment.config
-        if config.run.placement == "external":
-            shared = assignment.run_dir if assignment.shares_run_dir else None
-            connection.last(config.elastic.controller_wait_s, run_dir=shared)
+        shared = assignment.run_dir if assignment.shares_run_dir else None
+        connection.last(config.elastic.controller_wait_s, run_dir=shared)
         worker: Role
         if role == "policy":
             worker = PolicyRole(assignment, DirectLink(client, context.ranks, saving=context.saving))

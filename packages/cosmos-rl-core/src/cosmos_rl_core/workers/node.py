@@ -64,6 +64,9 @@ class WorkerAddress:
     processes_per_gpu: int = field(
         default=1, metadata={"help": "Processes of the run that share this worker's GPU, itself included."}
     )
+    launcher: int = field(
+        default=0, metadata={"help": "Process here after whose end the worker waits for no other controller."}
+    )
 
     def resolved(self) -> WorkerAddress:
         """Return it with a name and, in place of `run`, the controller's address. Raises UserError."""

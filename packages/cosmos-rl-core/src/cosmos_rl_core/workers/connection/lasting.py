@@ -3,8 +3,8 @@
     closed -> pause, with jitter -> connect to the address of controller.json, or to the one given
            -> Rejoin(incarnation, what it holds) -> Welcome -> unanswered messages, groups
 
-Meanwhile the worker goes on; what it sends is kept. It gives up after a while, when it leaves, and when the run has
-ended.
+Meanwhile the worker goes on; what it sends is kept. It gives up after a while, when it leaves, and when the run or the
+process that would start another controller has ended.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import NAME, read_controller_file
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 from cosmos_rl_core.workers.connection.unanswered import Unanswered
 
@@ -38,8 +39,13 @@ class Removed(ConnectionClosed):
 class LastingConnection:
     """Has the methods of a `Connection` that a worker uses. One task receives."""
 
-    def __init__(self, connection: Connection, *, connect: Connect | None, leaving: asyncio.Event) -> None:
-        """connect: opens another one; None: there is only this. leaving: set when the worker shall leave."""
+    def __init__(
+        self, connection: Connection, *, connect: Connect | None, leaving: asyncio.Event, launcher: int = 0
+    ) -> None:
+        """connect: opens another one; None: there is only this. leaving: set when the worker shall leave.
+
+        launcher: process without which no other controller comes; 0: there is none.
+        """
         self.closed = asyncio.Event()
         """Set once the connection has ended for good."""
         self.unanswered = Unanswered()
@@ -48,6 +54,7 @@ class LastingConnection:
         self._current = connection
         self._connect = connect
         self._leaving = leaving
+        self._launcher = launcher
         self._over = False
         """Whether the run is over, or others have taken the worker's place."""
         self._reason = ""
@@ -134,7 +141,8 @@ class LastingConnection:
 
     def _may_return(self) -> bool:
         can = self._connect is not None and self._welcome is not None
-        return can and not (self._over or self.closed.is_set() or self._leaving.is_set())
+        is_orphaned = self._launcher > 0 and not is_alive(self._launcher)
+        return can and not (self._over or self.closed.is_set() or self._leaving.is_set() or is_orphaned)
 
     async def _rejoin(self) -> p.ToWorker | None:
         """Connect once. Raises ConnectionClosed and TimeoutError, after which another attempt may succeed."""

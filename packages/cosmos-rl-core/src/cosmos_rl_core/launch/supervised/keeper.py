@@ -1,0 +1,194 @@
+"""Worker processes of this machine: started, watched and killed for a controller, which may be replaced.
+
+LocalWorkers --start, kill, forget--> Keeper --Ended--> LocalWorkers.ended
+
+The keeper restarts nothing by itself. It remembers an ended process until the controller starts it again or forgets it,
+so that a later controller gets the report too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Protocol
+
+import msgspec
+
+from cosmos_rl_core.imports import PYTHON
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
+from cosmos_rl_core.wire.handshake import keep_secret
+from cosmos_rl_core.workers.fork_server import ENTRY, ForkedProcess, ForkServer
+from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """The parameters of one worker process."""
+
+    address: WorkerAddress
+    """Its `controller` and `launcher` are set by the keeper."""
+    node: Node
+    gpus: tuple[str, ...]
+    """Visible GPUs; empty on a machine without GPUs."""
+    starts: int = 1
+    """Number of starts, this one included."""
+
+    @property
+    def name(self) -> str:
+        return self.address.name
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The end of a worker process."""
+
+    name: str
+    exit_code: int
+    status: str
+    """"exit code 1" or "signal SIGKILL"."""
+    last_lines: str
+
+
+class Present(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The workers of a keeper."""
+
+    began: bool
+    """Whether any worker was ever started."""
+    workers: tuple[WorkerSpec, ...]
+    """The oldest first, including those that have ended and were not forgotten."""
+    ended: tuple[Ended, ...]
+    to: int = 0
+    """Process id of the controller."""
+
+
+class Keeper(Protocol):
+    """Keeps the worker processes of one run."""
+
+    async def attach(self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[Ended], None]) -> Present:
+        """Work for the controller at this address from now on.
+
+        secrets: content of files by their paths; a removed one is written again before a worker starts. on_end: called
+        for each process that ends from now on.
+        """
+        ...
+
+    def start(self, workers: Sequence[WorkerSpec]) -> None:
+        """Start these workers, all or none if the controller dies meanwhile. Raises OSError."""
+        ...
+
+    def kill(self, names: Sequence[str]) -> None:
+        """Kill the processes of these workers."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """Forget a worker that has ended."""
+        ...
+
+
+class ProcessKeeper:
+    """Implements `Keeper` in this process. Used in an event loop."""
+
+    def __init__(
+        self,
+        *,
+        log_dir: Path,
+        python_path: Sequence[str] = (),
+        policy_keeps: tuple[int, ...] = (),
+        fork_server: ForkServer | None = None,
+    ) -> None:
+        """python_path: folders for a recipe's "module:attribute" names. policy_keeps: descriptors inherited by policy
+        processes, so that a lock is held until they end. fork_server: forks workers of one process; without one, and
+        after its end, they are started as commands.
+        """
+        self._log_dir = log_dir
+        self._python_path = tuple(python_path)
+        self._policy_keeps = policy_keeps
+        self._fork_server = fork_server
+        self._controller = ""
+        self._secrets: Mapping[str, str] = {}
+        self._on_end: Callable[[Ended], None] = lambda end: None
+        self._began = False
+        self._specs: dict[str, WorkerSpec] = {}
+        self._processes: dict[str, ChildProcess] = {}
+        self._ended: dict[str, Ended] = {}
+        self._killed: set[str] = set()
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def attach(self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[Ended], None]) -> Present:
+        self._controller, self._secrets, self._on_end = controller, secrets, on_end
+        return Present(began=self._began, workers=tuple(self._specs.values()), ended=tuple(self._ended.values()))
+
+    def start(self, workers: Sequence[WorkerSpec]) -> None:
+        self._began = True
+        for spec in workers:
+            self._specs[spec.name] = spec
+            self._ended.pop(spec.name, None)
+            self._killed.discard(spec.name)
+            self._spawn(spec)
+
+    def kill(self, names: Sequence[str]) -> None:
+        for name in names:
+            process = self._processes.get(name)
+            if process is None or process.exit_code is not None:
+                continue
+            self._killed.add(name)
+            if self._specs[name].node.num_ranks > 1:
+                process.hang_up()  # the agent ends its ranks
+            else:
+                process.kill()
+
+    def forget(self, name: str) -> None:
+        for found in (self._specs, self._processes, self._ended):
+            found.pop(name, None)
+
+    async def all_ended(self, *, grace_s: float) -> None:
+        """Wait until all processes have ended; kill the remaining ones after `grace_s`."""
+        running = list(self._processes.values())
+        if not await all_ended(running, timeout_s=grace_s):
+            self.kill_all()
+            await all_ended(running)
+        await asyncio.gather(*self._watchers)
+
+    def kill_all(self) -> None:
+        self.kill(list(self._processes))
+
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
+    def _spawn(self, spec: WorkerSpec) -> None:
+        with contextlib.suppress(OSError):  # the worker reports an unreadable file
+            for path, text in self._secrets.items():
+                keep_secret(Path(path), text)
+        log = self._log_dir / f"{spec.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            process = self._processes[spec.name] = self._process(spec, output)
+        watcher = asyncio.create_task(self._watch(spec, process, log))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    def _process(self, spec: WorkerSpec, log: IO[bytes]) -> ChildProcess:
+        address = replace(spec.address, controller=self._controller, launcher=os.getpid())
+        arguments = to_arguments(address, spec.node)
+        variables = environment(self._python_path, threads=address.threads, gpus=spec.gpus)
+        keeps = self._policy_keeps if address.role == "policy" else ()
+        if self._fork_server is not None and spec.node.num_ranks == 1:
+            forked = self._fork_server.start(arguments, environment=variables, output=log, keeps=keeps)
+            if forked is not None:
+                return forked
+        return ChildProcess([*PYTHON, "-m", ENTRY, *arguments], environment=variables, output=log, keeps=keeps)
+
+    async def _watch(self, spec: WorkerSpec, process: ChildProcess, log: Path) -> None:
+        status = await process.ended()
+        if isinstance(process, ForkedProcess) and not process.started and spec.name not in self._killed:
+            self._fork_server = None  # it has ended
+            self._spawn(spec)
+            return
+        code = process.exit_code
+        assert code is not None
+        end = Ended(name=spec.name, exit_code=code, status=status, last_lines=last_lines(log))
+        self._ended[spec.name] = end
+        self._on_end(end)
