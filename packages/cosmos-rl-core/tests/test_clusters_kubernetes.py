@@ -13,7 +13,10 @@ from kubernetes_schema import KINDS, problems
 from cosmos_rl_core.clusters.kubernetes import Kubernetes
 from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_files
 from cosmos_rl_core.clusters.manifest import IS_FRESH, START, Manifest, merged
+from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.takeover import take_over
+from cosmos_rl_core.wire.handshake import make_token
 
 RECIPE = """
 [run]
@@ -210,6 +213,15 @@ def test_a_controller_that_starts_again_continues(tmp_path, left, first, words):
         command, env={**os.environ, "COSMOS_RL_TOKEN": "ours"}, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == " ".join(["a b", *words])
+
+
+def test_a_controller_of_a_later_launch_refuses_the_run_of_an_earlier_one(tmp_path, monkeypatch):
+    """Its workers would have another token than those of the earlier launch."""
+    ControllerFile(address="tcp://127.0.0.1:1", generation=0, pid=1, host="x").write(tmp_path)
+    make_token(tmp_path / "token")
+    monkeypatch.setenv("COSMOS_RL_TOKEN", "5a" * 32)
+    with pytest.raises(UserError, match="contains an earlier run, with another token"):
+        take_over(tmp_path, "")
 
 
 def test_a_status_is_fresh_for_a_while(tmp_path):

@@ -307,7 +307,8 @@ class StandIn:
 
     def _listed(self, selector):
         label, _, value = selector.partition("=")
-        return json.dumps({"items": [job.as_json() for job in self.jobs.values() if job.labels.get(label) == value]})
+        found = [job for _, job in sorted(self.jobs.items()) if job.labels.get(label) == value]
+        return json.dumps({"items": [job.as_json() for job in found]})
 
     def _delete(self, kinds, names, selector):
         label, _, value = (selector or "").partition("=")

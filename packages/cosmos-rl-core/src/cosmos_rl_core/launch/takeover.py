@@ -19,7 +19,7 @@ from cosmos_rl_core.control.succession import Predecessor
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.interrupts import run_to_end
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
-from cosmos_rl_core.wire.handshake import read_token
+from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token, read_token
 from cosmos_rl_core.wire.listening import parse_address
 from cosmos_rl_core.wire.tls import TLS_FILE, read_tls
 
@@ -49,8 +49,16 @@ class Takeover:
 
 
 def take_over(directory: Path, resolved: str) -> Takeover:
-    """Claim the run of a dead controller. Raises UserError if that controller is alive, or ran another recipe."""
+    """Claim the run of a dead controller.
+
+    Raises UserError if that controller is alive, or ran another recipe, or if COSMOS_RL_TOKEN is not the run's token.
+    """
     contact = read_controller_file(directory)
+    if environment_token() not in (None, read_token(directory / "token")):
+        raise UserError(
+            f"{directory} contains an earlier run, with another token than {TOKEN_VARIABLE}: continue it with --resume "
+            "auto, replace it with --overwrite, or choose another [run] output_dir"
+        )
     if run_to_end(_answers(contact.address, directory)):
         raise UserError(
             f"{directory} is in use by a live controller (process {contact.pid} on {contact.host}, generation "
