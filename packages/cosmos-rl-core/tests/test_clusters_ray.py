@@ -13,7 +13,7 @@ import pytest
 
 from cosmos_rl_core.clusters.follow import Logs, follow
 from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
-from cosmos_rl_core.clusters.ray import Ray, processes
+from cosmos_rl_core.clusters.ray import Ray, processes, whole
 from cosmos_rl_core.clusters.ray_process import Job, Meeting, Restarted
 from cosmos_rl_core.errors import UserError
 
@@ -59,10 +59,9 @@ def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
         "policy.replicas=2", "policy.ranks_per_node=8", "policy.num_nodes=2", "rollout.replicas=2",
         'cluster.ray.resources={rollout={CPU=4, "accelerator_type:H100"=0.001}}',
     )  # fmt: skip
-    found = {one.job.name: one for one in processes(run, [*run.policies(), *run.rollouts()], controller=True)}
-    assert list(found) == [
-        "controller", "policy-0.0", "policy-0.1", "policy-1.0", "policy-1.1", "rollout-0", "rollout-1",
-    ]  # fmt: skip
+    found = {one.job.name: one for one in whole(run)}
+    workers = ["policy-0.0", "policy-0.1", "policy-1.0", "policy-1.1", "rollout-0", "rollout-1"]
+    assert list(found) == [*workers, "controller"] and list(found["controller"].place.after) == workers
     assert found["controller"].resources == {"CPU": 1}
     assert found["policy-1.1"].resources == {"CPU": 1, "GPU": 8}
     assert found["policy-1.1"].strategy == "STRICT_SPREAD" and found["policy-1.1"].place.machine == 1

@@ -27,6 +27,7 @@ from cosmos_rl_core.clusters.ray_supervisor import (
     Place,
     Supervisor,
     actors,
+    is_there,
     remove_groups,
 )
 from cosmos_rl_core.errors import UserError
@@ -59,22 +60,20 @@ class Ray:
     def plan(self, run: ClusterRun) -> str:
         """Return each process with its resources and its command."""
         lines = [f"# Ray at {_address(run)}, namespace {run.config.cluster.ray.namespace}"]
-        for process in processes(run, [*run.policies(), *run.rollouts()], controller=True):
+        for process in whole(run):
             group = f"placement group {process.strategy}" if process.place.group else process.strategy
             lines += [f"{process.job.name}: {process.wanted} ({group})", f"  {_command(process.job)}"]
         return "\n".join(lines)
 
     def start(self, run: ClusterRun) -> list[str]:
-        """Create the actors, and wait until each has a place; the controller's last, which starts the run."""
+        """Create the actors, and wait until each has a place, for which the controller waits too."""
         connect(run)
         folder = run.directory / FOLDER
         Ended.path(folder).unlink(missing_ok=True)
         for log in folder.glob("*.log"):
             log.replace(log.with_suffix(".log.old"))
         try:
-            controller, *workers = processes(run, [*run.policies(), *run.rollouts()], controller=True)
-            lines = self._start(run, workers)
-            return [*self._start(run, [controller]), *lines]
+            return self._start(run, whole(run))
         except BaseException:  # Ctrl-C too
             self.stop(run, now=True)
             raise
@@ -121,7 +120,7 @@ class Ray:
         connect(run)
         stopped = follow(
             run,
-            is_alive=lambda: CONTROLLER in actors(run.label),
+            is_alive=lambda: is_there(run.label, CONTROLLER),
             stop=lambda now: self.stop(run, now=now),
             say=lambda line: print(line, flush=True),  # noqa: T201  as the run's own console
         )
@@ -152,31 +151,32 @@ class Ray:
         )
 
 
-def processes(run: ClusterRun, replicas: Sequence[Replica], *, controller: bool = False) -> list[Process]:
-    """Return the processes of replicas, a process a machine; the controller's first."""
-    found = [_controller(run)] if controller else []
-    for replica in replicas:
-        for machine in range(replica.machines):
-            found.append(_worker(run, replica, machine))
-    return found
-
-
-def _controller(run: ClusterRun) -> Process:
+def whole(run: ClusterRun) -> list[Process]:
+    """Return the processes of a run, the controller's last."""
+    workers = processes(run, [*run.policies(), *run.rollouts()])
     folder = run.directory / FOLDER
-    return Process(
-        job=Job(
-            name=CONTROLLER,
-            command=(run.program, *run.controller_arguments()),
-            first=("--resume", "auto"),  # started again after a crash it takes over from itself instead
-            preamble=tuple(run.preamble),
-            log=str(folder / f"{CONTROLLER}.log"),
-            restarts=run.config.elastic.restart_workers,
-            last=(0, 1, 2, 130),
-        ),
-        place=Place(label=run.label, folder=str(folder), advertises="bind" not in run.config.run.model_fields_set),
-        resources=_resources(run, CONTROLLER, gpus=0),
-        strategy="DEFAULT",
+    job = Job(
+        name=CONTROLLER,
+        command=(run.program, *run.controller_arguments()),
+        first=("--resume", "auto"),  # started again after a crash it takes over from itself instead
+        preamble=tuple(run.preamble),
+        log=str(folder / f"{CONTROLLER}.log"),
+        restarts=run.config.elastic.restart_workers,
+        last=(0, 1, 2, 130),
     )
+    place = Place(
+        label=run.label,
+        folder=str(folder),
+        advertises="bind" not in run.config.run.model_fields_set,
+        after=tuple(process.job.name for process in workers),
+    )
+    resources = _resources(run, CONTROLLER, gpus=0)
+    return [*workers, Process(job=job, place=place, resources=resources, strategy="DEFAULT")]
+
+
+def processes(run: ClusterRun, replicas: Sequence[Replica]) -> list[Process]:
+    """Return the processes of replicas, a process a machine."""
+    return [_worker(run, replica, machine) for replica in replicas for machine in range(replica.machines)]
 
 
 def _worker(run: ClusterRun, replica: Replica, machine: int) -> Process:
@@ -240,13 +240,13 @@ def _resources(run: ClusterRun, role: str, *, gpus: int) -> dict[str, float]:
 
 
 def _replicas(run: ClusterRun, role: str, count: int) -> Iterator[Replica]:
-    """Yield replicas of a role, as many as wanted, also beyond those of the recipe."""
-    if role == "rollout":
+    """Yield replicas of a role, as many as wanted, also beyond those of the recipe. Raises UserError."""
+    if role == "rollout" and not run.config.is_sft:
         yield from run.rollouts(count)
-        return
-    first = run.policies()[0]
-    for index in range(count):
-        yield replace(first, name=f"policy-{index}")
+    elif role == "policy":
+        yield from (replace(run.policies()[0], name=f"policy-{index}") for index in range(count))
+    else:
+        raise UserError(f"{role}={count}: this run has no {role} workers")
 
 
 def _create(run: ClusterRun, new: Sequence[Process]) -> dict[str, Any]:

@@ -54,6 +54,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     machine: int = 0
     machines: int = 1
     """Index and number of the machines of its replica."""
+    after: tuple[str, ...] = ()
+    """Jobs that have a machine before this one starts."""
     advertises: bool = False
     """Whether the process advertises the address that Ray has for its machine."""
 
@@ -113,12 +115,23 @@ class Supervisor:
             for name in others:  # their processes may wait for the lost machine
                 with contextlib.suppress(ValueError):  # it has ended
                     _actor(place.label, name).restart.remote()
+        if not self._moved:
+            self._wait_for_places()
         code = self._process.run(self._arguments)
         if self._job.name == CONTROLLER:
             self._end_run(code)
         elif place.group and place.machine == 0:
             _until(lambda: not actors(place.label).keys() & set(others), timeout_s=SAVE_S)
             remove_groups(place.label, place.group)
+
+    def _wait_for_places(self) -> None:
+        """Wait until the other jobs have machines; the launcher removes this one if they do not get any."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        for name in self._place.after:
+            with contextlib.suppress(RayActorError, ValueError):  # it has ended
+                ray.get(_actor(self._place.label, name).state.remote())
 
     @property
     def _replica(self) -> str:
@@ -178,6 +191,13 @@ def actors(label: str) -> Mapping[str, Any]:
             with contextlib.suppress(ValueError):  # it has ended
                 found[name.removeprefix(f"{label}.")] = ray.get_actor(name)
     return found
+
+
+def is_there(label: str, name: str) -> bool:
+    """Return whether a job of a run has an actor."""
+    import ray
+
+    return f"{label}.{name}" in ray.util.list_named_actors()
 
 
 def remove_groups(label: str, only: str = "") -> None:
