@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
+from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import make_model
@@ -156,7 +157,7 @@ def generate(model, prompts, *, sampling):
     async def whole():
         engine = TorchEngine(
             model,
-            encode=lambda prompt: prompt.row["tokens"].astype(np.int32),
+            encode=lambda prompt: Encoded(text="", tokens=prompt.row["tokens"].astype(np.int32)),
             decode=lambda tokens: " ".join(map(str, tokens)),
             stop_ids=[1],
             max_sequences=16,

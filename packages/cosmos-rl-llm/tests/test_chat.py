@@ -36,14 +36,16 @@ def ask(content: str) -> list[dict[str, str]]:
 
 
 def test_messages_go_through_the_template():
-    text, tokens = make_chat().encode_prompt({"prompt": ask("hi")})
+    encoded = make_chat().encode_prompt({"prompt": ask("hi")})
+    text, tokens = encoded.text, encoded.tokens
     assert text == "<s>user:hi</s>\n<s>assistant:"
     assert tokens.dtype == np.int32
     assert len(tokens) == len("user:hi") + 2 + 1 + 1 + len("assistant:")
 
 
 def test_plain_text_is_only_tokenised():
-    text, tokens = make_chat(None).encode_prompt({"prompt": "2+2="})
+    encoded = make_chat(None).encode_prompt({"prompt": "2+2="})
+    text, tokens = encoded.text, encoded.tokens
     assert text == "2+2="
     assert len(tokens) == 4
 
@@ -51,7 +53,7 @@ def test_plain_text_is_only_tokenised():
 def test_the_response_ends_with_the_turn_and_not_after_it():
     chat = make_chat()
     row = {"prompt": ask("hi"), "response": "yes."}
-    text, _ = chat.encode_prompt(row)
+    text = chat.encode_prompt(row).text
     tokens = chat.encode_response(row, prompt_text=text)
     assert tokens.dtype == np.int32
     assert chat.decode(tokens) == "yes."
@@ -68,7 +70,7 @@ def test_a_plain_response_is_closed_with_the_eos_token():
 def test_a_template_that_rewrites_the_prompt_leaves_the_bare_response():
     chat = make_chat("{{ messages | length }}{% if add_generation_prompt %}?{% endif %}")
     row = {"prompt": ask("hi"), "response": "ok"}
-    tokens = chat.encode_response(row, prompt_text=chat.encode_prompt(row)[0])
+    tokens = chat.encode_response(row, prompt_text=chat.encode_prompt(row).text)
     assert chat.decode(tokens) == "ok"
     assert tokens.tolist()[-1] == 2
 
@@ -76,7 +78,8 @@ def test_a_template_that_rewrites_the_prompt_leaves_the_bare_response():
 def test_prompt_and_response_are_what_the_template_writes():
     chat = make_chat()
     row = {"prompt": ask("hi"), "response": "yes."}
-    text, prompt = chat.encode_prompt(row)
+    encoded = chat.encode_prompt(row)
+    text, prompt = encoded.text, encoded.tokens
     response = chat.encode_response(row, prompt_text=text)
     whole = chat.tokenizer.apply_chat_template(
         [*row["prompt"], {"role": "assistant", "content": "yes."}], tokenize=False

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.memory.remat import checkpoint_activations
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
+from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import decoder_layers, make_model
@@ -124,7 +125,7 @@ def generate(model: PreTrainedModel, lengths: list[int], **options: Any) -> Roll
     """Two rollouts for each of some prompts, all at the same time, in one group."""
     engine = TorchEngine(
         model,
-        encode=lambda prompt: np.arange(prompt.row["length"], dtype=np.int32) % 32,
+        encode=lambda prompt: Encoded(text="", tokens=np.arange(prompt.row["length"], dtype=np.int32) % 32),
         decode=str,
         stop_ids=(),
         max_sequences=8,

@@ -10,6 +10,7 @@ import torch
 
 from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
+from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import make_model, named_weights
@@ -46,7 +47,7 @@ def tiny(kind="qwen3", seed=0):
 
 
 def encode(prompt):
-    return np.array(prompt.row["tokens"], dtype=np.int32)
+    return Encoded(text="", tokens=np.array(prompt.row["tokens"], dtype=np.int32))
 
 
 def decode(tokens):

@@ -17,7 +17,7 @@ from cosmos_rl_core.parallel.lora import base_name, fill_adapters
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.data.chat import Chat
-from cosmos_rl_llm.model.causal_lm import empty_model, load_model
+from cosmos_rl_llm.model.causal_lm import empty_model, load_model, sees
 from cosmos_rl_llm.model.weights import Weight, find_weights, open_weights
 from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters
@@ -52,6 +52,11 @@ def build_policy(
         whole.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     else:
         whole = empty_model(source, dtype=dtype)
+        if sees(whole.config):
+            raise UserError(
+                f"model.path = {model.path!r}: a vision-language model trains in one process per policy replica; set "
+                "[policy] replicas for more, and no [policy.parallel]"
+            )
         weights = find_weights(whole, source)
     if model.lora is not None:
         add_adapters(whole, model.lora, base=model.path, seed=seed)

@@ -39,6 +39,23 @@ class LLMModelConfig(Strict):
     """Train adapters of the model, and send only them to the engines."""
 
 
+class MediaSection(Strict):
+    """[data.media]: pictures and videos of the rows, for vision-language models."""
+
+    root: str | None = None
+    """Folder of relative paths, outside of which no file is read. Not set: the working directory, and any path."""
+    schemes: tuple[Literal["data", "file", "http", "https"], ...] = ("data", "file")
+    """Kinds of URLs that are read; "https" and "http" fetch from the network."""
+    max_bytes: int = Field(default=256 * 1024**2, ge=1)
+    """Maximum size of an encoded picture or video."""
+    max_pixels: int = Field(default=64 * 1024**2, ge=1)
+    """Maximum number of pixels of a picture, and of a video's frame, before it is resized."""
+    fps: float = Field(default=2.0, gt=0)
+    """Frames a second that are taken of a video."""
+    max_frames: int = Field(default=768, ge=1)
+    """Maximum number of frames of a video; longer ones are taken at a lower rate."""
+
+
 class LLMDataConfig(Strict):
     """[data]: the source of rows, and their columns with prompt, reference answer and response."""
 
@@ -67,6 +84,12 @@ class LLMDataConfig(Strict):
     """Column with the wanted response, for supervised training."""
     messages_column: str | None = None
     """Column with whole chats instead, for supervised training: every turn of the assistant is learnt."""
+    image_column: str | None = None
+    """Column with the pictures of the prompt: a path, a URL, bytes, or a list of these, before the text."""
+    video_column: str | None = None
+    """Column with the videos of the prompt, likewise."""
+    media: MediaSection = MediaSection()
+    """Reading of pictures and videos."""
     overlong: Overlong = "error"
     """Rows above [model] max_length in supervised training: an error, cut at the end, or dropped; both are counted."""
     limit: int | None = Field(default=None, ge=1)

@@ -29,13 +29,14 @@ from cosmos_rl_llm.rewards import REWARDS
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
-    from cosmos_rl_llm.data.chat import Chat
+    from cosmos_rl_llm.data.chat import Chat, Encoded
+    from cosmos_rl_llm.media.vision import Vision
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
     from cosmos_rl_llm.policy.policy import TextPolicy
 
@@ -245,8 +246,8 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
         add_adapters(module, model.lora, base=model.path)
     chat = _module_chat(source, module, data, max_length=model.max_length)
 
-    def encode(prompt: Prompt) -> np.ndarray:
-        return chat.encode_prompt(prompt.row, where=prompt.origin)[1]
+    def encode(prompt: Prompt) -> Encoded:
+        return chat.encode_prompt(prompt.row, where=prompt.origin)
 
     return TorchEngine(
         module,
@@ -258,6 +259,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
         max_length=chat.max_length,
         cache_bytes=options.cache_bytes,
         record_routes=options.record_routes,
+        vision=None if chat.vision is None else chat.vision.family,
         version=-1,  # nothing is served before the policy's weights have arrived
     )
 
@@ -282,7 +284,7 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
     chat = _chat(source, data, generation=generation, limit=limit, max_length=options.max_model_len or model.max_length)
 
     def encode(prompt: Prompt) -> np.ndarray:
-        return chat.encode_prompt(prompt.row, where=prompt.origin)[1]
+        return chat.encode_prompt(prompt.row, where=prompt.origin).tokens
 
     return VllmEngine(
         start(source, options=options, dtype=model.dtype, max_length=chat.max_length),
@@ -296,13 +298,26 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
 
 
 def _module_chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_length: int | None) -> Chat:
-    from cosmos_rl_llm.model.causal_lm import context_length
+    from cosmos_rl_llm.model.causal_lm import context_length, sees
 
-    return _chat(source, data, generation=module.generation_config, limit=context_length(module), max_length=max_length)
+    return _chat(
+        source,
+        data,
+        generation=module.generation_config,
+        limit=context_length(module),
+        max_length=max_length,
+        seeing=module.config if sees(module.config) else None,
+    )
 
 
 def _chat(
-    source: str, data: LLMDataConfig, *, generation: GenerationConfig | None, limit: int | None, max_length: int | None
+    source: str,
+    data: LLMDataConfig,
+    *,
+    generation: GenerationConfig | None,
+    limit: int | None,
+    max_length: int | None,
+    seeing: PreTrainedConfig | None = None,
 ) -> Chat:
     """The tokenizer beside the model, with the template of [data] and the context limit: at most the model's own."""
     from cosmos_rl_llm.data.chat import Chat, find_end_ids, set_chat_template
@@ -317,7 +332,25 @@ def _chat(
         end_ids=find_end_ids(tokenizer, None if generation is None else generation.eos_token_id),
         max_length=max_length or limit,
         overlong=data.overlong,
+        vision=None if seeing is None else _vision(source, seeing, data),
     )
+
+
+def _vision(source: str, config: PreTrainedConfig, data: LLMDataConfig) -> Vision:
+    from cosmos_rl_llm.media.families import find_family
+    from cosmos_rl_llm.media.source import Limits
+    from cosmos_rl_llm.media.vision import Vision
+
+    given = data.media
+    limits = Limits(
+        root=None if given.root is None else Path(given.root).expanduser(),
+        schemes=given.schemes,
+        max_bytes=given.max_bytes,
+        max_pixels=given.max_pixels,
+        fps=given.fps,
+        max_frames=given.max_frames,
+    )
+    return Vision(family=find_family(resolve(source), config), limits=limits)
 
 
 def _checkpoint(model: LLMModelConfig) -> str:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from cosmos_rl_core.types import Prompt
+from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import make_model
 
@@ -30,7 +31,7 @@ def tiny_model():
 def make_engine(model=None):
     return TorchEngine(
         model or tiny_model(),
-        encode=lambda prompt: np.array(prompt.row["tokens"], np.int32),
+        encode=lambda prompt: Encoded(text="", tokens=np.array(prompt.row["tokens"], np.int32)),
         decode=lambda tokens: " ".join(map(str, tokens)),
         stop_ids=[1],
         max_sequences=8,

@@ -1,11 +1,13 @@
 """Encodes a rollout group as bytes, for messages and the spool.
 
-The format is msgpack; an array is (dtype, shape, raw little-endian bytes).
+The format is msgpack; an array is (dtype, shape, raw little-endian bytes). Arrays that all rollouts have in common,
+such as the prompt's tokens and pictures, are in it once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 import msgspec
@@ -57,6 +59,8 @@ class _Group(msgspec.Struct, frozen=True, array_like=True):
     origin: str
     prompt_text: str
     rollouts: tuple[_Rollout, ...]
+    shared: dict[str, _Array]
+    """Arrays of each rollout."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -65,15 +69,24 @@ _decode = msgspec.msgpack.Decoder(_Group).decode
 
 def encode_group(group: RolloutGroup) -> bytes:
     """Return the group as bytes, without its row. Raises ValueError for an array of an unsupported dtype."""
-    prompt = group.prompt
+    prompt, shared = group.prompt, _shared(group)
     return _encode(
         _Group(
             sample_id=prompt.sample_id,
             origin=prompt.origin,
             prompt_text=group.prompt_text,
-            rollouts=tuple(_pack_rollout(rollout) for rollout in group.rollouts),
+            rollouts=tuple(_pack_rollout(rollout, without=shared) for rollout in group.rollouts),
+            shared={name: _pack(array, name) for name, array in shared.items()},
         )
     )
+
+
+def _shared(group: RolloutGroup) -> dict[str, np.ndarray]:
+    """Return the arrays that are the same object in all rollouts, of which there are several."""
+    if len(group.rollouts) < 2:
+        return {}
+    first, *others = (rollout.arrays for rollout in group.rollouts)
+    return {name: array for name, array in first.items() if all(each.get(name) is array for each in others)}
 
 
 def decode_group(payload: bytes | memoryview) -> RolloutGroup:
@@ -85,16 +98,17 @@ def decode_group(payload: bytes | memoryview) -> RolloutGroup:
         group = _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"these bytes are not a rollout group: {error}") from error
+    shared = {name: _unpack(array, name) for name, array in group.shared.items()}
     return RolloutGroup(
         prompt=Prompt(sample_id=group.sample_id, row={}, origin=group.origin),
-        rollouts=tuple(_unpack_rollout(rollout) for rollout in group.rollouts),
+        rollouts=tuple(_unpack_rollout(rollout, shared) for rollout in group.rollouts),
         prompt_text=group.prompt_text,
     )
 
 
-def _pack_rollout(rollout: Rollout) -> _Rollout:
+def _pack_rollout(rollout: Rollout, *, without: Collection[str]) -> _Rollout:
     return _Rollout(
-        arrays={name: _pack(array, name) for name, array in rollout.arrays.items()},
+        arrays={name: _pack(array, name) for name, array in rollout.arrays.items() if name not in without},
         rollout_logprobs=_pack(rollout.rollout_logprobs, "rollout_logprobs"),
         versions=_pack(rollout.versions, "versions"),
         loss_mask=_pack(rollout.loss_mask, "loss_mask"),
@@ -118,10 +132,10 @@ def _pack_episode(episode: Episode) -> _Episode:
     )
 
 
-def _unpack_rollout(rollout: _Rollout) -> Rollout:
+def _unpack_rollout(rollout: _Rollout, shared: Mapping[str, np.ndarray]) -> Rollout:
     num_terms = math.prod(rollout.rollout_logprobs.shape)
     return Rollout(
-        arrays={name: _unpack(array, name) for name, array in rollout.arrays.items()},
+        arrays={**shared, **{name: _unpack(array, name) for name, array in rollout.arrays.items()}},
         rollout_logprobs=_unpack_terms(rollout.rollout_logprobs, "rollout_logprobs", "float32", num_terms),
         versions=_unpack_terms(rollout.versions, "versions", "int32", num_terms),
         loss_mask=_unpack_terms(rollout.loss_mask, "loss_mask", "bool", num_terms),

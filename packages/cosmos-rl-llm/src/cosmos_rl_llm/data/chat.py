@@ -24,9 +24,26 @@ import numpy as np
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
+from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View
+from cosmos_rl_llm.media.source import parts_of
+from cosmos_rl_llm.media.vision import Vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A prompt as the model gets it."""
+
+    text: str
+    """The rendered chat, with the placeholders of the chat template."""
+    tokens: np.ndarray
+    """[prompt] int32, with a token for each output of the vision tower."""
+    view: View = EMPTY_VIEW
+    """Its pictures and videos."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +58,35 @@ class Chat:
     """Maximum tokens of prompt and response together; None: no limit."""
     overlong: Overlong = "error"
     """Treatment of longer rows in supervised training."""
+    vision: Vision | None = None
+    """Reads pictures and videos; None for a model of text."""
 
-    def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> tuple[str, np.ndarray]:
-        """Return the text of the model's prompt and its tokens [prompt] int32.
+    def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
+        """Return the model's prompt.
 
         Messages are followed by the opening of the assistant's turn. Plain text gets the tokenizer's BOS token, if it
         has one; a template writes its own.
 
         Raises:
-            PromptError: the template rejects the messages, or no token is left.
+            PromptError: the template rejects the messages, a picture or video cannot be read, or no token is left.
         """
         prompt = row["prompt"]
         plain = isinstance(prompt, str)
         text = prompt if plain else self.render(prompt, where=where, add_generation_prompt=True)
-        ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
-        if not ids:
+        items = [] if plain else self.items(prompt, where=where)
+        shown = text if self.vision is None else self.vision.expand(text, items, where=where)
+        tokens = np.asarray(self.tokenizer(shown, add_special_tokens=plain)["input_ids"], dtype=np.int32)
+        if not len(tokens):
             raise PromptError(f"{where or 'a row'}: the prompt has no tokens")
-        return text, np.asarray(ids, dtype=np.int32)
+        view = EMPTY_VIEW if self.vision is None else self.vision.view(tokens, items, where=where)
+        return Encoded(text=text, tokens=tokens, view=view)
+
+    def items(self, messages: Iterable[Message], *, where: str) -> list[Item]:
+        """Return the pictures and videos of messages, processed. Raises PromptError."""
+        parts = [part for message in messages for part in parts_of(message["content"]) if part["type"] != "text"]
+        if parts and self.vision is None:
+            raise PromptError(f"{where or 'a row'}: {parts[0]['type']!r} in a chat, and model and engine read text")
+        return [] if self.vision is None else [self.vision.item(part, where=where) for part in parts]
 
     def encode_response(self, row: Mapping[str, Any], *, prompt_text: str, where: str = "") -> np.ndarray:
         """Return the tokens of row["response"] and of the end of its turn, [T] int32: the training target.
@@ -157,8 +186,6 @@ def find_end_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Itera
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-Message = Mapping[str, Any]
-
 
 def encode_turns(chat: Chat, messages: Sequence[Message], *, where: str = "") -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens [L] int32 of a whole chat and the mask [L] bool of the learnt ones.
@@ -169,6 +196,11 @@ def encode_turns(chat: Chat, messages: Sequence[Message], *, where: str = "") ->
     Raises:
         PromptError: the template rejects the messages, or changes earlier turns as the chat goes on.
     """
+    if any(part["type"] != "text" for message in messages for part in parts_of(message["content"])):
+        raise PromptError(
+            f"{where or 'a row'}: pictures and videos cannot be in data.messages_column; set data.prompt_column and "
+            "data.response_column"
+        )
     template = chat.tokenizer.chat_template
     if isinstance(template, str) and _MARKER.search(template):
         return _encode_marked(chat, messages, where=where)

@@ -28,6 +28,8 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.train.balance import deal
 from cosmos_rl_core.types import Microbatch, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
 from cosmos_rl_llm.data.chat import Chat, encode_turns
+from cosmos_rl_llm.media.item import EMPTY_VIEW, View, positions_of
+from cosmos_rl_llm.media.packed import pack_items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class Sample:
     advantage: float
     routes: np.ndarray | None = None
     """[prompt + T - 1, layers, k]: experts chosen by the rollout's router, if they are replayed."""
+    view: View = EMPTY_VIEW
+    """Pictures and videos among the tokens."""
 
     @property
     def length(self) -> int:
@@ -94,6 +98,7 @@ def _from_rollout(rollout: Rollout) -> Sample:
         loss_mask=rollout.loss_mask,
         advantage=rollout.advantage,
         routes=rollout.arrays.get("routes"),
+        view=View.of_arrays(rollout.arrays),
     )
     assert len(sequence.prompt_tokens), "a rollout without a prompt token"
     assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.loss_mask), "terms out of step"
@@ -132,13 +137,12 @@ def _pack(sequences: Sequence[Sample]) -> Microbatch:
     lengths = np.array([sequence.length for sequence in sequences])
     num_terms = np.array([len(sequence.tokens) for sequence in sequences])
     ends = np.cumsum(lengths)
-    starts = ends - lengths  # [B] first token of each sequence in the row
     labels = np.concatenate([sequence.tokens for sequence in sequences])
     # The hidden state at i predicts token i + 1: those for a response start at the prompt's last token.
     logit_index = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, num_terms)])
     inputs = {
         "tokens": np.concatenate([part for s in sequences for part in (s.prompt_tokens, s.tokens[:-1])]),
-        "positions": np.arange(ends[-1]) - np.repeat(starts, lengths),
+        "positions": positions_of([s.view for s in sequences], lengths.tolist()),
         "sequence_index": np.repeat(np.arange(len(sequences)), lengths),
         "logit_index": logit_index,
         "labels": labels,
@@ -146,8 +150,9 @@ def _pack(sequences: Sequence[Sample]) -> Microbatch:
     routes = [sequence.routes for sequence in sequences if sequence.routes is not None]
     if routes:
         inputs["routes"] = np.concatenate(routes)
+    items = pack_items([s.view.items for s in sequences], [s.view.index_of(s.length) for s in sequences])
     return Microbatch(
-        inputs={name: _tensor(values, torch.int64) for name, values in inputs.items()},
+        inputs={**{name: _tensor(values, torch.int64) for name, values in inputs.items()}, **items},
         terms=TermBatch(
             rollout_logprobs=_tensor(np.concatenate([s.logprobs for s in sequences]), torch.float32),
             advantages=_tensor(np.repeat([s.advantage for s in sequences], num_terms), torch.float32),
@@ -194,9 +199,9 @@ def encode_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
     """Return a row as prompt and response; the mask excludes other roles' messages between the assistant's turns."""
     try:
         if "response" in row:
-            prompt_text, prompt = chat.encode_prompt(row)
-            tokens = chat.encode_response(row, prompt_text=prompt_text)
-            return _sample(prompt, tokens, np.ones(len(tokens), dtype=bool))
+            prompt = chat.encode_prompt(row)
+            tokens = chat.encode_response(row, prompt_text=prompt.text)
+            return _sample(prompt.tokens, tokens, np.ones(len(tokens), dtype=bool), view=prompt.view)
         if "messages" not in row:
             raise UserError(
                 "supervised training needs target responses: name their column in data.response_column, or that of "
@@ -212,9 +217,9 @@ def encode_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
     return _sample(tokens[:first], tokens[first:end], mask[first:end])
 
 
-def _sample(prompt: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> Sample:
+def _sample(prompt: np.ndarray, tokens: np.ndarray, mask: np.ndarray, *, view: View = EMPTY_VIEW) -> Sample:
     logprobs = np.zeros(len(tokens), dtype=np.float32)
-    return Sample(prompt_tokens=prompt, tokens=tokens, logprobs=logprobs, loss_mask=mask, advantage=1.0)
+    return Sample(prompt_tokens=prompt, tokens=tokens, logprobs=logprobs, loss_mask=mask, advantage=1.0, view=view)
 
 
 def _fit(sample: Sample, row: Mapping[str, Any], *, chat: Chat) -> Sample | None:

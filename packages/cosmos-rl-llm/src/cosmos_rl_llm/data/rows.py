@@ -21,6 +21,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
 from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
+from cosmos_rl_llm.data.parts import normalise_content, with_media
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
@@ -215,7 +216,7 @@ def _prompt(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str
         )
     else:
         messages = _messages(value, "the prompt must be a string or a list of chat messages", where=where, key=key)
-    return _with_system_prompt(messages, config)
+    return _with_system_prompt(with_media(messages, row, where=where, config=config), config)
 
 
 def _chat(row: Mapping[str, Any], *, where: str, config: LLMDataConfig, column: str) -> list[dict[str, Any]]:
@@ -225,7 +226,7 @@ def _chat(row: Mapping[str, Any], *, where: str, config: LLMDataConfig, column: 
     messages = _messages(value, "a chat must be a list of messages", where=where, key=key)
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(f"{where}: the chat has no assistant message to learn ({key})")
-    return _with_system_prompt(messages, config)
+    return _with_system_prompt(with_media(messages, row, where=where, config=config), config)
 
 
 def _with_system_prompt(messages: list[dict[str, Any]], config: LLMDataConfig) -> list[dict[str, Any]]:
@@ -247,14 +248,14 @@ def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: {wanted}, not {shown(value)} ({key})")
     for place, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str | list):
             raise UserError(
                 f'{where}: message {place} must be of the form {{"role": "user", "content": "..."}}, '
                 f"not {shown(message)} ({key})"
             )
         if message.get("role") not in ROLES:
             raise UserError(f"{where}: message {place}: role must be one of {', '.join(ROLES)} ({key})")
-    return [dict(message) for message in value]
+    return [{**message, "content": normalise_content(message["content"], where=where, key=key)} for message in value]
 
 
 def _answer(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str:

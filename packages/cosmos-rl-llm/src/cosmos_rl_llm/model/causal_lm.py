@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -39,6 +40,9 @@ _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Config keys of the soft cap of logits: Gemma 2 and others, RecurrentGemma, xLSTM."""
 
+_NEVER = -1e4
+"""Added to the logit of a token that is never sampled."""
+
 LOADING = threading.Lock()
 """transformers changes global defaults while it builds a model; policy and engine may load theirs in two threads."""
 
@@ -55,8 +59,9 @@ def load_model(
     source = resolve(path_or_id)
     logging.disable_progress_bar()  # it would fill a worker's log
     try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with LOADING:
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = _auto_class(config).from_pretrained(
                 source,
                 dtype=dtype,
                 attn_implementation=attention,
@@ -85,7 +90,7 @@ def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype) -> Pr
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with LOADING, no_init_weights(), parameters_on_meta():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model: PreTrainedModel = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(_explain(source, error)) from error
     model.tie_weights()
@@ -107,9 +112,18 @@ def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> P
     try:
         built = AutoConfig.for_model(kind, **values)
         with LOADING, forked_rng(seed=seed):
-            return AutoModelForCausalLM.from_config(built, dtype=dtype)
+            return _auto_class(built).from_config(built, dtype=dtype)
     except (ValueError, StrictDataclassError) as error:
         raise UserError(f"model config: {_first_line(error)}") from error
+
+
+def sees(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration is of a vision-language model."""
+    return getattr(config, "vision_config", None) is not None
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
 def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
@@ -143,11 +157,16 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of a model's decoder layers, by any family's name. Raises UserError for a model without one."""
-    decoder = model.base_model
+    decoder = language_model(model)
     lists = [child for child in (*decoder.children(), *decoder.modules()) if isinstance(child, nn.ModuleList)]
     if decoder is model or not lists:
         raise UserError(f"model.path: {type(model).__name__} has no list of decoder layers; choose another model")
     return lists[0]
+
+
+def language_model(model: PreTrainedModel) -> nn.Module:
+    """Return the decoder without the output head; of a vision-language model the part that reads the text."""
+    return getattr(model.base_model, "language_model", model.base_model)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -168,14 +187,22 @@ class Head:
     scale: float = 1.0
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Head:
-        """Read the head of a causal LM. Raises UserError if it has no linear output layer."""
+    def of(cls, model: PreTrainedModel, *, banned: Sequence[int] = ()) -> Head:
+        """Read the head of a causal LM. Raises UserError if it has no linear output layer.
+
+        banned: tokens that are never sampled, such as the placeholders of pictures.
+        """
         config = model.config.get_text_config()
         linear = model.get_output_embeddings()
         if not isinstance(linear, nn.Linear):
             raise UserError(f"model.path: {type(model).__name__} has no linear output layer; choose another model")
         caps = [cap for key in _SOFTCAPS if (cap := getattr(config, key, None))]
-        return cls(linear.weight, linear.bias, softcap=caps[0] if caps else None, scale=_logit_scale(config))
+        bias = linear.bias
+        if banned:
+            penalty = torch.zeros(len(linear.weight), dtype=linear.weight.dtype, device=linear.weight.device)
+            penalty[list(banned)] = _NEVER
+            bias = penalty if bias is None else bias + penalty
+        return cls(linear.weight, bias, softcap=caps[0] if caps else None, scale=_logit_scale(config))
 
     def cast(self, dtype: torch.dtype | None) -> Head:
         """The same head in another dtype; gradients flow back to the original."""

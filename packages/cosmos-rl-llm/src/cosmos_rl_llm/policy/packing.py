@@ -91,8 +91,10 @@ def install_attention(model: PreTrainedModel, *, traced: bool = True) -> None:
     """
     name = ATTENTION if traced else f"{ATTENTION}_untraced"
     AttentionInterface.register(name, layout_attention if traced else torch.compiler.disable(layout_attention))
-    model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
+    config = model.config.get_text_config()
+    whole = config is model.config
+    model.set_attn_implementation(name if whole else {"text_config": name, "vision_config": "sdpa"})
+    if config._attn_implementation != name:
         raise UserError(
             f"model.path: {type(model).__name__} does not go through transformers' AttentionInterface; "
             "choose a model that does"

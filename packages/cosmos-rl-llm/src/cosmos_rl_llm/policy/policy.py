@@ -20,6 +20,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat
+from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import named_weights
 from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
@@ -50,6 +51,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         compute_dtype: torch.dtype | None = None,
         setup: ModelSetup | None = None,
         logits_bytes: int | None = None,
+        vision: VisionFamily | None = None,
     ) -> None:
         """Take over `model` (its attention is replaced), and shard it over the ranks of `setup`.
 
@@ -60,6 +62,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
             setup: the mesh and the memory options; None: one process without memory options.
             logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
                 by the memory of the device.
+            vision: family of a vision-language model; None: rows have text alone.
         """
         setup = setup or ModelSetup()
         module = TermModel(
@@ -70,6 +73,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
             mesh=setup.mesh,
             sequence_parallel=setup.parallel.sequence_parallel,
             unpacked=runs_unpacked(model, compute_dtype=compute_dtype, mesh=setup.mesh),
+            vision=vision,
         )
         parallelize(module, setup)
         super().__init__(module, reduce_once=setup.parallel.reduce_once)
@@ -90,8 +94,11 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         return named_weights(self.module.causal_lm)
 
     def save_config(self, directory: Path) -> None:
-        """Write the configuration, and the tokenizer if there is one."""
+        """Write the configuration, the tokenizer if there is one, and the processing of pictures."""
         write_config(self.module.causal_lm, directory, tokenizer=self._tokenizer)
+        if self.module.vision is not None:
+            for name, text in self.module.vision.files.items():
+                (directory / name).write_text(text, encoding="utf-8")
 
 
 class TextPolicy(CausalLMPolicy):
@@ -112,5 +119,6 @@ class TextPolicy(CausalLMPolicy):
             temperature=temperature,
             compute_dtype=compute_dtype,
             setup=setup,
+            vision=None if chat.vision is None else chat.vision.family,
         )
         self.chat = chat

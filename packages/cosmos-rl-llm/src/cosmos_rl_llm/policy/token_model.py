@@ -30,6 +30,8 @@ from cosmos_rl_core.parallel.axes.tensor import TensorAxis, own_part, own_slice
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_llm.media.item import VisionFamily
+from cosmos_rl_llm.media.packed import digests, items_of
 from cosmos_rl_llm.model.causal_lm import Head, decoder_layers
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
@@ -46,7 +48,7 @@ class Row:
     tokens: Tensor
     """[1, l] int64."""
     positions: Tensor
-    """[1, l] int64."""
+    """[1, l] int64; [3, 1, l] where a family counts along time, height and width."""
     layout: Layout
     """Attention layout of the tokens."""
     term_rows: Tensor
@@ -57,6 +59,8 @@ class Row:
     """[l, layers, k] int64: replayed experts, if the microbatch has any."""
     context: ContextPart | None = None
     """With cp: gathers the terms of all ranks."""
+    media: Mapping[str, Tensor] | None = None
+    """Keywords of the model's forward pass with the pictures of the row."""
 
 
 class TermModel(nn.Module):
@@ -74,6 +78,7 @@ class TermModel(nn.Module):
         unpacked: bool = False,
         first: bool = True,
         last: bool = True,
+        vision: VisionFamily | None = None,
     ) -> None:
         """Take over `model`, or a stage of it: its attention is replaced, and it stays in eval mode.
 
@@ -87,6 +92,7 @@ class TermModel(nn.Module):
             unpacked: one sequence per row of the decoder's input, and no shared prefixes.
             first: whether inputs are tokens, not hidden states.
             last: whether outputs are log-probabilities, not hidden states.
+            vision: family of a vision-language model; None: rows have text alone.
         """
         super().__init__()
         decoder_layers(model)
@@ -99,6 +105,7 @@ class TermModel(nn.Module):
         self.axis = _tensor_axis(mesh, sequence=sequence_parallel)
         self.compute_dtype = compute_dtype
         self.unpacked = unpacked
+        self.vision = vision
         self.first, self.last = first, last
         self._temperature = temperature or 1.0
         self._logits_bytes = logits_bytes
@@ -146,6 +153,7 @@ class TermModel(nn.Module):
     def _packed_row(self, inputs: Mapping[str, Tensor]) -> Row:
         lengths = _lengths(inputs)
         given = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
+        given += [digests(inputs)[:, None]] if "item_index" in inputs else []
         rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
@@ -156,11 +164,12 @@ class TermModel(nn.Module):
         taken = torch.from_numpy(kept)
         return Row(
             tokens=inputs["tokens"][None, taken],
-            positions=inputs["positions"][None, taken],
+            positions=inputs["positions"][..., None, taken],
             layout=PackedLayout.of(lengths, rows=rows),
             term_rows=term_rows,
             labels=inputs["labels"],
             routes=inputs["routes"][taken] if "routes" in inputs else None,
+            media=self.vision.inputs(items_of(inputs, taken)) if "item_index" in inputs and self.vision else None,
         )
 
     def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> Row:
@@ -213,7 +222,7 @@ class TermModel(nn.Module):
         given = row.tokens if self.first else hidden
         assert given is not None
         if not self.unpacked:
-            return self._pass(given, row.positions, row.layout, row.routes)
+            return self._pass(given, row.positions, row.layout, row.routes, row.media)
         assert isinstance(row.layout, PackedLayout)
         outputs = []
         for block in row.layout.blocks:
@@ -222,7 +231,14 @@ class TermModel(nn.Module):
             outputs.append(output.flatten(0, 1))
         return torch.cat(outputs).unsqueeze(0).index_select(1, row.layout.restore)
 
-    def _pass(self, given: Tensor, positions: Tensor, layout: Layout, routes: Tensor | None) -> Tensor:
+    def _pass(
+        self,
+        given: Tensor,
+        positions: Tensor,
+        layout: Layout,
+        routes: Tensor | None,
+        media: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """One pass of the decoder: tokens [B, l], or hidden states [B, l, H] -> hidden states [B, l, H]."""
         dtype = self._autocast
         replayed = {} if routes is None else {"routes": routes}
@@ -234,12 +250,13 @@ class TermModel(nn.Module):
                 use_cache=False,
                 layout=layout,
                 **replayed,
+                **(media or {}),
             )
         return output.last_hidden_state
 
     def _head(self) -> tuple[Head, Vocabulary | None]:
         """The output head: this rank's part of it over tp, and the vocabulary of that part."""
-        head = Head.of(self.causal_lm)
+        head = Head.of(self.causal_lm, banned=() if self.vision is None else tuple(self.vision.token_ids.values()))
         if self.axis is None:
             return head, None
         assert isinstance(head.weight, DTensor) and isinstance(head.bias, DTensor | None)

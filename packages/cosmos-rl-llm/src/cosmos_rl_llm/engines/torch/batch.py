@@ -10,7 +10,7 @@ or top-p, and recorded routes, wait once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,7 @@ from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
 from cosmos_rl_llm.engines.torch.exact import use_steady_activations, use_steady_experts
 from cosmos_rl_llm.engines.torch.sampling import Sampler, uniforms
+from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.causal_lm import Head
 from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
 from cosmos_rl_llm.policy.routing import RouteRecorder
@@ -42,6 +43,8 @@ class Request(EngineRequest):
     """Number of the first sample within the caller's group: part of the random counter."""
     sampling: Sampling
     seed: int
+    view: View = EMPTY_VIEW
+    """Pictures and videos of the prompt."""
     sequences: list[RunningSequence] = field(default_factory=list)
     """Its sequences in order of sample number, once admitted."""
 
@@ -80,6 +83,7 @@ class RunningSequence:
         arrays = {
             "prompt_tokens": self.request.prompt_tokens,
             "tokens": np.array(self.tokens, dtype=np.int32),
+            **self.request.view.arrays,
         }
         if self.routes:
             arrays["routes"] = np.concatenate(self.routes)
@@ -121,6 +125,7 @@ class RunningBatch:
         max_sequences: int,
         cache_terms: int,
         record_routes: bool = False,
+        vision: VisionFamily | None = None,
     ) -> None:
         install_attention(model)
         use_onednn(model, generates=True)
@@ -130,16 +135,22 @@ class RunningBatch:
         rows = max(max_sequences, MIN_ROWS)
         self.stats = EngineStats()
         self.sequences: list[RunningSequence] = []
-        self._model, self._head, self._decode = model, Head.of(model), decode
+        self._model, self._head, self._decode, self._vision = (
+            model,
+            Head.of(model, banned=() if vision is None else tuple(vision.token_ids.values())),
+            decode,
+            vision,
+        )
         self._stop_ids = frozenset(stop_ids)
         self._max_sequences, self._cache_terms = max_sequences, cache_terms
         self._span_unit = span_unit(model)
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
         self._recorder = RouteRecorder(model) if record_routes else None
         self._sampler: Sampler | None = None
-        # One entry per row of the batch: token and position of the last term, and the random counter.
+        # One entry per row: token and place of the last term, its position minus the place, and the random counter.
         self._token = np.zeros(rows, dtype=np.int64)
         self._place = np.zeros(rows, dtype=np.int64)
+        self._shift = np.zeros(rows, dtype=np.int64)
         self._seed = np.zeros(rows, dtype=np.uint64)
         self._sample = np.zeros(rows, dtype=np.int64)
         self._term = np.zeros(rows, dtype=np.int64)
@@ -166,7 +177,7 @@ class RunningBatch:
         )
         lengths = [len(request.prompt_tokens) for request in requests]
         self._begin_prefill(requests, lengths, first)
-        hidden = self._prefill(np.concatenate([request.prompt_tokens for request in requests]), lengths)
+        hidden = self._prefill(requests, lengths)
         self.stats.prefill_terms += sum(lengths)
         self._note_routes(lengths, [request.sequences for request in requests])
         new = slice(first, len(self.sequences))
@@ -180,10 +191,12 @@ class RunningBatch:
         count = len(self.sequences)
         self._place[count:MIN_ROWS] = 0  # padding rows write into unused slots
         rows = slice(0, max(count, MIN_ROWS))
-        token, place, uniform = self._sent(self._token[rows], self._place[rows], self._uniform(slice(0, count)))
+        token, place, position, uniform = self._sent(
+            self._token[rows], self._place[rows], self._place[rows] + self._shift[rows], self._uniform(slice(0, count))
+        )
         span = self._whole_spans(int(self._place[rows].max()) + 1)
         self._cache.begin_decode(place, span=span)
-        hidden = self._forward(token[:, None], place[:, None], DecodeLayout(place=place, span=span))
+        hidden = self._forward(token[:, None], position[:, None], DecodeLayout(place=place, span=span))
         self.stats.decode_terms += count
         self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
         return self._sample_terms(self._logits(hidden[:count, 0]), uniform, slice(0, count), version)
@@ -208,6 +221,7 @@ class RunningBatch:
             row = len(self.sequences)
             self.sequences.append(sequence)
             self._place[row] = len(request.prompt_tokens) - 1
+            self._shift[row] = request.view.shift(len(request.prompt_tokens))
             self._seed[row] = request.seed & 0xFFFF_FFFF_FFFF_FFFF
             self._sample[row] = sequence.sample
             self._term[row] = 0
@@ -223,27 +237,42 @@ class RunningBatch:
             start, slot = start + length, slot + request.num_samples
         self._cache.begin_prefill(*self._sent(*(np.concatenate(column) for column in columns)))
 
-    def _prefill(self, tokens: np.ndarray, lengths: Sequence[int]) -> Tensor:
-        """tokens [sum(lengths)] of prompts -> last hidden states [1, L, hidden], padded to `MIN_ROWS` rows."""
-        spare = max(0, MIN_ROWS - len(tokens))
-        lengths = [*lengths, spare] if spare else lengths
-        row = np.pad(tokens, (0, spare)).astype(np.int64), np.concatenate([np.arange(length) for length in lengths])
-        given = torch.from_numpy(row[0])[None], torch.from_numpy(row[1])[None], PackedLayout.of(lengths, padding=False)
-        return self._forward(*to_device(given, self._model.device))
+    def _prefill(self, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
+        """Last hidden states [1, L, hidden] of the requests' prompts, padded to `MIN_ROWS` rows."""
+        tokens = np.concatenate([request.prompt_tokens for request in requests])
+        views, sizes = [request.view for request in requests], list(lengths)
+        if spare := max(0, MIN_ROWS - len(tokens)):
+            views, sizes = [*views, EMPTY_VIEW], [*sizes, spare]
+        items = [item for view in views for item in view.items]
+        given = (
+            torch.from_numpy(np.pad(tokens, (0, spare)).astype(np.int64))[None],
+            torch.from_numpy(positions_of(views, sizes))[..., None, :],
+            PackedLayout.of(sizes, padding=False),
+            self._vision.inputs(items) if items and self._vision is not None else {},
+        )
+        tokens, positions, layout, media = to_device(given, self._model.device)
+        return self._forward(tokens, positions, layout, media)
 
     def _sent(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         """Copies of arrays on the model's device, in one transfer."""
         return to_device(tuple(torch.from_numpy(array) for array in arrays), self._model.device)
 
-    def _forward(self, tokens: Tensor, places: Tensor, layout: PackedLayout | DecodeLayout) -> Tensor:
-        """tokens, places [B, Q] -> last hidden states [B, Q, hidden]."""
+    def _forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: PackedLayout | DecodeLayout,
+        media: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """tokens [B, Q], positions [B, Q] or [3, B, Q] -> last hidden states [B, Q, hidden]."""
         self.stats.steps += 1
         output = self._model.base_model(
             input_ids=tokens,
-            position_ids=places,
+            position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
             layout=layout,
+            **(media or {}),
         )
         return output.last_hidden_state
 
@@ -314,7 +343,7 @@ class RunningBatch:
             if row != last:
                 self.sequences[row] = self.sequences[last]
                 self._cache.move(source=last, target=row)
-                for column in (self._token, self._place, self._seed, self._sample, self._term):
+                for column in (self._token, self._place, self._shift, self._seed, self._sample, self._term):
                     column[row] = column[last]
             self.sequences.pop()
             self._sampler = None

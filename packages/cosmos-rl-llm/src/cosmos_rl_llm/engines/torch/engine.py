@@ -21,8 +21,10 @@ from cosmos_rl_core.parallel.device import exact_products
 from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
+from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.torch.batch import EngineStats, Request, RunningBatch, RunningSequence
 from cosmos_rl_llm.engines.torch.cache import bytes_per_term
+from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights
 from cosmos_rl_llm.policy.probe import (
     TOLERANCE,
@@ -100,7 +102,7 @@ class TorchEngine(ThreadedEngine[Request]):
         self,
         model: PreTrainedModel,
         *,
-        encode: Callable[[Prompt], np.ndarray],
+        encode: Callable[[Prompt], Encoded],
         decode: Callable[[Sequence[int]], str],
         decode_prompt: Callable[[Sequence[int]], str] | None = None,
         stop_ids: Collection[int],
@@ -109,11 +111,12 @@ class TorchEngine(ThreadedEngine[Request]):
         cache_bytes: int = 4 * 1024**3,
         record_routes: bool = False,
         version: int = 0,
+        vision: VisionFamily | None = None,
     ) -> None:
         """Take over `model`; the engine's thread starts with the first request.
 
         Args:
-            encode: a prompt's tokens [prompt] int32, or PromptError.
+            encode: a prompt's tokens and pictures, or PromptError.
             decode: text of a response's tokens, for `Rollout.text` and stop strings.
             decode_prompt: text of a prompt's tokens for display; None: `decode`.
             stop_ids: tokens that end a response and are part of it.
@@ -123,6 +126,7 @@ class TorchEngine(ThreadedEngine[Request]):
             record_routes: record the experts of each input token in `Rollout.arrays["routes"]`
                 [prompt + T - 1, layers, k]; UserError for a model without experts.
             version: policy version of the current weights.
+            vision: family of a vision-language model; None: prompts are text.
 
         Raises UserError for a family that this engine does not support.
         """
@@ -140,6 +144,7 @@ class TorchEngine(ThreadedEngine[Request]):
             max_sequences=max_sequences,
             cache_terms=cache_bytes // bytes_per_term(model),
             record_routes=record_routes,
+            vision=vision,
         )
 
     @property
@@ -171,7 +176,8 @@ class TorchEngine(ThreadedEngine[Request]):
         `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
         stop string. Groups that do not fit at once are split into parts with a prefill each.
         """
-        tokens = np.asarray(self._encode(prompt), dtype=np.int32)
+        encoded = self._encode(prompt)
+        tokens = encoded.tokens
         at_a_time = self._samples_at_a_time(prompt, tokens, sampling)
         requests = [
             Request(
@@ -180,6 +186,7 @@ class TorchEngine(ThreadedEngine[Request]):
                 first_sample=first,
                 sampling=sampling,
                 seed=seed,
+                view=encoded.view,
             )
             for first in range(0, num_samples, at_a_time)
         ]

@@ -1,0 +1,188 @@
+"""A picture or video as a vision tower takes it, and the interface of a family of vision-language models."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import numpy as np
+from torch import Tensor
+
+from cosmos_rl_llm.media.source import Video
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+Kind = Literal["image", "video"]
+KINDS = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One picture or video, processed."""
+
+    kind: Kind
+    pixels: np.ndarray
+    """[n, ...] float32: rows of the tower's input, such as patches [n, D] or tiles [n, 3, H, W]."""
+    grid: tuple[int, int, int] = (1, 1, 1)
+    """Patches along time, height and width, for families that have them."""
+    seconds: float = 0.0
+    """Time between two steps of the grid, of a video."""
+    times: tuple[float, ...] = ()
+    """Time of each step of the grid, of a video."""
+
+    @property
+    def digest(self) -> int:
+        """63 bits of a hash of everything that the tower sees."""
+        found = hashlib.blake2b(np.ascontiguousarray(self.pixels).data, digest_size=8)
+        found.update(repr((self.kind, self.pixels.shape, self.grid, self.seconds)).encode())
+        return int.from_bytes(found.digest(), "little") >> 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """The pictures and videos of a sequence, and the tokens that show them."""
+
+    items: tuple[Item, ...] = ()
+    index: np.ndarray | None = None
+    """[prompt] int64: the place of each token's item, -1 for text; tokens after these are text. None: all are text."""
+    positions: np.ndarray | None = None
+    """[prompt], or [3, prompt]; tokens after these count on from the last. None: 0, 1, 2, ..."""
+
+    @cached_property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """The view as arrays of rollouts; none for text."""
+        if not self.items or self.index is None:
+            return {}
+        found = {
+            "pixels": np.concatenate([item.pixels for item in self.items]),
+            "item_rows": np.array([len(item.pixels) for item in self.items], np.int32),
+            "item_kind": np.array([KINDS.index(item.kind) for item in self.items], np.int32),
+            "item_grid": np.array([item.grid for item in self.items], np.int32),
+            "item_seconds": np.array([item.seconds for item in self.items]),
+            "item_index": self.index.astype(np.int32),
+        }
+        return found if self.positions is None else {**found, "prompt_positions": self.positions.astype(np.int32)}
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> View:
+        """Return the view of a rollout's arrays."""
+        if "item_index" not in arrays:
+            return EMPTY_VIEW
+        parts = np.split(arrays["pixels"], np.cumsum(arrays["item_rows"])[:-1])
+        rows = zip(
+            parts, arrays["item_kind"], arrays["item_grid"].tolist(), arrays["item_seconds"].tolist(), strict=True
+        )
+        items = [
+            Item(kind=KINDS[kind], pixels=pixels, grid=(grid[0], grid[1], grid[2]), seconds=seconds)
+            for pixels, kind, grid, seconds in rows
+        ]
+        index, positions = arrays["item_index"].astype(np.int64), arrays.get("prompt_positions")
+        return cls(items=tuple(items), index=index, positions=positions)
+
+    def index_of(self, length: int) -> np.ndarray:
+        """Return the item of each of `length` tokens [length]."""
+        given = np.zeros(0, np.int64) if self.index is None else self.index
+        return np.concatenate([given, np.full(length - len(given), -1)])
+
+    def positions_of(self, length: int) -> np.ndarray:
+        """Return the positions of `length` tokens: [length] or [3, length]."""
+        if self.positions is None:
+            return np.arange(length)
+        more = np.arange(length - self.positions.shape[-1]) + self.positions[..., -1].max() + 1
+        return np.concatenate([self.positions, np.broadcast_to(more, (*self.positions.shape[:-1], len(more)))], axis=-1)
+
+    def shift(self, length: int) -> int:
+        """Return the position of a token after a prompt of `length`, minus its index."""
+        return 0 if self.positions is None else int(self.positions[..., -1].max()) + 1 - length
+
+
+EMPTY_VIEW = View()
+
+
+def positions_of(views: Sequence[View], lengths: Sequence[int]) -> np.ndarray:
+    """Return the positions of sequences end to end: [L], or [3, L] if any counts along three dimensions."""
+    each = [view.positions_of(length) for view, length in zip(views, lengths, strict=True)]
+    axes = max(positions.ndim for positions in each)
+    return np.concatenate([np.broadcast_to(p, (3, p.shape[-1])) if axes == 2 else p for p in each], axis=-1)
+
+
+class VisionFamily(Protocol):
+    """Models with one way to process pictures, to write placeholders and to number positions."""
+
+    @property
+    def placeholders(self) -> Mapping[str, str]:
+        """Text that the chat template writes for an item, by its kind."""
+        ...
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        """The token that the tower's outputs replace, by kind. It is never sampled."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Names and texts of the processing's files, which a trained checkpoint has too."""
+        ...
+
+    def image(self, picture: Image) -> Item:
+        """Process an RGB picture. Raises MediaError for one that the family does not take."""
+        ...
+
+    def video(self, video: Video) -> Item:
+        """Process a video. Raises MediaError for one that the family does not take."""
+        ...
+
+    def expansion(self, item: Item) -> str:
+        """Return the text in place of the item's placeholder, with a token for each output of the tower."""
+        ...
+
+    def num_tokens(self, item: Item) -> int:
+        """Return the number of the item's placeholder tokens."""
+        ...
+
+    def positions(self, tokens: np.ndarray, items: Sequence[Item]) -> np.ndarray | None:
+        """Return the positions of tokens [L]: [3, L] along time, height and width, or None for 0, 1, 2, ..."""
+        ...
+
+    def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """Return the keywords of the model's forward pass with these items, in the order of their tokens."""
+        ...
+
+
+def expand(text: str, items: Sequence[Item], family: VisionFamily) -> str:
+    """Replace the placeholders in a rendered chat by the expansions of `items`, in order.
+
+    Raises ValueError if the numbers or the kinds differ.
+    """
+    pieces: list[str] = []
+    rest = text
+    for item in items:
+        found = {kind: place for kind, sign in family.placeholders.items() if (place := rest.find(sign)) >= 0}
+        if not found:
+            raise ValueError(f"{len(items)} pictures and videos, and fewer placeholders in the chat")
+        kind = min(found, key=lambda each: found[each])
+        if kind != item.kind:
+            raise ValueError(f"a placeholder of kind {kind!r} where the row has {item.kind!r}")
+        before, rest = rest[: found[kind]], rest[found[kind] + len(family.placeholders[kind]) :]
+        pieces += [before, family.expansion(item)]
+    if any(sign in rest for sign in family.placeholders.values()):
+        raise ValueError(f"more placeholders in the chat than the {len(items)} pictures and videos of the row")
+    return "".join([*pieces, rest])
+
+
+def view_of(tokens: np.ndarray, items: Sequence[Item], family: VisionFamily) -> View:
+    """Return the view of a prompt's tokens [L], which show `items` in order. Raises ValueError if they do not."""
+    if not items:
+        return EMPTY_VIEW
+    places = np.flatnonzero(np.isin(tokens, list(family.token_ids.values())))
+    sizes = [family.num_tokens(item) for item in items]
+    if len(places) != sum(sizes):
+        raise ValueError(f"{len(places)} placeholder tokens, and {sum(sizes)} outputs of the vision tower")
+    index = np.full(len(tokens), -1)
+    index[places] = np.repeat(np.arange(len(items)), sizes)
+    return View(items=tuple(items), index=index, positions=family.positions(tokens, items))

@@ -1,0 +1,191 @@
+"""The bytes of a picture or video that a row names, and their decoding with limits.
+
+    "cat.png" | "file:///..." | "https://..." | "data:image/png;base64,..." | {"bytes": ..., "path": ...}
+        -> read_bytes -> decode_picture -> RGB picture
+                      -> decode_video    -> Video: frames [T, H, W, 3], and the time of each
+
+A file is opened only below `root`, and a URL only with a scheme that the recipe allows. Sizes are checked before pixels
+are decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import urlopen
+
+import numpy as np
+
+from cosmos_rl_core.errors import MediaError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FETCH_S = 30.0
+"""Time for a URL to answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of pictures and videos, and the places that they may be read from."""
+
+    root: Path | None = None
+    """Folder of relative paths, outside of which no file is read; None: the working directory, and any path."""
+    schemes: Collection[str] = ("data", "file")
+    """URL schemes that may be read; "https" and "http" fetch from the network."""
+    max_bytes: int = 256 << 20
+    """Maximum size of an encoded picture or video."""
+    max_pixels: int = 64 << 20
+    """Maximum pixels of a decoded picture, and of a video's frame."""
+    fps: float = 2.0
+    """Frames a second that are taken of a video."""
+    max_frames: int = 768
+    """Maximum frames of a video; longer ones are taken at a lower rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Video:
+    """Frames of a video."""
+
+    frames: np.ndarray
+    """[T, H, W, 3] uint8."""
+    times: np.ndarray
+    """[T] float64: seconds from the video's start."""
+    fps: float
+    """Frames a second among `frames`."""
+
+
+def read_bytes(given: Any, limits: Limits) -> bytes:
+    """Return the bytes of a picture or video. Raises MediaError with the reason."""
+    match given:
+        case bytes():
+            found = given
+        case {"bytes": bytes() as found}:
+            pass
+        case {"bytes": str(text)}:
+            found = _from_base64(text)
+        case {"path": str(path)} | {"url": str(path)}:
+            return read_bytes(path, limits)
+        case str():
+            found = _from_location(given, limits)
+        case _:
+            raise MediaError(f"a picture or video must be a path, a URL or bytes, not {type(given).__name__}")
+    if len(found) > limits.max_bytes:
+        raise MediaError(f"{len(found):,} bytes, more than the {limits.max_bytes:,} allowed (data.media.max_bytes)")
+    return found
+
+
+def _from_location(text: str, limits: Limits) -> bytes:
+    scheme, sep, rest = text.partition(":")
+    if not sep or len(scheme) < 2 or "/" in scheme:
+        return _from_file(Path(text), limits)
+    if scheme not in limits.schemes:
+        allowed = ", ".join(sorted(limits.schemes)) or "none"
+        raise MediaError(f"URLs with {scheme}: are not allowed (data.media.schemes: {allowed})")
+    match scheme:
+        case "data":
+            header, comma, body = rest.partition(",")
+            if not comma or not header.endswith("base64"):
+                raise MediaError("a data: URL must be data:TYPE;base64,...")
+            return _from_base64(body)
+        case "file":
+            return _from_file(Path(unquote(urlsplit(text).path)), limits)
+        case _:
+            return _from_network(text, limits)
+
+
+def _from_file(path: Path, limits: Limits) -> bytes:
+    file = path if limits.root is None else (limits.root / path).resolve()
+    if limits.root is not None and not file.is_relative_to(limits.root.resolve()):
+        raise MediaError(f"{path} is outside of data.media.root")
+    try:
+        if file.stat().st_size > limits.max_bytes:
+            raise MediaError(f"{path}: {file.stat().st_size:,} bytes, more than data.media.max_bytes")
+        return file.read_bytes()
+    except OSError as error:
+        raise MediaError(f"{path}: {error.strerror or error}") from error
+
+
+def _from_network(url: str, limits: Limits) -> bytes:
+    try:
+        with urlopen(url, timeout=FETCH_S) as answer:
+            return answer.read(limits.max_bytes + 1)
+    except OSError as error:
+        raise MediaError(f"{url}: {error}") from error
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise MediaError(f"not base64: {error}") from error
+
+
+def decode_picture(data: bytes, limits: Limits) -> Image:
+    """Return an RGB picture, turned as its EXIF data says. Raises MediaError if it is none, damaged or too large."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is ours
+            opened = Image.open(io.BytesIO(data))
+        with opened:
+            if opened.width * opened.height > limits.max_pixels:
+                raise MediaError(
+                    f"{opened.width} x {opened.height} pixels, more than data.media.max_pixels = {limits.max_pixels:,}"
+                )
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise MediaError("not a picture that can be read") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise MediaError(f"a damaged picture: {error}") from error
+
+
+def decode_video(data: bytes, limits: Limits) -> Video:
+    """Return frames at `limits.fps`. Raises MediaError if there are none, or if they are damaged or too large."""
+    import av
+    from av.error import FFmpegError
+
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            if not container.streams.video:
+                raise MediaError("a file without frames")
+            stream = container.streams.video[0]
+            if stream.width * stream.height > limits.max_pixels:
+                raise MediaError(f"frames of {stream.width} x {stream.height} pixels (data.media.max_pixels)")
+            stream.thread_type = "AUTO"
+            times, frames = _taken(container, stream, limits)
+    except FFmpegError as error:
+        raise MediaError(f"not a video that can be read: {error}") from error
+    if not frames:
+        raise MediaError("a video without frames")
+    seconds = np.asarray(times)
+    spacing = float(np.diff(seconds).mean()) if len(seconds) > 1 else 1 / limits.fps
+    return Video(frames=np.stack(frames), times=seconds, fps=1 / spacing)
+
+
+def _taken(container: Any, stream: Any, limits: Limits) -> tuple[list[float], list[np.ndarray]]:
+    """Return times and frames: the first one at or after each multiple of the interval."""
+    duration = float(stream.duration * stream.time_base) if stream.duration else (container.duration or 0) / 1e6
+    interval = max(1 / limits.fps, duration / limits.max_frames)
+    times: list[float] = []
+    frames: list[np.ndarray] = []
+    for frame in container.decode(stream):
+        if frame.time is None or len(frames) == limits.max_frames:
+            break
+        if frame.time + 1e-6 >= len(frames) * interval:
+            times.append(frame.time)
+            frames.append(frame.to_ndarray(format="rgb24"))
+    return times, frames
+
+
+def parts_of(content: Any) -> list[Mapping[str, Any]]:
+    """Return the parts of a message's content: a string is one part of text."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

@@ -1,0 +1,165 @@
+"""Tiny vision-language models with random weights, and pictures, videos and prompts for them. For tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from cosmos_rl_llm.media.families import find_family
+from cosmos_rl_llm.media.item import Item, VisionFamily, expand, view_of
+from cosmos_rl_llm.media.source import Video
+
+SIGNS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220)}
+WORDS = [
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    *SIGNS,
+    "<user>",
+    "<bot>",
+    *COLOURS,
+    "what",
+    "colour",
+    "?",
+    "<",
+    ">",
+    ".",
+    "seconds",
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<bot>' }} {% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif p.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %} {{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ ' <eos>' if m.role == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot> {% endif %}"
+)
+_IDS = {"vision_start_token_id": 3, "vision_end_token_id": 4, "image_token_id": 5, "video_token_id": 6}
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "out_hidden_size": 48,
+}
+_TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+_ROPE = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}
+NAMES = ("qwen2_5_vl", "qwen3_vl")
+
+
+def make(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """A model with a tower of two layers and a decoder of two."""
+    torch.manual_seed(seed)
+    if name == "qwen2_5_vl":
+        tower = {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 4}
+        config = Qwen2_5_VLConfig(text_config={**_TEXT, "rope_parameters": _ROPE}, vision_config=tower, **_IDS)
+        return Qwen2_5_VLForConditionalGeneration(config).eval()
+    tower = {**_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    text = {**_TEXT, "head_dim": 12, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
+    config = Qwen3VLConfig(text_config=text, vision_config=tower, **_IDS)
+    return Qwen3VLForConditionalGeneration(config).eval()
+
+
+def write_processing(directory: Path) -> None:
+    """Write the tokenizer with its chat template, and the image processor's file."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=[*SIGNS, "<user>", "<bot>"],
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+    processing = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 4096},
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(processing))
+    videos = {"size": {"shortest_edge": 64, "longest_edge": 8192}}
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(videos))
+
+
+def family_of(model: PreTrainedModel, directory: Path) -> VisionFamily:
+    write_processing(directory)
+    return find_family(str(directory), model.config)
+
+
+def picture(height: int, width: int, *, seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def square(colour: tuple[int, int, int], *, dark_rows: int) -> Image.Image:
+    """16 x 16 pixels of a colour, the first rows at half its brightness."""
+    shade = np.full((16, 16, 3), colour, np.uint8)
+    shade[:dark_rows] //= 2
+    return Image.fromarray(shade)
+
+
+def video(*, frames: int = 5, seed: int = 0) -> Video:
+    """Frames of 24 x 32 pixels, two a second."""
+    shown = np.random.default_rng(seed).integers(0, 255, (frames, 24, 32, 3), dtype=np.uint8)
+    return Video(frames=shown, times=np.arange(frames) / 2, fps=2.0)
+
+
+def prompt(items: Sequence[Item], family: VisionFamily, directory: Path) -> tuple[np.ndarray, object]:
+    """Tokens [prompt] of a chat that shows `items`, and their view."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    signs = [f"<|vision_start|><|{'image' if item.kind == 'image' else 'video'}_pad|><|vision_end|>" for item in items]
+    text = expand(f"<user> {' '.join(signs)} what colour ? <bot> ", items, family)
+    tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    return tokens, view_of(tokens, items, family)
+
+
+def plain_logprobs(
+    model: PreTrainedModel, family: VisionFamily, tokens: np.ndarray, response: np.ndarray, items: Sequence[Item]
+) -> torch.Tensor:
+    """Log-probabilities [T] of transformers' own forward pass, over the tokens that may be sampled."""
+    ids = torch.from_numpy(np.concatenate([tokens, response[:-1]]).astype(np.int64))[None]
+    inputs, positions = family.inputs(items), None
+    if items:
+        kinds = torch.where(ids == 5, 1, torch.where(ids == 6, 2, 0)).int()
+        videos = [item.seconds for item in items if item.kind == "video"]
+        spaced = {"second_per_grid_ts": torch.tensor(videos)} if model.config.model_type == "qwen2_5_vl" else {}
+        positions, _ = model.model.get_rope_index(
+            ids, kinds, inputs.get("image_grid_thw"), inputs.get("video_grid_thw"), **spaced
+        )
+    logits = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), **inputs).logits[0]
+    logits = logits[len(tokens) - 1 :].clone()
+    logits[:, [5, 6]] -= 1e4
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0]

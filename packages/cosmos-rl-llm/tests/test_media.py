@@ -1,0 +1,174 @@
+"""Pictures and videos of rows: where they may be read from, their limits, and their places in a chat."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+
+from cosmos_rl_core.errors import MediaError, PromptError, UserError
+from cosmos_rl_llm.config import LLMDataConfig
+from cosmos_rl_llm.data.rows import normalise
+from cosmos_rl_llm.media.item import expand, view_of
+from cosmos_rl_llm.media.source import Limits, Video, decode_picture, decode_video, read_bytes
+from cosmos_rl_llm.media.vision import Vision
+
+av = pytest.importorskip("av")
+Image = pytest.importorskip("PIL.Image")
+
+from tiny_vision import family_of, make, picture, video  # noqa: E402  it needs both
+
+
+def png(image=None):
+    file = io.BytesIO()
+    (image or picture(12, 9, seed=0)).save(file, format="png")
+    return file.getvalue()
+
+
+def mp4(*, frames=24, rate=8):
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
+        for number in range(frames):
+            shade = np.full((24, 32, 3), 10 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.fixture
+def limits(tmp_path):
+    (tmp_path / "a.png").write_bytes(png())
+    return Limits(root=tmp_path)
+
+
+def test_a_picture_comes_from_a_file_a_url_or_bytes(limits, tmp_path):
+    text = base64.b64encode(png()).decode()
+    given = ["a.png", f"file://{tmp_path}/a.png", f"data:image/png;base64,{text}", {"bytes": text}, {"path": "a.png"}]
+    assert {read_bytes(one, limits) for one in given} == {png()}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("../a.png", "outside of data.media.root"),
+        ("/etc/hostname", "outside of data.media.root"),
+        ("b.png", "No such file"),
+        ("https://example.org/a.png", "https: are not allowed .*data, file"),
+        ("data:image/png;base64,$", "not base64"),
+        ("data:image/png,abc", "must be data:TYPE;base64"),
+        (7, "a path, a URL or bytes, not int"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_says_why(limits, given, reason):
+    with pytest.raises(MediaError, match=reason):
+        read_bytes(given, limits)
+
+
+def test_limits_are_checked_before_pixels_are_decoded(tmp_path):
+    with pytest.raises(MediaError, match=r"10000 x 10000 pixels, more than data\.media\.max_pixels = 67,108,864"):
+        decode_picture(png(Image.new("1", (10_000, 10_000))), Limits())
+    with pytest.raises(MediaError, match="decompression bomb"):
+        decode_picture(png(Image.new("1", (20_000, 20_000))), Limits())
+    with pytest.raises(MediaError, match="bytes, more than the 10 allowed"):
+        read_bytes(png(), Limits(max_bytes=10))
+
+
+@pytest.mark.parametrize("data", [b"", b"no picture", png()[:40]])
+def test_a_damaged_picture_is_an_error_of_its_row(data):
+    with pytest.raises(MediaError, match="picture"):
+        decode_picture(data, Limits())
+
+
+def test_frames_of_a_video_are_taken_at_the_rate_of_the_recipe():
+    found = decode_video(mp4(), Limits(fps=2.0))
+    assert found.frames.shape == (6, 24, 32, 3)
+    np.testing.assert_allclose(found.times, np.arange(6) / 2)
+    assert found.fps == pytest.approx(2.0)
+    assert decode_video(mp4(), Limits(fps=8.0, max_frames=5)).frames.shape[0] == 5
+
+
+@pytest.mark.parametrize("data", [b"", b"no video", png()[:60]])
+def test_a_damaged_video_is_an_error_of_its_row(data):
+    with pytest.raises(MediaError, match=r"video|frames"):
+        decode_video(data, Limits())
+
+
+@pytest.fixture
+def family(tmp_path):
+    return family_of(make("qwen3_vl"), tmp_path)
+
+
+def test_a_still_video_has_the_patches_of_its_picture(family):
+    still = picture(32, 40, seed=4)
+    found = family.video(Video(frames=np.stack([np.asarray(still)] * 2), times=np.arange(2.0), fps=1.0))
+    np.testing.assert_allclose(found.pixels, family.image(still).pixels, rtol=0, atol=1e-5)
+
+
+def test_the_time_of_each_step_of_a_video_is_text(family):
+    item = family.video(video(frames=5))
+    assert item.grid[0] == 3
+    assert [part.partition(" ")[0] for part in family.expansion(item).split("<|vision_end|>")[:-1]] == [
+        "<0.2",
+        "<1.2",
+        "<2.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("what ?", "1 pictures and videos, and fewer placeholders"),
+        ("<|image_pad|> <|image_pad|>", "more placeholders"),
+        ("<|vision_start|><|video_pad|><|vision_end|>", "kind 'video' where the row has 'image'"),
+    ],
+)
+def test_placeholders_must_fit_the_pictures(family, text, reason):
+    with pytest.raises(ValueError, match=reason):
+        expand(text, [family.image(picture(16, 16, seed=0))], family)
+
+
+def test_other_numbers_of_tokens_are_refused(family):
+    with pytest.raises(ValueError, match="2 placeholder tokens, and 4 outputs"):
+        view_of(np.array([5, 5]), [family.image(picture(16, 16, seed=0))], family)
+
+
+def test_an_error_names_the_row(family, tmp_path):
+    vision = Vision(family=family, limits=Limits(root=tmp_path))
+    with pytest.raises(PromptError, match=r"rows.jsonl:3: image: missing.png: No such file"):
+        vision.item({"type": "image", "image": "missing.png"}, where="rows.jsonl:3")
+
+
+def test_pictures_of_a_column_come_before_the_text():
+    config = LLMDataConfig(path="rows.jsonl", image_column="picture")
+    row = normalise({"prompt": "what ?", "picture": ["a.png", "b.png"]}, where="row 1", config=config)
+    (message,) = row["prompt"]
+    assert [part["type"] for part in message["content"]] == ["image", "image", "text"]
+    assert (
+        normalise({"prompt": "what ?", "picture": None}, where="row 1", config=config)["prompt"][0]["content"]
+        == "what ?"
+    )
+    with pytest.raises(UserError, match=r"row 1: no column 'picture' \(data.image_column\)"):
+        normalise({"prompt": "what ?"}, where="row 1", config=config)
+
+
+@pytest.mark.parametrize(
+    ("part", "location"),
+    [
+        ({"type": "image", "image": "a.png"}, "a.png"),
+        ({"type": "image", "url": "file:///a.png"}, "file:///a.png"),
+        ({"type": "image_url", "image_url": {"url": "data:;base64,AA=="}}, "data:;base64,AA=="),
+        ({"type": "image", "base64": "AA=="}, {"bytes": "AA=="}),
+    ],
+)
+def test_parts_of_messages_have_one_form(part, location):
+    config = LLMDataConfig(path="rows.jsonl")
+    row = normalise({"prompt": [{"role": "user", "content": [part]}]}, where="row 1", config=config)
+    assert row["prompt"][0]["content"] == [{"type": "image", "image": location}]
+
+
+def test_a_part_of_another_form_is_refused():
+    config = LLMDataConfig(path="rows.jsonl")
+    with pytest.raises(UserError, match=r"row 1: a part of a message must be"):
+        normalise({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, where="row 1", config=config)

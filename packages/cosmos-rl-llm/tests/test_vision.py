@@ -1,0 +1,187 @@
+"""Vision-language models: packed rows and the torch engine compute what transformers computes with a sequence alone."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_rl_core import run
+from cosmos_rl_core.rollout.payload import decode_group, encode_group
+from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
+from cosmos_rl_llm.data.collate import Sample, pack_batch
+from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
+from cosmos_rl_llm.media.item import View
+from cosmos_rl_llm.policy.token_model import TermModel
+
+pytest.importorskip("PIL")
+
+from tiny_vision import (
+    COLOURS,
+    NAMES,
+    family_of,
+    make,
+    picture,
+    plain_logprobs,
+    prompt,
+    square,
+    video,
+    write_processing,
+)
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(params=NAMES)
+def model(request):
+    return make(request.param)
+
+
+@pytest.fixture
+def family(model, tmp_path):
+    return family_of(model, tmp_path)
+
+
+@pytest.fixture
+def shown(family):
+    """Lists of pictures and videos: neighbours that are equal, overlap, and differ in pictures alone."""
+    first, second = family.image(picture(32, 40, seed=0)), family.image(picture(20, 33, seed=1))
+    other = family.image(picture(32, 40, seed=2))
+    moving = family.video(video())
+    return [[first, moving], [first, moving], [second], [], [first], [other], [second, first]]
+
+
+def samples(shown, family, directory):
+    random = np.random.default_rng(3)
+    made = []
+    for items in shown:
+        tokens, view = prompt(items, family, directory)
+        response = random.integers(8, 64, random.integers(3, 8)).astype(np.int32)
+        made.append(
+            Sample(
+                prompt_tokens=tokens,
+                tokens=response,
+                logprobs=np.zeros(len(response), np.float32),
+                loss_mask=np.ones(len(response), bool),
+                advantage=1.0,
+                view=view,
+            )
+        )
+    return made
+
+
+def test_a_packed_row_equals_each_sequence_alone(model, family, shown, tmp_path):
+    plain, made = copy.deepcopy(model), samples(shown, family, tmp_path)
+    wanted = torch.cat([plain_logprobs(plain, family, s.prompt_tokens, s.tokens, s.view.items) for s in made])
+    wanted.sum().backward()
+    module = TermModel(model, vision=family)
+    row = module.row(pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0].inputs)
+    found, _ = module(None, row)
+    found.sum().backward()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+    gradients = dict(model.named_parameters())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(
+            gradients[name].grad, parameter.grad, rtol=TOLERANCE, atol=1e-4 * float(parameter.grad.abs().max()) + 1e-6
+        )
+
+
+def test_equal_prompts_are_computed_once_with_their_pictures(model, family, shown, tmp_path):
+    made = samples(shown[:2], family, tmp_path)
+    row = TermModel(model, vision=family).row(
+        pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0].inputs
+    )
+    assert row.tokens.shape[1] == len(made[0].prompt_tokens) + sum(len(s.tokens) - 1 for s in made)
+    assert len(row.media["image_grid_thw"]) == len(row.media["video_grid_thw"]) == 1
+
+
+def test_equal_texts_with_other_pictures_are_not_shared(model, family, shown, tmp_path):
+    made = samples(shown[4:6], family, tmp_path)
+    assert np.array_equal(made[0].prompt_tokens, made[1].prompt_tokens)
+    row = TermModel(model, vision=family).row(
+        pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0].inputs
+    )
+    assert len(row.media["image_grid_thw"]) == 2
+
+
+def test_the_torch_engine_samples_with_the_log_probabilities_of_transformers(model, family, shown, tmp_path):
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] *= 100  # a picture's placeholder, which must not be drawn
+    requests = []
+    for number, items in enumerate(shown):
+        tokens, view = prompt(items, family, tmp_path)
+        requests.append(
+            Request(
+                prompt_tokens=tokens,
+                num_samples=1 + number % 2,
+                first_sample=0,
+                sampling=Sampling(max_terms=7),
+                seed=number,
+                view=view,
+            )
+        )
+    batch = RunningBatch(model, decode=lambda _: "", stop_ids=(), max_sequences=16, cache_terms=4000, vision=family)
+    batch.admit(requests, version=0)
+    while batch.sequences:
+        batch.step(version=0)
+    for request in requests:
+        for sequence in request.sequences:
+            response = np.array(sequence.tokens)
+            assert not np.isin(response, [5, 6]).any()
+            with torch.no_grad():
+                wanted = plain_logprobs(plain, family, request.prompt_tokens, response, request.view.items)
+            np.testing.assert_allclose(sequence.logprobs, wanted.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def test_a_group_has_its_pictures_once(family, shown, tmp_path):
+    tokens, view = prompt(shown[0], family, tmp_path)
+    request = Request(
+        prompt_tokens=tokens, num_samples=8, first_sample=0, sampling=Sampling(max_terms=2), seed=0, view=view
+    )
+    for sequence in request.start():
+        sequence.tokens, sequence.logprobs, sequence.versions = [8, 1], [-1.0, -1.0], [0, 0]
+        sequence.finish_reason = "stop"
+    rollouts = tuple(sequence.rollout("") for sequence in request.sequences)
+    encoded = encode_group(RolloutGroup(prompt=Prompt(sample_id=0, row={}), rollouts=rollouts))
+    pixels = sum(item.pixels.nbytes for item in shown[0])
+    assert pixels < len(encoded) < 2 * pixels
+    found = [View.of_arrays(rollout.arrays) for rollout in decode_group(encoded).rollouts]
+    assert len(found) == 8
+    for each in found:
+        assert [item.digest for item in each.items] == [item.digest for item in view.items]
+        assert np.array_equal(each.index, view.index) and np.array_equal(each.positions, view.positions)
+
+
+@pytest.mark.ci
+def test_a_model_learns_from_pictures_and_answers_with_grpo(tmp_path):
+    base = tmp_path / "base"
+    make("qwen3_vl").save_pretrained(base)
+    write_processing(base)
+    rows = []
+    for number, (name, colour) in enumerate([*COLOURS.items()] * 4):
+        file = f"{number}.png"
+        square(colour, dark_rows=number + 1).save(tmp_path / file)
+        rows.append({"prompt": "what colour ?", "picture": file, "response": name, "answer": name})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "rows.jsonl"), "image_column": "picture", "media": {"root": str(tmp_path)}}
+    common = {"model": {"path": str(base)}, "policy": {"prompts_per_step": 6, "optimizer": {"learning_rate": 3e-3}}}
+    taught = run({
+        **common,
+        "run": {"domain": "llm", "max_steps": 20, "placement": "inline", "output_dir": str(tmp_path / "sft")},
+        "data": {**data, "response_column": "response"},
+        "algorithm": {"name": "sft"},
+    })  # fmt: skip
+    assert taught.metrics[-1]["loss"] < 0.2 * taught.metrics[0]["loss"]
+    drawn = run({
+        **common,
+        "run": {"domain": "llm", "max_steps": 3, "placement": "inline", "output_dir": str(tmp_path / "grpo")},
+        "model": {"path": str(taught.checkpoint / "policy")},
+        "data": {**data, "answer_column": "answer"},
+        "algorithm": {"name": "grpo"},
+        "rollout": {"group_size": 4, "sampling": {"max_tokens": 3}},
+        "reward": {"functions": [{"name": "exact"}]},
+    })  # fmt: skip
+    assert drawn.metrics[0]["reward_mean"] > 0.6  # of three colours
+    assert drawn.metrics[0]["mismatch_kl"] < 1e-6
