@@ -237,6 +237,7 @@ def test_a_bundle_is_read_from_a_file_and_from_the_environment(tmp_path, monkeyp
         (EXPIRED[1].bundle, "has expired; stop the run and continue it with --resume auto"),
         (WORKERS.bundle.replace("M", "N"), "is not the file tls.pem of a run"),
     ],
+    ids=["no bundle", "expired", "damaged"],
 )
 def test_an_unusable_bundle(text, message, tmp_path):
     path = tmp_path / "tls.pem"
