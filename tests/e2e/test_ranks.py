@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -52,8 +53,9 @@ def test_an_error_of_one_rank_is_told_with_its_number(
     assert "[rank 1] share 1" in log
 
 
-def test_a_killed_rank_ends_its_replica_which_starts_again(
-    tmp_path, bandit, write_recipe, start, wait_for, rank_pids, rows_of
+@pytest.mark.parametrize("killed", ["rank 1", "the agent"])
+def test_a_killed_rank_or_agent_ends_its_replica_which_starts_again(
+    killed, tmp_path, bandit, write_recipe, start, wait_for, rank_pids, rows_of
 ):
     run_dir = tmp_path / "run"
     tables = bandit(
@@ -67,13 +69,17 @@ def test_a_killed_rank_ends_its_replica_which_starts_again(
     process = start("run", write_recipe(tmp_path / "run.toml", tables))
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 5, "five steps")
     ranks = rank_pids(run_dir)
-    os.kill(ranks[1], signal.SIGKILL)
-    wait_for(lambda: not set(ranks.values()) & set(rank_pids(run_dir).values()), "the end of the other rank")
+    agent = int(Path(f"/proc/{ranks[1]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(ranks[1] if killed == "rank 1" else agent, signal.SIGKILL)
+    wait_for(lambda: not set(ranks.values()) & set(rank_pids(run_dir).values()), "the end of all ranks")
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     told = " ".join(output.split())
-    assert "policy-0 died (exit code 1); starting it again" in told
-    assert "policy-0, rank 1: died (signal SIGKILL)" in told
+    if killed == "rank 1":
+        assert "policy-0 died (exit code 1); starting it again" in told
+        assert "policy-0, rank 1: died (signal SIGKILL)" in told
+    else:
+        assert "policy-0 died (signal SIGKILL); starting it again" in told
     assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
     assert read_state(run_dir / "checkpoints" / f"step_{STEPS}").step == STEPS
 

@@ -80,6 +80,26 @@ def test_a_child_ends_with_its_parent_whatever_it_does():
     os.close(child)
 
 
+AFTER = """
+import sys, time
+from cosmos_rl_core.processes import end_after
+end_after(int(sys.argv[1]))
+print("watches", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_ends_after_another_one():
+    watched = start(SLEEPER, subprocess.DEVNULL)
+    with subprocess.Popen([sys.executable, "-c", AFTER, str(watched.pid)], stdout=-1) as process:
+        assert process.stdout.readline() == b"watches\n"
+        watched.kill()
+        assert process.wait(30) == 1
+    watched.wait(30)
+    late = subprocess.run([sys.executable, "-c", AFTER, str(watched.pid)], capture_output=True, check=False)
+    assert (late.returncode, late.stdout) == (1, b"")
+
+
 def test_the_environment_names_threads_and_gpus_where_they_are_given(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert environment()["OMP_NUM_THREADS"] == "7"

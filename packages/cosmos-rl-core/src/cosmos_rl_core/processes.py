@@ -166,10 +166,24 @@ def inherited_socket() -> socket.socket:
 
 def end_with(inherited: socket.socket, *, grace_s: float = GRACE_S) -> None:
     """End this process `grace_s` after its parent has closed the socket or has ended."""
+    _end_after(inherited.fileno(), 0, grace_s=grace_s)  # a hang-up is always reported
 
+
+def end_after(pid: int) -> None:
+    """End this process when process `pid` of this machine has ended; elsewhere than on Linux do nothing."""
+    if sys.platform != "linux":
+        return
+    try:
+        ended = os.pidfd_open(pid)
+    except ProcessLookupError:
+        os._exit(1)
+    _end_after(ended, select.POLLIN, grace_s=0.0)
+
+
+def _end_after(fd: int, events: int, *, grace_s: float) -> None:
     def watch() -> None:
         polled = select.poll()
-        polled.register(inherited, 0)  # a hang-up is always reported
+        polled.register(fd, events)
         polled.poll()
         time.sleep(grace_s)  # a process that is idle ends by itself
         os._exit(1)

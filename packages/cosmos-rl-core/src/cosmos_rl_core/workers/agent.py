@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.connection.interfaces import use_interface
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
-from cosmos_rl_core.workers.node import LEFT_FILE, Node, WorkerAddress, to_arguments
+from cosmos_rl_core.workers.node import AGENT_PID, LEFT_FILE, Node, WorkerAddress, to_arguments
 
 WATCH_S = 0.1
 """Seconds between checks of the ranks."""
@@ -121,7 +121,7 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     use_interface(node, os.environ, controller=worker.controller)
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
         left = Path(folder, "left")
-        os.environ[LEFT_FILE] = str(left)
+        os.environ |= {LEFT_FILE: str(left), AGENT_PID: str(os.getpid())}
         try:
             failures = _run_ranks(worker, node, Path(folder))
         except SignalException as error:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.device import use_device
+from cosmos_rl_core.processes import end_after
 from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.workers.context import WorkerContext
 from cosmos_rl_core.workers.failure import Failure
 from cosmos_rl_core.workers.main import connect_to, follow, run_role
-from cosmos_rl_core.workers.node import LEFT_FILE, Node, WorkerAddress, from_arguments
+from cosmos_rl_core.workers.node import AGENT_PID, LEFT_FILE, Node, WorkerAddress, from_arguments
 from cosmos_rl_core.workers.ranks import Ranks
 
 LISTEN_S = 0.5
@@ -28,6 +29,7 @@ LISTEN_S = 0.5
 
 def main() -> None:
     worker, node = from_arguments(sys.argv[1:], program="rank")
+    end_after(int(os.environ[AGENT_PID]))  # nobody else ends the ranks of an agent that was killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides about stops; the agent ends ranks by SIGTERM
     asyncio.run(_work(worker, node))
 
