@@ -15,7 +15,7 @@ from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.qwen import QwenVision
 
 FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWEN = ("qwen2_5_vl", "qwen3_vl")
 
 
 def find_family(source: str, config: PreTrainedConfig) -> VisionFamily:

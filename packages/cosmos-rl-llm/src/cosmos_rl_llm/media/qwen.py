@@ -1,10 +1,10 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: patches of pictures and videos, placeholders, and positions in three dimensions.
+"""Qwen2.5-VL and Qwen3-VL: patches of pictures and videos, placeholders, and positions in three dimensions.
 
     picture [H, W, 3] -> sides divisible by patch x merge -> patches [t h w, 3 x 2 x p x p], merged squares in order
     text <|image_pad|> -> one per merged square             positions of a square: (start + t, start + h, start + w)
 
-Qwen3-VL writes the time of each step of a video as text, "<0.5 seconds>", and counts positions of each step anew; the
-older families space the steps by their seconds. Sources: transformers' processing and modeling files of the families,
+Qwen3-VL writes the time of each step of a video as text, "<0.5 seconds>", and counts positions of each step anew;
+Qwen2.5-VL spaces the steps by their seconds. Sources: transformers' processing and modeling files of the families,
 arXiv:2409.12191 (M-RoPE), arXiv:2502.13923 (absolute time).
 """
 
@@ -46,7 +46,7 @@ class QwenVision:
     timestamps: bool
     """Whether the time of each step of a video is text (Qwen3-VL)."""
     tokens_per_second: float = 1.0
-    """Positions a second of video, where the time is not text and this is not 0 (Qwen2.5-VL)."""
+    """Positions a second of video, where the time is not text (Qwen2.5-VL)."""
 
     @property
     def placeholders(self) -> Mapping[str, str]:
