@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.errors import MediaError, PromptError, UserError
-from cosmos_rl_llm.config import LLMDataConfig
+from cosmos_rl_llm.config import LLMDataConfig, MediaSection
 from cosmos_rl_llm.data.rows import normalise
 from cosmos_rl_llm.media.item import expand, view_of
-from cosmos_rl_llm.media.source import Limits, Video, decode_picture, decode_video, read_bytes
+from cosmos_rl_llm.media.source import Video, decode_picture, decode_video, read_bytes
 from cosmos_rl_llm.media.vision import Vision
 
 av = pytest.importorskip("av")
@@ -40,7 +40,7 @@ def mp4(*, frames=24, rate=8):
 @pytest.fixture
 def limits(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
-    return Limits(root=tmp_path)
+    return MediaSection(root=str(tmp_path))
 
 
 def test_a_picture_comes_from_a_file_a_url_or_bytes(limits, tmp_path):
@@ -68,31 +68,44 @@ def test_a_picture_that_cannot_be_read_says_why(limits, given, reason):
 
 def test_limits_are_checked_before_pixels_are_decoded(tmp_path):
     with pytest.raises(MediaError, match=r"10000 x 10000 pixels, more than data\.media\.max_pixels = 67,108,864"):
-        decode_picture(png(Image.new("1", (10_000, 10_000))), Limits())
+        decode_picture(png(Image.new("1", (10_000, 10_000))), MediaSection())
     with pytest.raises(MediaError, match="decompression bomb"):
-        decode_picture(png(Image.new("1", (20_000, 20_000))), Limits())
+        decode_picture(png(Image.new("1", (20_000, 20_000))), MediaSection())
     with pytest.raises(MediaError, match="bytes, more than the 10 allowed"):
-        read_bytes(png(), Limits(max_bytes=10))
+        read_bytes(png(), MediaSection(max_bytes=10))
 
 
 @pytest.mark.parametrize("data", [b"", b"no picture", png()[:40]])
 def test_a_damaged_picture_is_an_error_of_its_row(data):
     with pytest.raises(MediaError, match="picture"):
-        decode_picture(data, Limits())
+        decode_picture(data, MediaSection())
 
 
 def test_frames_of_a_video_are_taken_at_the_rate_of_the_recipe():
-    found = decode_video(mp4(), Limits(fps=2.0))
+    found = decode_video(mp4(), MediaSection(fps=2.0))
     assert found.frames.shape == (6, 24, 32, 3)
     np.testing.assert_allclose(found.times, np.arange(6) / 2)
     assert found.fps == pytest.approx(2.0)
-    assert decode_video(mp4(), Limits(fps=8.0, max_frames=5)).frames.shape[0] == 5
+    assert decode_video(mp4(), MediaSection(fps=8.0, max_frames=5)).frames.shape[0] == 5
 
 
-@pytest.mark.parametrize("data", [b"", b"no video", png()[:60]])
-def test_a_damaged_video_is_an_error_of_its_row(data):
-    with pytest.raises(MediaError, match=r"video|frames"):
-        decode_video(data, Limits())
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "0 bytes: is empty"),
+        (b"no video", "8 bytes: cannot be decoded: Invalid data"),
+        (mp4()[:500], "500 bytes: is cut off: it has 500 bytes of at least"),
+    ],
+    ids=["empty", "no video", "cut off"],
+)
+def test_a_damaged_video_is_an_error_of_its_row(data, reason):
+    with pytest.raises(MediaError, match=reason):
+        decode_video(data, MediaSection())
+
+
+def test_large_frames_are_refused():
+    with pytest.raises(MediaError, match=r"frames of 32 x 24 pixels, more than data\.media\.max_pixels = 700"):
+        decode_video(mp4(), MediaSection(max_pixels=700))
 
 
 @pytest.fixture
@@ -135,7 +148,7 @@ def test_other_numbers_of_tokens_are_refused(family):
 
 
 def test_an_error_names_the_row(family, tmp_path):
-    vision = Vision(family=family, limits=Limits(root=tmp_path))
+    vision = Vision(family=family, limits=MediaSection(root=str(tmp_path)))
     with pytest.raises(PromptError, match=r"rows.jsonl:3: image: missing.png: No such file"):
         vision.item({"type": "image", "image": "missing.png"}, where="rows.jsonl:3")
 

@@ -338,19 +338,9 @@ def _chat(
 
 def _vision(source: str, config: PreTrainedConfig, data: LLMDataConfig) -> Vision:
     from cosmos_rl_llm.media.families import find_family
-    from cosmos_rl_llm.media.source import Limits
     from cosmos_rl_llm.media.vision import Vision
 
-    given = data.media
-    limits = Limits(
-        root=None if given.root is None else Path(given.root).expanduser(),
-        schemes=given.schemes,
-        max_bytes=given.max_bytes,
-        max_pixels=given.max_pixels,
-        fps=given.fps,
-        max_frames=given.max_frames,
-    )
-    return Vision(family=find_family(resolve(source), config), limits=limits)
+    return Vision(family=find_family(resolve(source), config), limits=data.media)
 
 
 def _checkpoint(model: LLMModelConfig) -> str:

@@ -14,8 +14,6 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import shown
 from cosmos_rl_llm.config import LLMDataConfig
 
-KINDS = ("image", "video")
-
 
 def normalise_content(content: str | list[Any], *, where: str, key: str) -> str | list[dict[str, Any]]:
     """Return a message's content, its parts in one form. Raises UserError for a part of another form."""

@@ -14,7 +14,7 @@ import base64
 import binascii
 import io
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,30 +24,14 @@ from urllib.request import urlopen
 import numpy as np
 
 from cosmos_rl_core.errors import MediaError
+from cosmos_rl_llm.config import MediaSection
 
 if TYPE_CHECKING:
+    from av.video.frame import VideoFrame
     from PIL.Image import Image
 
 FETCH_S = 30.0
 """Time for a URL to answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of pictures and videos, and the places that they may be read from."""
-
-    root: Path | None = None
-    """Folder of relative paths, outside of which no file is read; None: the working directory, and any path."""
-    schemes: Collection[str] = ("data", "file")
-    """URL schemes that may be read; "https" and "http" fetch from the network."""
-    max_bytes: int = 256 << 20
-    """Maximum size of an encoded picture or video."""
-    max_pixels: int = 64 << 20
-    """Maximum pixels of a decoded picture, and of a video's frame."""
-    fps: float = 2.0
-    """Frames a second that are taken of a video."""
-    max_frames: int = 768
-    """Maximum frames of a video; longer ones are taken at a lower rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +46,7 @@ class Video:
     """Frames a second among `frames`."""
 
 
-def read_bytes(given: Any, limits: Limits) -> bytes:
+def read_bytes(given: Any, limits: MediaSection) -> bytes:
     """Return the bytes of a picture or video. Raises MediaError with the reason."""
     match given:
         case bytes():
@@ -82,7 +66,7 @@ def read_bytes(given: Any, limits: Limits) -> bytes:
     return found
 
 
-def _from_location(text: str, limits: Limits) -> bytes:
+def _from_location(text: str, limits: MediaSection) -> bytes:
     scheme, sep, rest = text.partition(":")
     if not sep or len(scheme) < 2 or "/" in scheme:
         return _from_file(Path(text), limits)
@@ -101,9 +85,10 @@ def _from_location(text: str, limits: Limits) -> bytes:
             return _from_network(text, limits)
 
 
-def _from_file(path: Path, limits: Limits) -> bytes:
-    file = path if limits.root is None else (limits.root / path).resolve()
-    if limits.root is not None and not file.is_relative_to(limits.root.resolve()):
+def _from_file(path: Path, limits: MediaSection) -> bytes:
+    root = None if limits.root is None else Path(limits.root).expanduser()
+    file = path if root is None else (root / path).resolve()
+    if root is not None and not file.is_relative_to(root.resolve()):
         raise MediaError(f"{path} is outside of data.media.root")
     try:
         if file.stat().st_size > limits.max_bytes:
@@ -113,7 +98,7 @@ def _from_file(path: Path, limits: Limits) -> bytes:
         raise MediaError(f"{path}: {error.strerror or error}") from error
 
 
-def _from_network(url: str, limits: Limits) -> bytes:
+def _from_network(url: str, limits: MediaSection) -> bytes:
     try:
         with urlopen(url, timeout=FETCH_S) as answer:
             return answer.read(limits.max_bytes + 1)
@@ -128,7 +113,7 @@ def _from_base64(text: str) -> bytes:
         raise MediaError(f"not base64: {error}") from error
 
 
-def decode_picture(data: bytes, limits: Limits) -> Image:
+def decode_picture(data: bytes, limits: MediaSection) -> Image:
     """Return an RGB picture, turned as its EXIF data says. Raises MediaError if it is none, damaged or too large."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -148,42 +133,29 @@ def decode_picture(data: bytes, limits: Limits) -> Image:
         raise MediaError(f"a damaged picture: {error}") from error
 
 
-def decode_video(data: bytes, limits: Limits) -> Video:
+def decode_video(data: bytes, limits: MediaSection) -> Video:
     """Return frames at `limits.fps`. Raises MediaError if there are none, or if they are damaged or too large."""
-    import av
-    from av.error import FFmpegError
+    from cosmos_rl_core.data.video import VideoFile
 
-    try:
-        with av.open(io.BytesIO(data)) as container:
-            if not container.streams.video:
-                raise MediaError("a file without frames")
-            stream = container.streams.video[0]
-            if stream.width * stream.height > limits.max_pixels:
-                raise MediaError(f"frames of {stream.width} x {stream.height} pixels (data.media.max_pixels)")
-            stream.thread_type = "AUTO"
-            times, frames = _taken(container, stream, limits)
-    except FFmpegError as error:
-        raise MediaError(f"not a video that can be read: {error}") from error
-    if not frames:
-        raise MediaError("a video without frames")
-    seconds = np.asarray(times)
-    spacing = float(np.diff(seconds).mean()) if len(seconds) > 1 else 1 / limits.fps
-    return Video(frames=np.stack(frames), times=seconds, fps=1 / spacing)
-
-
-def _taken(container: Any, stream: Any, limits: Limits) -> tuple[list[float], list[np.ndarray]]:
-    """Return times and frames: the first one at or after each multiple of the interval."""
-    duration = float(stream.duration * stream.time_base) if stream.duration else (container.duration or 0) / 1e6
-    interval = max(1 / limits.fps, duration / limits.max_frames)
-    times: list[float] = []
     frames: list[np.ndarray] = []
-    for frame in container.decode(stream):
-        if frame.time is None or len(frames) == limits.max_frames:
-            break
-        if frame.time + 1e-6 >= len(frames) * interval:
-            times.append(frame.time)
-            frames.append(frame.to_ndarray(format="rgb24"))
-    return times, frames
+
+    def take(frame: VideoFrame, place: int) -> None:
+        if frame.width * frame.height > limits.max_pixels:
+            raise MediaError(
+                f"frames of {frame.width} x {frame.height} pixels, more than data.media.max_pixels = "
+                f"{limits.max_pixels:,}"
+            )
+        frames.append(frame.to_ndarray(format="rgb24"))
+
+    with VideoFile(data) as video:
+        seconds = video.table.seconds - video.table.seconds[0]
+        interval = max(1 / limits.fps, float(seconds[-1]) / limits.max_frames)
+        wanted = np.arange(0.0, seconds[-1] + 1e-6, interval)[: limits.max_frames]
+        places = np.unique(np.searchsorted(seconds, wanted - 1e-6))
+        video.read(places, take)
+    times = seconds[places]
+    spacing = float(np.diff(times).mean()) if len(times) > 1 else 1 / limits.fps
+    return Video(frames=np.stack(frames), times=times, fps=1 / spacing)
 
 
 def parts_of(content: Any) -> list[Mapping[str, Any]]:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from cosmos_rl_core.errors import MediaError, PromptError
+from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand, view_of
-from cosmos_rl_llm.media.source import Limits, decode_picture, decode_video, read_bytes
+from cosmos_rl_llm.media.source import decode_picture, decode_video, read_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class Vision:
     """A family's processing, with errors that name the row."""
 
     family: VisionFamily
-    limits: Limits
+    limits: MediaSection
 
     def item(self, part: Mapping[str, Any], *, where: str) -> Item:
         """Read and process a part {"type": "image", "image": ...}. Raises PromptError."""
