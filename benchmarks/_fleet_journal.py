@@ -1,7 +1,11 @@
-"""The journal of a run of controller.py, read from its files."""
+"""The journal of a run of controller.py, read from its files, and the speed of its disk."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,3 +48,21 @@ def journal_of(directory: Path) -> Losses:
                 case records.Unheld(samples=samples) | records.PayloadsLost(samples=samples):
                     lost += len(samples) * restarted
     return Losses(lost=lost, trained_twice=sum(count > 1 for count in trained.values()))
+
+
+async def sync_latencies(folder: Path, seconds: float) -> list[float]:
+    """Return the seconds of a small write and fdatasync on the disk of `folder`, 20 of them a second."""
+
+    def write() -> float:
+        began = time.perf_counter()
+        os.write(file.fileno(), bytes(512))
+        os.fdatasync(file.fileno())
+        return time.perf_counter() - began
+
+    found: list[float] = []
+    with tempfile.TemporaryFile(dir=folder) as file:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            found.append(await asyncio.to_thread(write))
+            await asyncio.sleep(0.05)
+    return found

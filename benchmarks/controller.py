@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from _fleet import open_lasting
-from _fleet_journal import journal_of
+from _fleet_journal import journal_of, sync_latencies
 from _fleet_server import GROUPS_PER_STEP, NUM_POLICIES
 from _metrics import Figure, report
 
@@ -319,7 +319,7 @@ async def join(server: ServerProcess, clients: Clients, size: Size) -> dict[str,
 
 async def steady(server: ServerProcess, clients: Clients, size: Size) -> dict[str, float]:
     await asyncio.sleep(1.0)  # the policies have their mesh, the heartbeats their rhythm
-    syncing = asyncio.create_task(sync_latencies(size.steady_s))
+    syncing = asyncio.create_task(sync_latencies(HERE / "out", size.steady_s))
     begin = time.monotonic() + START_S
     before = await count(clients)
     cpu_before, counted_at = server.cpu_s, time.monotonic()
@@ -334,24 +334,6 @@ async def steady(server: ServerProcess, clients: Clients, size: Size) -> dict[st
         "p99_ms": 1000 * cuts[98],
         "sync_p99_ms": 1000 * statistics.quantiles(await syncing, n=100)[98],
     }
-
-
-async def sync_latencies(seconds: float) -> list[float]:
-    """Return the seconds of a small write and fdatasync on the journal's disk, 20 of them a second."""
-
-    def write() -> float:
-        began = time.perf_counter()
-        os.write(file.fileno(), bytes(512))
-        os.fdatasync(file.fileno())
-        return time.perf_counter() - began
-
-    found: list[float] = []
-    with tempfile.TemporaryFile(dir=HERE / "out") as file:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            found.append(await asyncio.to_thread(write))
-            await asyncio.sleep(0.05)
-    return found
 
 
 async def burst(server: ServerProcess, clients: Clients, size: Size) -> tuple[float, float, float]:
@@ -486,6 +468,8 @@ def main(arguments: Sequence[str]) -> int:
     if "--workers" in arguments:
         size = replace(size, workers=int(arguments[arguments.index("--workers") + 1]))
     if "--only" in arguments:
+        if arguments[arguments.index("--only") + 1 :][:1] != ["restart"]:
+            raise SystemExit("--only restart is the phase that can run alone")
         print(asyncio.run(run_restart(size)))
         return 0
     (HERE / "out").mkdir(exist_ok=True)

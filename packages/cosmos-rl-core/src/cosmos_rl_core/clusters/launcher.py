@@ -129,7 +129,7 @@ class ClusterRun:
         return ["controller", str(self.file), *self.overrides, *listens]
 
     def worker_arguments(self, replica: Replica, *, controller: str = "") -> list[str]:
-        """Return the arguments of `cosmos-rl` for each machine of a replica, without those of the machine itself.
+        """Return the arguments of `cosmos-rl` for each machine of a replica, without --node and --rendezvous.
 
         controller: its address, for machines that do not see the run's directory.
         """

@@ -69,7 +69,7 @@ class WrongTag(Violation):
 
 
 class TlsRefused(UserError):
-    """One side uses TLS and the other does not, or a certificate is not of this run or not valid."""
+    """TLS is used by one side alone, or a certificate is of another run or not valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ CONTROLLER_TLS_FILE = "tls_controller.pem"
 TLS_VARIABLE = "COSMOS_RL_TLS"
 """Environment variable with the content of TLS_FILE, for machines that do not share the run's directory."""
 CONTROLLER, WORKER = "controller", "worker"
-"""Names in the certificates. A client checks which of the two its server is."""
+"""Names in the certificates. A client checks that the certificate of its server has the expected one."""
 _BLOCK = re.compile(r"-----BEGIN ([A-Z ]+)-----.+?-----END \1-----\n?", re.DOTALL)
 _EXPIRED, _NOT_YET_VALID, _OTHER_NAME = 10, 9, 62
 """Codes of OpenSSL: x509_vfy.h."""
