@@ -70,9 +70,10 @@ def test_misspelt_keys_are_told_all_at_once_with_what_was_meant(tmp_path, bandit
     tables = bandit(tmp_path / "run", rollout__group_sze=3, polcy={"threads": 1}, policy__optimizer__lr=0.1)
     message = refused(tables)
     assert message.startswith(f"{tmp_path / 'recipe.toml'}: 3 problems\n")
-    assert 'rollout.group_sze = 3: unknown key; did you mean "group_size"?' in message
-    assert 'polcy = {threads = 1}: unknown key; did you mean "policy"?' in message
-    assert "policy.optimizer.lr = 0.1: unknown key; known here: name, learning_rate" in message
+    text = " ".join(message.split())
+    assert "rollout.group_sze = 3: unknown key" in text and '= help: did you mean "group_size"?' in text
+    assert "polcy = {threads = 1}: unknown key" in text and '[polcy] | ^^^^^^^ = help: did you mean "policy"?' in text
+    assert "policy.optimizer.lr = 0.1: unknown key" in text and "= help: known here: name, learning_rate" in text
     assert not (tmp_path / "run").exists()
 
 

@@ -119,6 +119,17 @@ def test_check_tells_of_missing_rows_and_rewards_at_once(recipe, cosmos_rl):
     assert "reward.functions.0.name = \"hit\": no reward is called 'hit'" in message
 
 
+def test_check_tells_errors_of_keys_data_and_rewards_in_one_message(recipe, cosmos_rl):
+    text = recipe.read_text().replace("max_steps = 10", 'max_steps = "10"').replace("rows = 12", "rows = 0")
+    recipe.write_text(text.replace('"hits"', '"hit"'))
+    message = refused(cosmos_rl("check", recipe, "sync.max_staleness=-1"))
+    assert f"error: {recipe}: 4 problems" in message
+    assert f'{recipe}:4:13: run.max_steps = "10": must be an integer' in message
+    assert f"{recipe}:6:1: data: tiny has no rows" in message
+    assert f"{recipe}:22:8: reward.functions.0.name = \"hit\": no reward is called 'hit'" in message
+    assert "sync.max_staleness = -1" in message
+
+
 def test_check_names_the_reward_whose_file_is_missing(recipe, cosmos_rl):
     (recipe.parent / "judging.py").write_text(
         "class Judge:\n"

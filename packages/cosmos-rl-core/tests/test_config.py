@@ -11,6 +11,7 @@ from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.recipe.load import dump_resolved, load_config
 from cosmos_rl_core.settings.base import ConfigError, Problem, Strict
+from cosmos_rl_core.settings.source import Source
 from cosmos_rl_core.testing.tiny import Tiny
 
 
@@ -74,9 +75,62 @@ def test_the_message_names_file_count_key_value_and_remedy(tmp_path):
     path.write_text('[run]\ndomain = "cosmos_rl_core.testing.tiny:TINY"\nmax_step = 5\n')
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    header, first, *_ = str(caught.value).splitlines()
-    assert header == f"{path}: 2 problems"
-    assert first == '  run.max_step = 5: unknown key; did you mean "max_steps"?'
+    assert str(caught.value).splitlines()[:5] == [
+        f"{path}: 2 problems",
+        f"{path}:3:1: run.max_step = 5: unknown key",
+        "    3 | max_step = 5",
+        "      | ^^^^^^^^",
+        '      = help: did you mean "max_steps"?',
+    ]
+
+
+def test_carets_are_under_the_value_where_the_value_is_wrong_and_an_override_has_no_line(tmp_path):
+    path = tmp_path / "my.toml"
+    path.write_text(
+        'run = { domain = "cosmos_rl_core.testing.tiny:TINY", max_steps = "5" }\n[sync]\nmax_staleness = 1\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["sync.max_staleness=-1"])
+    lines = str(caught.value).splitlines()
+    assert lines[1] == f'{path}:1:66: run.max_steps = "5": must be an integer, and is a string'
+    assert lines[2][lines[3].index("^") :] == '"5" }' and lines[3].count("^") == 3
+    assert lines[4] == "      = help: write it without quotes: 5"
+    assert lines[5] == "  sync.max_staleness = -1: must be greater than or equal to 0"
+
+
+def test_every_key_of_a_file_has_its_line():
+    text = """
+top."a b" = 1 # of = none
+[x]  # [y]
+y.z = {k = [1, {m = '''
+]}'''}], n = "]}#"}
+[[list]]
+[list.inner]
+[[list]]
+v = [
+  1, # one
+  2,
+]
+"""
+    source = Source(name="f.toml", text=text)
+    keys = {"top.a b": 2, "x": 3, "x.y.z.k.1.m": 4, "x.y.z.n": 5, "list.0.inner": 7, "list.1.v.1": 11}
+    assert {key: int(source.place(key, value=False).split(":")[1]) for key in keys} == keys
+    assert source.place("x.y.z.n", value=True) == "f.toml:5:14"
+    assert source.place("list.1.missing", value=False) == "f.toml:8:1"
+    assert source.place("missing", value=False) == ""
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parents[3].glob("cookbook/*/*.toml")), ids=lambda path: path.parent.name + path.stem
+)
+def test_the_scanner_finds_the_keys_that_tomllib_finds(path):
+    text = path.read_text()
+
+    def keys(value, key):
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        return {key}.union(*(keys(held, f"{key}.{name}" if key else str(name)) for name, held in inner))
+
+    assert set(Source(name="", text=text).entries) == keys(tomllib.loads(text), "") - {""}
 
 
 def test_a_key_in_the_wrong_section_is_pointed_to_the_right_one():
@@ -332,7 +386,7 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path):
 
 
 def test_a_directory_is_no_recipe(tmp_path):
-    with pytest.raises(UserError, match="Is a directory"):
+    with pytest.raises(UserError, match=r"is a folder, and a recipe is a \.toml file"):
         load_config(tmp_path)
 
 

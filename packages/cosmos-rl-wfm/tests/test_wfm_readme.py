@@ -37,7 +37,7 @@ def test_the_recipe_of_init_runs_as_it_is_written_and_as_its_comments_say(tmp_pa
     recipe = init("wfm", tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
     config = load_config(recipe, [*overrides, "run.placement=inline", "run.max_steps=2", "checkpoint.every_steps=0"])
-    assert "64 rows of mock" in str(check(config, file=str(recipe)))
+    assert "64 rows of mock" in str(check(config))
     result = run(config)
     assert result.run_dir == tmp_path / "runs/mine"
     assert {"reward/brightness", "reward/contrast"} <= result.metrics[-1].keys()

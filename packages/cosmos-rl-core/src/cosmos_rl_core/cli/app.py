@@ -59,9 +59,9 @@ def check(file: Recipe, overrides: Overrides = None) -> None:
     """Validate a recipe: report every error, or show a summary of the run."""
     import_from(file)
     from cosmos_rl_core.launch.check import check as check_config
-    from cosmos_rl_core.recipe.load import load_config
+    from cosmos_rl_core.recipe.load import load
 
-    checked = check_config(load_config(file, overrides or ()), file=str(file))
+    checked = check_config(load(file, overrides or ()))
     typer.echo(f"{file}: ok\n{checked}")
 
 

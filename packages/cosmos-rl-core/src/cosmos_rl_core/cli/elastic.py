@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -89,10 +90,9 @@ def node(
 
     from cosmos_rl_core.clusters.launcher import ClusterRun
     from cosmos_rl_core.clusters.node import ClusterNode
-    from cosmos_rl_core.launch.check import check
 
+    _check(file, overrides, external=True)
     run = ClusterRun.of(file, overrides or [])
-    check(run.config, file=str(file))
     code = asyncio.run(ClusterNode(recipe=run, nodes=nodes, node=node, head=head, port=port).run())
     if code and node:
         typer.echo(f"the run has ended with exit code {code}; node 0 has the reason", err=True)
@@ -112,14 +112,13 @@ def launch(
     from cosmos_rl_core.clusters.follow import Follows
     from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_files
     from cosmos_rl_core.clusters.launcher import launch as launch_on
-    from cosmos_rl_core.launch.check import check
 
+    if shares_files(on) and not dry_run:
+        _check(file, overrides, external=on != "local")
     run = ClusterRun.of(file, overrides or [], external=on != "local")
     if dry_run:
         typer.echo(find_launcher(on).plan(replace(run, resume=resume)))
         return
-    if shares_files(on):
-        check(run.config, file=str(file))
     for line in launch_on(on, run, resume=resume):
         typer.echo(line)
     place = f"; its output is in {run.config.run.directory}/launch" if shares_files(on) else ""
@@ -127,3 +126,12 @@ def launch(
     launcher = find_launcher(on)
     if isinstance(launcher, Follows) and not detach:
         raise typer.Exit(launcher.follow(run))
+
+
+def _check(file: Path, overrides: list[str] | None, *, external: bool) -> None:
+    """Raise ConfigError with every problem of a recipe, as `cosmos-rl check`."""
+    from cosmos_rl_core.launch.check import check
+    from cosmos_rl_core.recipe.load import load
+
+    import_from(file)
+    check(load(file, [*(overrides or ()), *(["run.placement=external"] if external else [])]))

@@ -13,10 +13,11 @@ from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.gpus import assignment_text
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.optional import ChecksModels, Warns
-from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.load import Loaded, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.settings.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,25 +49,47 @@ class Checked:
         return "\n".join(f"  {name:<10}{text}" for name, text in lines)
 
 
-def check(config: RunConfig, *, file: str = "") -> Checked:
-    """Read the datasets, look up model, engine and rewards. Raises ConfigError with every problem."""
-    domain = load_domain(config.run.domain)
-    found = _reward_problems(config, domain)
+def check(recipe: RunConfig | Loaded) -> Checked:
+    """Read the datasets, look up model, engine and rewards. Raises ConfigError with every problem.
+
+    Of a recipe that has problems already, the valid sections are checked, so that one error has all problems.
+    """
+    config, domain, broken, source = _parts(recipe)
+    found = list(recipe.problems) if isinstance(recipe, Loaded) else []
+    if domain is None:
+        raise ConfigError(found, source=source)
+    if "reward" not in broken:
+        found += _reward_problems(config, domain)
+    if not broken & {"model", "data", "policy", "rollout", "run", "sync"}:
+        found += _part_problems(config, domain)
+    data = None if "data" in broken else _dataset("data", config.data, domain, found)
+    held_out = None if "eval" in broken else config.eval.data
+    evaluation = None if held_out is None else _dataset("eval.data", held_out, domain, found)
+    if data is None or found:
+        raise ConfigError(found, source=source)
+    return Checked(
+        config=config, data=data, evaluation=evaluation, warnings=(*warnings_for(config), *_gpu_warnings(config))
+    )
+
+
+def _parts(recipe: RunConfig | Loaded) -> tuple[RunConfig, Domain | None, frozenset[str], Source | None]:
+    if isinstance(recipe, Loaded):
+        return recipe.config, recipe.domain, recipe.broken, recipe.source
+    return recipe, load_domain(recipe.run.domain), frozenset(), None
+
+
+def _part_problems(config: RunConfig, domain: Domain) -> list[Problem]:
     try:
         look_up_parts(config, domain)
         if not config.is_sft and config.rollout.engine not in domain.engines:
             load_engine(config.rollout.engine)
         if isinstance(domain, ChecksModels):
             domain.check_model(config.model)
+    except ConfigError as error:
+        return list(error.problems)
     except UserError as error:
-        found.append(Problem(key="", wrong=str(error)))
-    data = _dataset("data", config.data, domain, found)
-    evaluation = None if config.eval.data is None else _dataset("eval.data", config.eval.data, domain, found)
-    if data is None or found:
-        raise ConfigError(found, file=file)
-    return Checked(
-        config=config, data=data, evaluation=evaluation, warnings=(*warnings_for(config), *_gpu_warnings(config))
-    )
+        return [Problem(key="", wrong=str(error))]
+    return []
 
 
 def warnings_for(config: RunConfig) -> Sequence[str]:

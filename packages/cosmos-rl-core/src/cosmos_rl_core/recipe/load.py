@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, closest, in_file_order, known_tables, problems, validated
+from cosmos_rl_core.settings.source import Source, Span
 
 SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
 """Sections without effect when a supervised recipe is only sampled."""
@@ -39,20 +41,61 @@ def load_config(
     then have [rollout] settings, and no reward is required. Raises ConfigError with every problem of the recipe, and
     UserError for a file that cannot be read.
     """
-    file = "" if isinstance(source, Mapping) else str(source)
-    written = dict(source) if isinstance(source, Mapping) else read_toml(Path(source))
+    return load(source, overrides, values=values, generating=generating).whole()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A recipe with its problems: what is valid of it can still be checked against data, model and machine."""
+
+    config: RunConfig
+    """Has the valid sections alone; complete if there are no problems."""
+    domain: Domain | None
+    """None if [run] domain names none."""
+    problems: Sequence[Problem] = ()
+    """In the order of the file."""
+    source: Source | None = None
+    """The text of the file; None for a recipe that was given as a mapping."""
+
+    @property
+    def broken(self) -> frozenset[str]:
+        """Sections that have a problem."""
+        return frozenset(problem.section for problem in self.problems)
+
+    def whole(self) -> RunConfig:
+        """Return the config. Raises ConfigError with every problem."""
+        if self.problems:
+            raise ConfigError(self.problems, source=self.source)
+        return self.config
+
+
+def load(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+    generating: bool = False,
+) -> Loaded:
+    """As `load_config`, for a caller that goes on to check the valid sections. Raises UserError alone."""
+    file = None if isinstance(source, Mapping) else Path(source)
+    text = "" if file is None else _read_text(file)
+    written = dict(source) if isinstance(source, Mapping) else _parsed(text, name=str(source))
     raw, found = apply_overrides(written, overrides, values)
-    _name_after_file(raw, file)
+    _name_after_file(raw, "" if file is None else str(file))
     domain, domain_problems = _find_domain(raw)
     found += domain_problems
     tables = _all_tables(domain) | _algorithm_table(raw)
     parts, part_problems = _domain_parts(raw, domain, tables)
-    unsound = {problem.section for problem in part_problems}
+    unsound = {problem.section for problem in part_problems} | (set(_OF_DOMAIN) if domain is None else set())
     config, core_problems = _core(raw, tables, parts, unsound, generating=generating)
     found += part_problems + core_problems
-    if found:
-        raise ConfigError(in_file_order(_each_once(found), raw), file=file)
-    return config
+    overridden = {override.partition("=")[0].strip() for override in overrides} | set(values or ())
+    return Loaded(
+        config=config,
+        domain=domain,
+        problems=in_file_order(_each_once(found), raw),
+        source=None if file is None else Source(name=str(source), text=text, overridden=overridden),
+    )
 
 
 def apply_overrides(
@@ -138,22 +181,47 @@ def tables_of(config: RunConfig, *, generating: bool = False) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises UserError with the file, and the line of a syntax error."""
+    return _parsed(_read_text(path), name=str(path))
+
+
+def _read_text(path: Path) -> str:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file{_neighbour(path)}") from error
+    except IsADirectoryError as error:
+        inside = sorted(str(file) for file in path.glob("*.toml"))
+        hint = f"; did you mean {' or '.join(inside)}?" if inside else ""
+        raise UserError(f"{path}: is a folder, and a recipe is a .toml file{hint}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
+
+
+def _parsed(text: str, *, name: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
-        where = f"{path}:{place[1]}:{place[2]}" if place else f"{path} (at the end)"
-        raise UserError(f"{where}: {str(error).partition(' (at ')[0]}") from error
+        raise UserError(_syntax_error(error, Source(name=name, text=text))) from error
     except ValueError as error:
-        raise UserError(f"{path}: an integer of more than {sys.get_int_max_str_digits()} digits") from error
+        raise UserError(f"{name}: an integer of more than {sys.get_int_max_str_digits()} digits") from error
     except RecursionError as error:
-        raise UserError(f"{path}: arrays or tables are nested too deeply") from error
+        raise UserError(f"{name}: arrays or tables are nested too deeply") from error
+
+
+def _syntax_error(error: tomllib.TOMLDecodeError, source: Source) -> str:
+    """The message of a syntax error, with the line and a caret."""
+    wrong = str(error).partition(" (at ")[0]
+    place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
+    if place is None:
+        return f"{source.name} (at the end): {wrong}"
+    start = source.offset(int(place[1]), int(place[2]))
+    shown = source.underlined(Span(start, start + 1))
+    word = re.match(r"[A-Za-z_][^#\n]*", source.text[start:])
+    bare = wrong == "Invalid value" and word is not None
+    remedy = f'\n      = help: write text in quotes: "{word[0].strip()}"' if bare and word else ""
+    return f"{source.name}:{place[1]}:{place[2]}: {wrong}\n{shown}{remedy}"
 
 
 def _neighbour(path: Path) -> str:
@@ -204,6 +272,8 @@ def _algorithm_table(raw: Mapping[str, Any]) -> dict[str, list[str]]:
 
 _PLACES = ("model", "data", "eval.data", "eval.loss_data", "data_regularization.data", "rollout.sampling")
 """Sections whose keys are defined by the domain."""
+_OF_DOMAIN = ("model", "data", "eval", "rollout", "data_regularization")
+"""The outermost sections of these."""
 _ALWAYS = ("model", "data", "rollout.sampling")
 """The ones that always exist, even if the recipe leaves them out."""
 

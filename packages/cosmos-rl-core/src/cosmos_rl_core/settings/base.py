@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.source import Source
 
 
 class Strict(BaseModel):
@@ -38,6 +39,8 @@ class Problem:
     """The given value, as TOML; empty if there is none."""
     suggestion: str = ""
     """The remedy: 'did you mean "temperature"?'."""
+    of_key: bool = False
+    """Whether the key itself is wrong, such as an unknown one, and not its value."""
 
     @property
     def section(self) -> str:
@@ -52,12 +55,22 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of a config, one per line, under a header that names the file."""
+    """All problems of a config under a header that names the file: one per line, or with its line of `source`."""
 
-    def __init__(self, problems: Sequence[Problem], *, file: str = "") -> None:
+    def __init__(self, problems: Sequence[Problem], *, file: str = "", source: Source | None = None) -> None:
         assert problems, "a ConfigError without a problem"
         self.problems = tuple(problems)
-        self.file = file
+        self.file = source.name if source else file
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        header = f"{file or 'config'}: {count}"
-        super().__init__("\n".join([header, *(f"  {problem}" for problem in problems)]))
+        header = f"{self.file or 'config'}: {count}"
+        super().__init__("\n".join([header, *(_shown(problem, source) for problem in problems)]))
+
+
+def _shown(problem: Problem, source: Source | None) -> str:
+    """The problem on one line; if the file has its key, with position, line and carets, and the remedy below."""
+    value = bool(problem.given) and not problem.of_key
+    place = source.place(problem.key, value=value) if source else ""
+    if source is None or not place:
+        return f"  {problem}"
+    lines = [f"{place}: {replace(problem, suggestion='')}", source.excerpt(problem.key, value=value)]
+    return "\n".join([*lines, *([f"      = help: {problem.suggestion}"] if problem.suggestion else [])])

@@ -93,7 +93,9 @@ def _problem(details: ErrorDetails, *, tables: Tables, at: str) -> Problem:
         case "missing":
             return Problem(key=key, wrong="is required")
         case "extra_forbidden":
-            return Problem(key=key, given=given, wrong="unknown key", suggestion=_did_you_mean(key, tables))
+            return Problem(
+                key=key, given=given, wrong="unknown key", suggestion=_did_you_mean(key, tables), of_key=True
+            )
         case "literal_error":
             expected = str(details.get("ctx", {}).get("expected", "")).replace("'", '"')
             near = closest(str(details["input"]), re.findall(r'"([^"]*)"', expected))
@@ -105,10 +107,27 @@ def _problem(details: ErrorDetails, *, tables: Tables, at: str) -> Problem:
         case "string_type" if isinstance(details["input"], int | float):
             quotes = f"""write it in quotes: "{given}", or '"{given}"' on a command line"""
             return Problem(key=key, given=given, wrong="must be a string", suggestion=quotes)
+        case "int_type" | "float_type" | "bool_type" if _meant(details) is not None:
+            kind = details["type"].removesuffix("_type").replace("int", "integer").replace("bool", "boolean")
+            return Problem(
+                key=key,
+                given=given,
+                wrong=f"must be {'an' if kind == 'integer' else 'a'} {kind}, and is a string",
+                suggestion=f"write it without quotes: {_meant(details)}",
+            )
         case "model_type" | "dict_type":
             return Problem(key=key, given=given, wrong=f"must be a table: [{key}]")
         case _:
             return Problem(key=key, given=given, wrong=details["msg"].replace("Input should be", "must be"))
+
+
+_WRITTEN = {"int_type": r"[+-]?\d+", "float_type": r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?", "bool_type": "true|false"}
+
+
+def _meant(details: ErrorDetails) -> str | None:
+    """The number or boolean in a string that was given for one; None for anything else."""
+    given = details["input"]
+    return given if isinstance(given, str) and re.fullmatch(_WRITTEN[details["type"]], given) else None
 
 
 def _did_you_mean(key: str, tables: Tables) -> str:
