@@ -6,7 +6,6 @@ import pytest
 
 from cosmos_rl_core.clusters.launcher import ClusterRun
 from cosmos_rl_core.clusters.node import Begin, ClusterNode, Join, Meeting, Over, gpus_of, parts_of
-from cosmos_rl_core.clusters.supervised import Supervised
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect, serve
 
@@ -139,29 +138,6 @@ def test_a_node_of_another_number_of_nodes_is_refused(recipe):
         assert answer.reason == "--nodes 4: node 0 was started with --nodes 3"
 
     meet(recipe, talk)
-
-
-@pytest.mark.parametrize(("code", "starts"), [(0, 1), (2, 1), (7, 3)])
-def test_a_process_is_started_again_after_a_crash_alone(tmp_path, capfd, code, starts):
-    async def go():
-        processes = Supervised(preamble=["export A=b"], variables={"C": "d"}, restarts=2)
-        return await processes.keep("one", ["bash", "-c", f'echo $A $C "$@"; exit {code}', "x"], first=["first"])
-
-    assert asyncio.run(go()) == code
-    assert capfd.readouterr().out == "b d first\n" + "b d\n" * (starts - 1)
-
-
-def test_a_process_that_was_terminated_is_not_started_again(tmp_path):
-    async def go():
-        processes = Supervised(preamble=[], variables={}, restarts=2)
-        script = f"trap 'exit 5' TERM; touch {tmp_path}/up; while true; do sleep 0.01; done"
-        kept = asyncio.create_task(processes.keep("one", ["bash", "-c", script]))
-        while not (tmp_path / "up").exists():
-            await asyncio.sleep(0.01)
-        processes.terminate()
-        return await kept
-
-    assert asyncio.run(asyncio.wait_for(go(), 60)) == 5
 
 
 def test_with_tls_workers_take_the_certificate_from_the_run_directory(recipe, tmp_path, monkeypatch):

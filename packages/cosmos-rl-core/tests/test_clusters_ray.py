@@ -1,4 +1,4 @@
-"""The plan of a run on Ray, the restarts of its processes, and the terminal. tests/cluster runs them on a real Ray."""
+"""The plan of a run on Ray, and the terminal. tests/cluster runs them on a real Ray."""
 
 import os
 import signal
@@ -6,15 +6,13 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
-from pathlib import Path
 
 import pytest
 
 from cosmos_rl_core.clusters.follow import Logs, follow
 from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
 from cosmos_rl_core.clusters.ray import Ray, processes, whole
-from cosmos_rl_core.clusters.ray_process import Job, Meeting, Restarted
+from cosmos_rl_core.clusters.ray_supervisor import ReplicaAddress
 from cosmos_rl_core.errors import UserError
 
 RECIPE = """
@@ -32,19 +30,6 @@ def cluster(tmp_path):
     """Return the recipe as a ClusterRun."""
     (tmp_path / "run.toml").write_text(RECIPE.format(directory=tmp_path))
     return lambda *overrides: ClusterRun.of(tmp_path / "run.toml", overrides)
-
-
-@pytest.fixture
-def supervised(tmp_path, monkeypatch):
-    """A process with `script` for bash, its log, and no pause between starts."""
-    monkeypatch.setattr("cosmos_rl_core.clusters.ray_process.PAUSE_S", 0.0)
-
-    def make(script, **changes):
-        fixed = {"name": "rollout-0", "log": str(tmp_path / "log"), "restarts": 2, "last": (0, 2)}
-        job = Job(**{**fixed, "command": ("bash", "-c", script, "worker"), **changes})
-        return Restarted(job, dict(os.environ)), tmp_path / "log"
-
-    return make
 
 
 def wait_until(condition):
@@ -101,61 +86,9 @@ def test_ray_is_a_launcher_and_its_section_is_strict(cluster):
         cluster("cluster.ray.resources={trainer={CPU=1}}")
 
 
-@pytest.mark.parametrize(("code", "starts"), [(0, 1), (2, 1), (1, 3)])
-def test_a_process_is_started_again_after_a_crash_alone(supervised, code, starts):
-    process, log = supervised(f"echo start $*; exit {code}", first=("--resume", "auto"))
-    assert process.run() == code
-    lines = log.read_text().splitlines()
-    crash = [f"rollout-0: exit code {code}"] if code else []
-    assert lines == [*["start --resume auto", *crash], *["start", *crash] * (starts - 1)]
-    assert process.starts == starts
-
-
-def test_a_process_gets_the_preamble_and_the_arguments_of_each_start(supervised):
-    arguments = iter([["a b"], ["c"], ["d"]])
-    process, log = supervised('echo "$WORD" "$1"; kill -9 $$', preamble=("export WORD='two words'",))
-    assert process.run(partial(next, arguments)) == 137
-    assert log.read_text().splitlines()[::2] == ["two words a b", "two words c", "two words d"]
-
-
-def test_a_process_that_is_ended_saves_and_is_not_started_again(supervised):
-    process, log = supervised("trap 'echo saved; exit 1' TERM; echo ready; while true; do sleep 0.01; done")
-    codes = []
-    thread = threading.Thread(target=lambda: codes.append(process.run()))
-    thread.start()
-    wait_until(lambda: log.exists() and "ready" in log.read_text())
-    process.end()
-    thread.join(60)
-    assert codes == [1] and process.starts == 1
-    assert log.read_text().splitlines()[1] == "saved"
-
-
-def test_a_process_ends_with_its_supervisor(tmp_path):
-    text = (
-        "import os; from cosmos_rl_core.clusters.ray_process import Job, Restarted\n"
-        "command = ('bash', '-c', 'echo $$; exec sleep 600')\n"
-        f"job = Job(name='a', command=command, log='{tmp_path}/log', restarts=0, last=())\n"
-        "Restarted(job, os.environ).run()"
-    )
-    supervisor = subprocess.Popen([sys.executable, "-c", text])
-    wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().endswith("\n"))
-    pid = int((tmp_path / "log").read_text())
-    assert b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    supervisor.kill()
-    supervisor.wait()
-    wait_until(lambda: not is_running(pid))
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_machines_of_a_replica_meet_at_another_address_after_the_failure_of_one():
     restarted, answers = [], []
-    meeting = Meeting(lambda: restarted.append(True))
+    meeting = ReplicaAddress(lambda: restarted.append(True))
     meeting.open("first:1")
     assert [meeting.address(1), meeting.address(2)] == ["first:1", "first:1"]
     asking = threading.Thread(target=lambda: answers.append(meeting.address(1)))  # the part of machine 1 has ended

@@ -128,6 +128,25 @@ def test_serving_ends_with_the_last_controller_though_it_has_not_read_all():
     asyncio.run(asyncio.wait_for(go(), 30))
 
 
+@pytest.mark.timeout(60)
+def test_both_ends_send_more_than_the_socket_holds():
+    """The controller sends all its requests before it reads, and the launcher answers each while it reads."""
+    names = [f"rollout-{number}" for number in range(2000)]
+
+    async def go():
+        kept, ended = Kept(), []
+        kept.forget = lambda name: kept.on_end(end(name, 1))
+        async with served(kept) as theirs:
+            controller = supervised(theirs)
+            await controller.attach("tcp://here:1", secrets={}, on_end=lambda report: ended.append(report.name))
+            for name in names:
+                controller.forget(name)
+            await until(lambda: len(ended) == len(names))
+        return ended
+
+    assert asyncio.run(go()) == names
+
+
 def local(kept, tmp_path, *, restart_workers=1):
     deaths = []
     workers = LocalWorkers(

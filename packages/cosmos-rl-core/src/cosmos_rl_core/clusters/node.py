@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cosmos_rl_core.clusters.launcher import ClusterRun, Replica
-from cosmos_rl_core.clusters.supervised import Supervised
+from cosmos_rl_core.clusters.restarted import Processes
 from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.control.protocol import Message
 from cosmos_rl_core.errors import UserError
@@ -188,7 +188,7 @@ class ClusterNode:
     port: int = PORT
     token: bytes = field(init=False)
     _parts: list[list[Part]] = field(init=False)
-    _processes: Supervised = field(init=False)
+    _processes: Processes = field(init=False)
     _leaving: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -203,7 +203,7 @@ class ClusterNode:
         self.token = token or secrets.token_bytes(32)
         self._parts = parts_of(self.recipe, self.nodes)
         variables = {TOKEN_VARIABLE: self.token.hex()}
-        self._processes = Supervised(
+        self._processes = Processes(
             preamble=self.recipe.preamble, variables=variables, restarts=self.recipe.config.elastic.restart_workers
         )
 

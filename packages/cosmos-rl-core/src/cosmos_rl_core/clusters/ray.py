@@ -19,7 +19,6 @@ import msgspec
 
 from cosmos_rl_core.clusters.follow import follow
 from cosmos_rl_core.clusters.launcher import FOLDER, ClusterRun, Replica
-from cosmos_rl_core.clusters.ray_process import Job
 from cosmos_rl_core.clusters.ray_supervisor import (
     CALLS,
     CONTROLLER,
@@ -30,6 +29,7 @@ from cosmos_rl_core.clusters.ray_supervisor import (
     is_there,
     remove_groups,
 )
+from cosmos_rl_core.clusters.restarted import Job
 from cosmos_rl_core.errors import UserError
 
 ANSWER_S = 5.0

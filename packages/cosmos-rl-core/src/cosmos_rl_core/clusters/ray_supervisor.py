@@ -8,6 +8,7 @@ Ray starts an actor again elsewhere when its machine is lost. Ray moves no data 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from cosmos_rl_core.clusters.ray_process import Job, Meeting, Restarted
+from cosmos_rl_core.clusters.restarted import Job, RestartedProcess
 from cosmos_rl_core.processes import environment
 from cosmos_rl_core.wire.advertised import ADVERTISE
 
@@ -60,6 +61,38 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the process advertises the address that Ray has for its machine."""
 
 
+class ReplicaAddress:
+    """The address at which the machines of a replica meet: another one for each start of the replica."""
+
+    def __init__(self, restart: Callable[[], None]) -> None:
+        """restart: ends the replica's part of this machine, which then calls `open` again."""
+        self._restart = restart
+        self._address = ""
+        self._given: set[int] = set()
+        self._changed = threading.Condition()
+
+    def open(self, address: str) -> None:
+        """Begin a start of the replica."""
+        with self._changed:
+            self._address = address
+            self._given.clear()
+            self._changed.notify_all()
+
+    def address(self, machine: int) -> str:
+        """Return the address for a machine, which asks again when its part of the replica has ended.
+
+        Waits for the next start then, as a replica without one of its parts has failed.
+        """
+        with self._changed:
+            if machine in self._given:
+                self._address = ""
+                self._given.clear()
+                self._restart()
+            self._changed.wait_for(lambda: self._address)
+            self._given.add(machine)
+            return self._address
+
+
 class Supervisor:
     """Supervises a process; made an actor by `clusters.ray`."""
 
@@ -74,8 +107,8 @@ class Supervisor:
         variables = environment()
         if place.advertises:
             variables.setdefault(ADVERTISE, self._ip)
-        self._process = Restarted(self._job, variables)
-        self._meeting = Meeting(self._process.restart)
+        self._process = RestartedProcess(self._job, variables)
+        self._meeting = ReplicaAddress(self._process.restart)
         threading.Thread(target=self._supervise, name="supervise", daemon=True).start()
 
     def __repr__(self) -> str:
@@ -117,7 +150,7 @@ class Supervisor:
                     _actor(place.label, name).restart.remote()
         if not self._moved:
             self._wait_for_places()
-        code = self._process.run(self._arguments)
+        code = asyncio.run(self._process.run(self._arguments))
         if self._job.name == CONTROLLER:
             self._end_run(code)
         elif place.group and place.machine == 0:

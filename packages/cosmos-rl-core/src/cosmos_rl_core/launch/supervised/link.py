@@ -13,15 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -68,6 +66,37 @@ def link() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+class Outbox:
+    """Sends messages over one end of the link in order, without blocking: both ends may send more than it holds."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._waiting: deque[bytes] = deque()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message at once, or from the running event loop as soon as the socket has room. Raises OSError."""
+        self._waiting.append(_encode(message))
+        if len(self._waiting) == 1 and not self._flush():
+            asyncio.get_running_loop().add_writer(self._end, self._continue)
+
+    def _continue(self) -> None:
+        if self._flush():
+            asyncio.get_running_loop().remove_writer(self._end)
+
+    def _flush(self) -> bool:
+        """Send until the socket is full; return whether no message waits. Messages to a closed end are dropped."""
+        while self._waiting:
+            message = self._waiting.popleft()
+            try:
+                self._end.send(message)
+            except BlockingIOError:
+                self._waiting.appendleft(message)
+                return False
+            except (BrokenPipeError, ConnectionResetError):
+                self._waiting.clear()
+        return True
+
+
 @dataclass(slots=True, kw_only=True)
 class Supervised:
     """A controller's side. Implements `keeper.Keeper`."""
@@ -79,10 +108,14 @@ class Supervised:
     """Whether the user has interrupted an earlier controller."""
     can_restart: bool
     """Whether another controller would follow this one."""
+    _outbox: Outbox = field(init=False)
     _reading: asyncio.Task[None] | None = None
 
+    def __post_init__(self) -> None:
+        self._outbox = Outbox(self.socket)
+
     async def attach(self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[Ended], None]) -> Present:
-        self._send(Attach(controller=controller, secrets=dict(secrets), pid=os.getpid()))
+        self._outbox.send(Attach(controller=controller, secrets=dict(secrets), pid=os.getpid()))
         while True:  # messages to the controller before
             message = await self._receive()
             if isinstance(message, Present) and message.to == os.getpid():
@@ -91,13 +124,13 @@ class Supervised:
         return message
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
-        self._send(Start(tuple(workers)))
+        self._outbox.send(Start(tuple(workers)))
 
     def kill(self, names: Sequence[str]) -> None:
-        self._send(Kill(tuple(names)))
+        self._outbox.send(Kill(tuple(names)))
 
     def forget(self, name: str) -> None:
-        self._send(Forget(name))
+        self._outbox.send(Forget(name))
 
     def interrupt_next(self) -> None:
         """Interrupt a later controller of this run as well."""
@@ -125,13 +158,10 @@ class Supervised:
         data = await asyncio.get_running_loop().sock_recv(self.socket, LARGEST_BYTES)
         return _to_controller.decode(data)
 
-    def _send(self, message: msgspec.Struct) -> None:
-        _send(self.socket, message)
-
 
 async def serve_controllers(ours: socket.socket, keeper: Keeper) -> None:
     """Work for the controllers at the other end, one after the other, until the last one has ended."""
-    loop = asyncio.get_running_loop()
+    loop, outbox = asyncio.get_running_loop(), Outbox(ours)
     while True:
         try:
             data = await loop.sock_recv(ours, LARGEST_BYTES)
@@ -141,33 +171,11 @@ async def serve_controllers(ours: socket.socket, keeper: Keeper) -> None:
             return
         match _to_launcher.decode(data):
             case Attach() as message:
-                present = await keeper.attach(
-                    message.controller, secrets=message.secrets, on_end=partial(_report, ours)
-                )
-                _report(ours, msgspec.structs.replace(present, to=message.pid))
+                present = await keeper.attach(message.controller, secrets=message.secrets, on_end=outbox.send)
+                outbox.send(msgspec.structs.replace(present, to=message.pid))
             case Start() as message:
                 keeper.start(message.workers)
             case Kill() as message:
                 keeper.kill(message.names)
             case Forget() as message:
                 keeper.forget(message.name)
-
-
-def _report(ours: socket.socket, message: Present | Ended) -> None:
-    try:
-        _send(ours, message)
-    except BrokenPipeError:  # the last controller has ended
-        return
-
-
-def _send(end: socket.socket, message: Any) -> None:
-    data = _encode(message)
-    while True:
-        try:
-            end.send(data)
-        except BlockingIOError:
-            poll = select.poll()
-            poll.register(end, select.POLLOUT)
-            poll.poll()
-        else:
-            return
