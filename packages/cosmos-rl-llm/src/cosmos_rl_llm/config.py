@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from string import Formatter
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -15,6 +15,8 @@ PLAIN_TEXT = "none"
 """The value of `data.chat_template` for plain-text prompts without a template."""
 
 Overlong = Literal["error", "truncate", "drop"]
+Part = Literal["tower", "projector", "language_model"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class LLMLoraSection(LoraSection):
@@ -37,6 +39,15 @@ class LLMModelConfig(Strict):
     """Branch, tag or commit on the hub; only for a model id."""
     lora: LLMLoraSection | None = None
     """Train adapters of the model, and send only them to the engines."""
+    freeze: tuple[Part, ...] = ()
+    """Parts of a vision-language model that are not trained, and not sent to the engines; they get no adapters."""
+
+    @field_validator("freeze")
+    @classmethod
+    def _trains_a_part(cls, freeze: tuple[Part, ...]) -> tuple[Part, ...]:
+        if not set(PARTS) - set(freeze):
+            raise ValueError("no part of the model is trained; leave one out")
+        return freeze
 
 
 class MediaSection(Strict):

@@ -234,6 +234,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     from cosmos_rl_core.parallel.device import own_device
     from cosmos_rl_llm.engines.torch.engine import TorchEngine
     from cosmos_rl_llm.model.causal_lm import load_model
+    from cosmos_rl_llm.model.parts import freeze
     from cosmos_rl_llm.policy.kernels import log_kernels
     from cosmos_rl_llm.policy.lora import add_adapters
 
@@ -242,8 +243,9 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
     module.to(device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     log_kernels(module, device=device, dtype=module.dtype)
+    freeze(module, model.freeze)
     if model.lora is not None:
-        add_adapters(module, model.lora, base=model.path)
+        add_adapters(module, model.lora, base=model.path, without=model.freeze)
     chat = _module_chat(source, module, data, max_length=model.max_length)
 
     def encode(prompt: Prompt) -> Encoded:
@@ -273,8 +275,9 @@ def _recommend_vllm(device: str, *, installed: bool) -> None:
 
 
 def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngineOptions) -> RolloutEngine:
-    if model.lora is not None:
-        raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
+    if model.lora is not None or model.freeze:
+        key = "[model.lora]" if model.lora is not None else "[model] freeze"
+        raise UserError(f'rollout.engine = "vllm" takes whole weights; set it to "torch", or remove {key}')
     quiet_torchao()
     from cosmos_rl_llm.engines.vllm.engine import VllmEngine
     from cosmos_rl_llm.engines.vllm.start import read_config, start

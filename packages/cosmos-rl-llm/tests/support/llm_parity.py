@@ -9,8 +9,10 @@ For tests: the model is made from a seed, and batches hold rollouts of ragged le
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +33,11 @@ from cosmos_rl_core.testing.ranks import largest_difference
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
-from cosmos_rl_llm.config import LLMLoraSection
+from cosmos_rl_llm.config import LLMLoraSection, Part
 from cosmos_rl_llm.data.collate import collate
+from cosmos_rl_llm.media.item import VisionFamily, view_of
 from cosmos_rl_llm.model.causal_lm import make_model
+from cosmos_rl_llm.model.parts import freeze
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
@@ -43,7 +47,11 @@ Results = dict[str, np.ndarray]
 
 VOCABULARY = 61
 """Odd, so that ranks hold parts of different sizes."""
+_FIRST_WORD = 7
+"""Tokens before it are placeholders of pictures and their like in the tiny vision-language models."""
 NUM_STEPS = 5
+VISION = ("qwen2_5_vl", "qwen3_vl")
+"""Vision-language families, see `tiny_vision`."""
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -106,25 +114,32 @@ def train(
     parallel: ParallelSection | None = None,
     memory: MemorySection | None = None,
     lora: LLMLoraSection | None = None,
+    frozen: Sequence[Part] = (),
 ) -> Results:
     """Train `num_steps` steps and return what happened, gathered; with a mesh all of its ranks call this.
 
     Args:
         algorithm: "grpo" (with an entropy bonus, which reads the whole vocabulary) or "sft".
         packed: several rollouts a microbatch; otherwise one.
+        frozen: parts of a vision-language model that are not trained.
     """
     setup = ModelSetup(mesh=mesh, parallel=parallel or ParallelSection(), memory=memory or MemorySection())
     model = make_tiny(family, num_layers=num_layers)
+    vision = vision_of(model) if family in VISION else None
+    freeze(model, frozen)
     if lora is not None:
-        add_adapters(model, lora, base=family)
+        add_adapters(model, lora, base=family, without=frozen)
     pipelined = mesh is not None and mesh.dims.pp > 1
-    policy = PipelinedPolicy(model, setup=setup) if pipelined else CausalLMPolicy(model, setup=setup)
+    kind = PipelinedPolicy if pipelined else CausalLMPolicy
+    policy = kind(model, setup=setup, vision=vision)
     trainer = _trainer(policy, algorithm, mesh)
     metrics: Results = {}
     results = []
     share = Share() if mesh is None else replace(mesh.share, multiple=microbatch_multiple(setup.parallel))
     for step in range(num_steps):
-        batch = make_batch(step, share=share, supervised=algorithm == "sft", microbatch_terms=48 if packed else 1)
+        batch = make_batch(
+            step, share=share, supervised=algorithm == "sft", microbatch_terms=48 if packed else 1, vision=vision
+        )
         trainer.begin(batch)
         trainer.forward_backward(batch.microbatches)
         if step == 0:
@@ -154,6 +169,10 @@ def train_rank(
 
 def make_tiny(family: str, *, num_layers: int = 2) -> PreTrainedModel:
     """Make the model of a family, with biases and sinks that are not zero."""
+    if family in VISION:
+        from tiny_vision import make  # needs Pillow
+
+        return make(family, num_layers=num_layers)
     model = make_model(
         {**{**FAMILIES, **_WITH_STATES}[family], "num_hidden_layers": num_layers}, dtype=torch.float32, seed=0
     )
@@ -164,15 +183,43 @@ def make_tiny(family: str, *, num_layers: int = 2) -> PreTrainedModel:
     return model
 
 
-def make_batch(seed: int, *, share: Share, supervised: bool, microbatch_terms: int) -> TrainBatch:
-    """Three prompts with a group of four rollouts each, of ragged lengths, with random advantages."""
+def vision_of(model: PreTrainedModel) -> VisionFamily:
+    """The processing of a tiny vision-language model."""
+    from tiny_vision import family_of
+
+    with tempfile.TemporaryDirectory() as directory:
+        return family_of(model, Path(directory))
+
+
+def make_batch(
+    seed: int, *, share: Share, supervised: bool, microbatch_terms: int, vision: VisionFamily | None = None
+) -> TrainBatch:
+    """Three prompts with a group of four rollouts each, of ragged lengths, with random advantages.
+
+    With `vision` the first shows a picture, and in even batches the second a video.
+    """
     rng = np.random.default_rng(seed)
     groups = []
     for index in range(3):
-        prompt = rng.integers(0, VOCABULARY, rng.integers(1, 10), dtype=np.int32)
-        rollouts = tuple(_rollout(rng, prompt, supervised=supervised) for _ in range(4))
+        prompt = rng.integers(_FIRST_WORD, VOCABULARY, rng.integers(1, 10), dtype=np.int32)
+        shown = {} if vision is None else _show(index, seed, prompt, vision)
+        rollouts = tuple(_rollout(rng, prompt, supervised=supervised, shown=shown) for _ in range(4))
         groups.append(RolloutGroup(prompt=Prompt(sample_id=index, row={}), rollouts=rollouts))
     return collate(groups, microbatch_terms=microbatch_terms, share=share)
+
+
+def _show(index: int, seed: int, prompt: np.ndarray, vision: VisionFamily) -> dict[str, np.ndarray]:
+    """Arrays of rollouts whose prompt shows a picture or a video before its own tokens; none for text."""
+    from tiny_vision import picture, video
+
+    if index == 0:
+        item = vision.image(picture(16, 24, seed=seed))
+    elif index == 1 and seed % 2 == 0:
+        item = vision.video(video(frames=4, seed=seed))
+    else:
+        return {}
+    tokens = np.concatenate([np.full(vision.num_tokens(item), vision.token_ids[item.kind], np.int32), prompt])
+    return {"prompt_tokens": tokens, **view_of(tokens, [item], vision).arrays}
 
 
 def differences(expected: Results, ranks: Sequence[Results]) -> dict[str, float]:
@@ -218,11 +265,17 @@ def _trainer(policy: Policy, algorithm: str, mesh: ReplicaMesh | None) -> Traine
     )
 
 
-def _rollout(rng: np.random.Generator, prompt: np.ndarray, *, supervised: bool) -> Rollout:
+def _rollout(
+    rng: np.random.Generator, prompt: np.ndarray, *, supervised: bool, shown: Mapping[str, np.ndarray]
+) -> Rollout:
     size = int(rng.integers(1, 30))
     logprobs = -np.log(VOCABULARY) + 0.3 * rng.standard_normal(size)
     return Rollout(
-        arrays={"prompt_tokens": prompt, "tokens": rng.integers(0, VOCABULARY, size, dtype=np.int32)},
+        arrays={
+            "prompt_tokens": prompt,
+            **shown,
+            "tokens": rng.integers(_FIRST_WORD, VOCABULARY, size, dtype=np.int32),
+        },
         rollout_logprobs=np.zeros(size, np.float32) if supervised else logprobs.astype(np.float32),
         versions=np.zeros(size, np.int32),
         loss_mask=rng.random(size) < 0.9,

@@ -77,15 +77,16 @@ _ROPE = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000
 NAMES = ("qwen2_5_vl", "qwen3_vl")
 
 
-def make(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """A model with a tower of two layers and a decoder of two."""
+def make(name: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
+    """A model with a tower of two layers and a decoder of `num_layers`."""
     torch.manual_seed(seed)
+    text = {**_TEXT, "num_hidden_layers": num_layers}
     if name == "qwen2_5_vl":
         tower = {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 4}
-        config = Qwen2_5_VLConfig(text_config={**_TEXT, "rope_parameters": _ROPE}, vision_config=tower, **_IDS)
+        config = Qwen2_5_VLConfig(text_config={**text, "rope_parameters": _ROPE}, vision_config=tower, **_IDS)
         return Qwen2_5_VLForConditionalGeneration(config).eval()
     tower = {**_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-    text = {**_TEXT, "head_dim": 12, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
+    text = {**text, "head_dim": 12, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
     config = Qwen3VLConfig(text_config=text, vision_config=tower, **_IDS)
     return Qwen3VLForConditionalGeneration(config).eval()
 

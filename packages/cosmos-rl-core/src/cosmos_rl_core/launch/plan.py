@@ -294,6 +294,8 @@ def _weights(config: RunConfig) -> Weights | None:
         shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
         computed = config.policy.precision.parameters if shape is None else shape.compute_dtype
         live, sent = (find(config, domain, computed=computed) for find in (engine_dtype, sent_dtype))
+        frozen = frozenset() if shape is None else shape.frozen
+        specs = [spec for spec in specs if spec.name not in frozen]
         specs = [replace(spec, dtype=sent) if "float" in spec.dtype else spec for spec in specs]
         axes = _ranks(config).axes
         sync = build_sync(config).plan(specs, settings=settings, policy=axes, replicas=config.rollout.replicas)

@@ -29,7 +29,7 @@ from cosmos_rl_core.train.balance import deal
 from cosmos_rl_core.types import Microbatch, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
 from cosmos_rl_llm.data.chat import Chat, encode_turns
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, positions_of
-from cosmos_rl_llm.media.packed import pack_items
+from cosmos_rl_llm.media.packed import batch_kinds, pack_items
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +125,10 @@ def pack_batch(
         sequences = [replace(sequence, routes=None) for sequence in sequences]
     routes = sequences[0].routes if sequences else None
     empty = replace(EMPTY, routes=None if routes is None else np.zeros_like(routes[:1]))
+    kinds = batch_kinds([item for sequence in sequences for item in sequence.view.items])
+    packed = (_pack([sequences[index] for index in members] or [empty]) for members in dealt)
     return TrainBatch(
-        microbatches=tuple(_pack([sequences[index] for index in members] or [empty]) for members in dealt),
+        microbatches=tuple(replace(each, inputs={**each.inputs, **kinds}) for each in packed),
         num_terms=sum(int(sequence.loss_mask.sum()) for sequence in sequences),
         num_rollouts=sum(bool(sequence.loss_mask.any()) for sequence in sequences),
         metrics={**metrics, "packing_fraction": sum(lengths) / room if room else 1.0},

@@ -149,6 +149,10 @@ class VisionFamily(Protocol):
         """Return the positions of tokens [L]: [3, L] along time, height and width, or None for 0, 1, 2, ..."""
         ...
 
+    def blank(self, kind: Kind) -> Item:
+        """Return a black item as small as the tower takes: a rank without pictures runs the tower on it."""
+        ...
+
     def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """Return the keywords of the model's forward pass with these items, in the order of their tokens."""
         ...

@@ -3,20 +3,21 @@
     item_index [L]    number of the token's showing, -1 for text        item_kind [n]      place in KINDS
     item_shown [m]    item of each showing                              item_grid [n, 3]
     item_digest [n]   hash of what the tower sees                       item_rows [n]      rows of `pixels` of each item
-                                                                        pixels [sum of rows, ...]
+    batch_kinds [k]   places in KINDS of the kinds in the whole batch   pixels [sum of rows, ...]
 
-A showing is an item in a sequence. Equal items of a microbatch are kept once.
+A showing is an item in a sequence. Equal items of a microbatch are kept once. `batch_kinds` is the same on every rank
+that trains on the batch, and is there for text too where other microbatches have items.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_llm.media.item import KINDS, Item
+from cosmos_rl_llm.media.item import KINDS, Item, VisionFamily, positions_of, view_of
 
 
 def pack_items(of_sequences: Sequence[Sequence[Item]], item_index: Sequence[np.ndarray]) -> dict[str, Tensor]:
@@ -46,6 +47,44 @@ def pack_items(of_sequences: Sequence[Sequence[Item]], item_index: Sequence[np.n
         "item_rows": torch.tensor([len(item.pixels) for item in kept]),
         "pixels": torch.from_numpy(np.concatenate([item.pixels for item in kept])),
     }
+
+
+def batch_kinds(items: Iterable[Item]) -> dict[str, Tensor]:
+    """Return the input `batch_kinds` of a batch that shows `items`; empty without items."""
+    kinds = sorted({KINDS.index(item.kind) for item in items})
+    return {"batch_kinds": torch.tensor(kinds)} if kinds else {}
+
+
+def add_blanks(inputs: Mapping[str, Tensor], family: VisionFamily, *, always: bool) -> Mapping[str, Tensor]:
+    """Append a sequence without terms, which shows a blank item, for each kind that the batch has and the row lacks.
+
+    Ranks that gather the tower's parameters together then run it equally often, forward and backward. The gradient of
+    the blank items is zero: no term is predicted from their tokens. `always`: show one in batches of text too.
+    """
+    here = inputs["item_kind"].tolist() if "item_kind" in inputs else []
+    of_batch = inputs["batch_kinds"].tolist() if "batch_kinds" in inputs else [0] * always
+    kinds = [KINDS[kind] for kind in of_batch if kind not in here]
+    if not kinds:
+        return inputs
+    blanks = [family.blank(kind) for kind in kinds]
+    tokens = [np.full(family.num_tokens(item), family.token_ids[item.kind]) for item in blanks]
+    views = [view_of(ids, [item], family) for ids, item in zip(tokens, blanks, strict=True)]
+    lengths = [len(ids) for ids in tokens]
+    added = pack_items([view.items for view in views], [view.index_of(n) for view, n in zip(views, lengths)])
+    if here:
+        added["item_index"] += len(inputs["item_shown"])
+        added["item_shown"] += len(inputs["item_kind"])
+    numbers = torch.arange(len(kinds)).repeat_interleave(torch.tensor(lengths))
+    added["tokens"] = torch.from_numpy(np.concatenate(tokens))
+    added["sequence_index"] = inputs["sequence_index"][-1] + 1 + numbers
+    if "routes" in inputs:
+        added["routes"] = inputs["routes"].new_zeros(len(numbers), *inputs["routes"].shape[1:])
+    given = {"item_index": torch.full_like(inputs["tokens"], -1), **inputs}
+    joined = {name: torch.cat([given[name], more]) if name in given else more for name, more in added.items()}
+    positions = [inputs["positions"], torch.from_numpy(positions_of(views, lengths))]
+    axes = max(each.ndim for each in positions)
+    joined["positions"] = torch.cat([each.expand(3, -1) if axes == 2 else each for each in positions], dim=-1)
+    return {**inputs, **joined}
 
 
 def digests(inputs: Mapping[str, Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.errors import MediaError
-from cosmos_rl_llm.media.item import Item
+from cosmos_rl_llm.media.item import Item, Kind
 from cosmos_rl_llm.media.source import Video
 
 if TYPE_CHECKING:
@@ -123,6 +123,12 @@ class QwenVision:
                 made[pixels] = torch.from_numpy(np.concatenate([item.pixels for item in of_kind]))
                 made[grids] = torch.tensor([item.grid for item in of_kind])
         return made
+
+    def blank(self, kind: Kind) -> Item:
+        """Return the patches of one merged square."""
+        width = 3 * self.frames_per_step * self.patch**2
+        pixels = np.zeros((self.merge**2, width), np.float32)
+        return Item(kind=kind, pixels=pixels, grid=(1, self.merge, self.merge), times=(0.0,) * (kind == "video"))
 
     def num_tokens(self, item: Item) -> int:
         """Return the number of the item's placeholder tokens."""

@@ -155,6 +155,12 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """`named_weights` without those of frozen parts: an engine has these from the model's own files."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in named_weights(model).items() if name not in frozen}
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of a model's decoder layers, by any family's name. Raises UserError for a model without one."""
     decoder = language_model(model)

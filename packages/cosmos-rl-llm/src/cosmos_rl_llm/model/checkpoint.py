@@ -20,6 +20,7 @@ from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.config import LLMModelConfig, TorchEngineOptions
+from cosmos_rl_llm.model.parts import part_of
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 
@@ -105,6 +106,7 @@ def read_shape(
         compute_dtype=model.dtype,
         reference_dtype=model.dtype,
         weights=tuple(weights),
+        frozen=frozenset(spec.name for spec in weights if part_of(spec.name) in model.freeze),
         adapter_parameters=_adapter_parameters(weights, model.lora, experts=_first(config, EXPERT_KEYS)),
         unread_inputs=heads * head_dim * are_frozen("o_proj")
         + hidden * are_frozen("gate_proj", "up_proj", "gate_up_proj"),

@@ -183,9 +183,16 @@ def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(values: Mapping[str, Any], shrunk: Mapping[str, Any]) -> dict[str, Any]:
-    """Factors of a rotary embedding: one for each rotated pair of a head's elements."""
+    """Lists of a rotary embedding: a factor for each rotated pair of a head, or numbers of pairs (M-RoPE)."""
     rope = shrunk.get("rope_parameters")
-    if not isinstance(rope, Mapping) or not isinstance(rope.get("long_factor"), list):
+    if not isinstance(rope, Mapping):
+        return {}
+    if isinstance(sections := rope.get("mrope_section"), list):
+        pairs = round(sum(sections) * _head_dim(shrunk) / _head_dim(values))
+        each = pairs // len(sections)
+        fewer = [pairs - each * (len(sections) - 1), *[each] * (len(sections) - 1)]
+        return {"rope_parameters": {**rope, "mrope_section": fewer}}
+    if not isinstance(rope.get("long_factor"), list):
         return {}
     kept = round(len(rope["long_factor"]) * _head_dim(shrunk) / _head_dim(values))
     return {"rope_parameters": {**rope, **{key: rope[key][:kept] for key in ("short_factor", "long_factor")}}}

@@ -5,7 +5,7 @@ Their names, initial values and merging are in core (`parallel/lora.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import safe_open
@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_rl_core.parallel import lora
 from cosmos_rl_core.parallel.config import LoraSection
+from cosmos_rl_llm.config import Part
+from cosmos_rl_llm.model.parts import part_of
 
 MERGED = "merged"
 """Subfolder of a directory of adapters, with the files of the merged model that differ from those of the adapters."""
@@ -22,12 +24,15 @@ _NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w
 """Linear layers excluded if experts are stacked: peft would adapt the experts and the router instead."""
 
 
-def add_adapters(model: PreTrainedModel, section: LoraSection, *, base: str, seed: int = 0) -> None:
+def add_adapters(
+    model: PreTrainedModel, section: LoraSection, *, base: str, seed: int = 0, without: Collection[Part] = ()
+) -> None:
     """Put adapters on the linear layers of `model`, in place, and freeze the rest.
 
     Args:
         base: the model's path or id, recorded for loading the adapters later.
         seed: of the values of A, which depend only on it and the layer's name.
+        without: parts of a vision-language model whose layers get none.
 
     Raises UserError for layers that the model does not have, and if peft is not installed.
     """
@@ -36,7 +41,9 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, *, base: str, see
     heads = {name for name, module in model.named_modules() if module is output}
 
     def leave_out(name: str) -> bool:
-        return name in heads or (has_experts and name.rpartition(".")[2] in _NAMES_OF_EXPERTS)
+        return (
+            name in heads or part_of(name) in without or (has_experts and name.rpartition(".")[2] in _NAMES_OF_EXPERTS)
+        )
 
     lora.add_adapters(
         model,

@@ -40,6 +40,7 @@ from cosmos_rl_core.parallel.memory.float8 import use_float8
 from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.model.causal_lm import decoder_layers
+from cosmos_rl_llm.model.parts import tower_blocks
 from cosmos_rl_llm.policy.context import check_heads
 from cosmos_rl_llm.policy.experts import is_experts, spread_experts, use_mixed_experts
 from cosmos_rl_llm.policy.lora import with_adapters
@@ -180,11 +181,13 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
         use_mixed_experts(terms.causal_lm)
     if terms.axis is not None:
         spread_tensors(terms.causal_lm, terms.axis, experts=experts)
+    tower = tower_blocks(terms.causal_lm)
+    save_memory(tower, setup.memory, compiled=False)  # the lengths of its sequences differ from row to row
     save_memory(terms.blocks, setup.memory, compiled=compiled)
     if mesh is not None:
         shard_fully(
             terms,
-            blocks=terms.blocks,
+            blocks=[*tower, *terms.blocks],
             mesh=mesh,
             parallel=setup.parallel,
             memory=setup.memory,

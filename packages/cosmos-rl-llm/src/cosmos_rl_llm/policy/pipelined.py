@@ -38,7 +38,8 @@ from cosmos_rl_core.parallel.stages import cut_layers, num_stages
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat
-from cosmos_rl_llm.model.causal_lm import named_weights
+from cosmos_rl_llm.media.item import VisionFamily
+from cosmos_rl_llm.model.causal_lm import named_weights, trained_weights
 from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
@@ -149,6 +150,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         temperature: float = 1.0,
         compute_dtype: torch.dtype | None = None,
         logits_bytes: int | None = None,
+        vision: VisionFamily | None = None,
     ) -> None:
         """Take over the whole `model`, keep the parts of this rank's stages, and shard them over the ranks of `setup`.
 
@@ -159,6 +161,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
             compute_dtype: dtype of matrix products; the weights keep theirs.
             logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
                 by the memory of the device.
+            vision: family of a vision-language model; None: that of `chat`, if it has one.
 
         Raises UserError for a model that cannot be split or sharded according to `setup`, or whose log-probabilities
         would differ from those of transformers.
@@ -166,6 +169,8 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         mesh, section = setup.mesh, setup.parallel
         assert mesh is not None and section.pp > 1
         self._tied = is_tied(model) and mesh.stage in (0, section.pp - 1)
+        if vision is None and chat is not None and chat.vision is not None:
+            vision = chat.vision.family
         unpacked = runs_unpacked(model, compute_dtype=compute_dtype, mesh=mesh)
         self._stages: list[TermStage] = []
         for place, stage in enumerate(cut_model(model, section=section, stage=mesh.stage)):
@@ -180,6 +185,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
                 unpacked=unpacked,
                 first=index == 0,
                 last=index == num_stages(section) - 1,
+                vision=vision,
             )
             parallelize(terms, setup)
             self._stages.append(TermStage(terms))
@@ -216,6 +222,10 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
     def weights(self) -> dict[str, Tensor]:
         """This rank's live tensors by checkpoint name; a tied matrix is the embedding's on both its stages."""
         return named_weights(self.module)
+
+    def rollout_weights(self) -> dict[str, Tensor]:
+        """`weights` without frozen parts."""
+        return trained_weights(self.module)
 
     def save_config(self, directory: Path) -> None:
         """Write the configuration of the whole model, and the tokenizer if there is one."""

@@ -21,7 +21,7 @@ from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.model.causal_lm import named_weights
+from cosmos_rl_llm.model.causal_lm import named_weights, trained_weights
 from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
@@ -92,6 +92,10 @@ class CausalLMPolicy(PolicyBase[TermModel]):
     def weights(self) -> dict[str, Tensor]:
         """Live tensors by checkpoint name, tied tensors once."""
         return named_weights(self.module.causal_lm)
+
+    def rollout_weights(self) -> dict[str, Tensor]:
+        """`weights` without frozen parts."""
+        return trained_weights(self.module.causal_lm)
 
     def save_config(self, directory: Path) -> None:
         """Write the configuration, the tokenizer if there is one, and the processing of pictures."""

@@ -31,8 +31,8 @@ from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.media.packed import digests, items_of
-from cosmos_rl_llm.model.causal_lm import Head, decoder_layers
+from cosmos_rl_llm.media.packed import add_blanks, digests, items_of
+from cosmos_rl_llm.model.causal_lm import Head, decoder_layers, language_model
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
 from cosmos_rl_llm.policy.routing import check_replay, install_replay
@@ -107,6 +107,8 @@ class TermModel(nn.Module):
         self.unpacked = unpacked
         self.vision = vision
         self.first, self.last = first, last
+        trained = any(parameter.requires_grad for parameter in language_model(model).parameters())
+        self._needs_tower = vision is not None and not trained  # a row of text would have no gradient
         self._temperature = temperature or 1.0
         self._logits_bytes = logits_bytes
         self.eval()
@@ -151,6 +153,8 @@ class TermModel(nn.Module):
         return to_device(row if self._context is None else self._cut(row), self.device)
 
     def _packed_row(self, inputs: Mapping[str, Tensor]) -> Row:
+        if self.vision is not None and (self.mesh is not None or self._needs_tower):
+            inputs = add_blanks(inputs, self.vision, always=self._needs_tower)
         lengths = _lengths(inputs)
         given = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
         given += [digests(inputs)[:, None]] if "item_index" in inputs else []

@@ -25,7 +25,7 @@ from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.torch.batch import EngineStats, Request, RunningBatch, RunningSequence
 from cosmos_rl_llm.engines.torch.cache import bytes_per_term
 from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.model.causal_lm import context_length, named_weights
+from cosmos_rl_llm.model.causal_lm import context_length, named_weights, trained_weights
 from cosmos_rl_llm.policy.probe import (
     TOLERANCE,
     describe,
@@ -132,7 +132,7 @@ class TorchEngine(ThreadedEngine[Request]):
         """
         check_generation(model)
         super().__init__("torch-engine", version=version)
-        self._model = model
+        self._model, self._trained = model, trained_weights(model).keys()
         self._swap = Swap(lambda: [*model.parameters(), *model.buffers()])
         self._encode, self._decode = encode, decode
         self._decode_prompt = decode_prompt or decode
@@ -158,8 +158,8 @@ class TorchEngine(ThreadedEngine[Request]):
         return self._batch.stats.steps
 
     def weights(self) -> dict[str, Tensor]:
-        """The live tensors by checkpoint name. Written only by an `apply` given to `switch`."""
-        return named_weights(self._model)
+        """The live tensors that are trained, by checkpoint name. Written only by an `apply` given to `switch`."""
+        return {name: weight for name, weight in named_weights(self._model).items() if name in self._trained}
 
     async def sleep(self) -> None:
         """Free the keys and values, and move the model to the host's memory."""

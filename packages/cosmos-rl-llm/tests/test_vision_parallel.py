@@ -1,0 +1,92 @@
+"""Vision-language policies spread over ranks train as one process does: losses, gradients and weights, to 1e-5."""
+
+from functools import cache
+
+import llm_parity as parity
+import numpy as np
+import pytest
+import torch
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.dtensor import whole
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.ranks import run_ranks
+from cosmos_rl_core.types import Share
+from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.domain import LLM
+from cosmos_rl_llm.model.parts import freeze
+
+pytest.importorskip("PIL")
+
+from tiny_vision import make, write_processing
+
+STEPS = 3
+DATA = LLMDataConfig(path="unused.jsonl")
+
+
+@cache
+def alone(family, **options):
+    return parity.train(family, num_steps=STEPS, **options)
+
+
+def check(family, dims, *, parallel=None, memory=None, **options):
+    world_size = ParallelDims(**dims).world_size
+    spread = {"family": family, "dims": dims, "parallel": parallel, "memory": memory, "num_steps": STEPS}
+    parity.assert_equal(alone(family, **options), run_ranks(parity.train_rank, world_size, **spread, **options))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("dims", [{"dp_shard": 2}, {"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+def test_fsdp_and_hsdp(family, dims):
+    check(family, dims, packed=False)
+
+
+def test_frozen_parts():
+    check("qwen3_vl", {"dp_shard": 2}, frozen=("tower", "language_model"))
+
+
+def write(directory):
+    make("qwen3_vl").save_pretrained(directory)
+    write_processing(directory)
+
+
+def build(path, *, dims=None, **model):
+    mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu")) if dims else None
+    setup = ModelSetup(mesh=mesh, parallel=ParallelSection(**dims or {}))
+    return LLM.build_policy(LLMModelConfig(path=str(path), **model), data=DATA, sampling=None, seed=0, setup=setup)
+
+
+def built(rank, world_size, *, path, dims):
+    policy = build(path, dims=dims)
+    shown = parity.vision_of(policy.module.causal_lm)
+    microbatch = parity.make_batch(0, share=Share(), supervised=True, microbatch_terms=1000, vision=shown)
+    with torch.no_grad():
+        found = {"logprobs": policy.forward(microbatch.microbatches[0]).logprobs}
+    found |= {name: whole(tensor) for name, tensor in policy.weights().items()}
+    return {name: tensor.numpy().copy() for name, tensor in found.items()}
+
+
+def test_a_checkpoint_is_read_by_parts(tmp_path):
+    write(tmp_path)
+    expected = built(0, 1, path=str(tmp_path), dims=None)
+    for found in run_ranks(built, 2, path=str(tmp_path), dims={"dp_shard": 2}):
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5 * (name == "logprobs"), err_msg=name)
+
+
+def test_frozen_parts_stay_and_are_not_sent(tmp_path):
+    write(tmp_path)
+    policy = build(tmp_path, freeze=["tower", "language_model"])
+    projector = {name for name in policy.weights() if "merger" in name}
+    assert {name for name, each in policy.module.named_parameters() if each.requires_grad} == projector
+    assert policy.rollout_weights().keys() == projector
+    engine = LLM.build_engine(
+        LLMModelConfig(path=str(tmp_path), freeze=["tower", "language_model"]), data=DATA, name="torch", options={}
+    )
+    assert engine.weights().keys() == projector
+    with pytest.raises(UserError, match="no tower"):
+        freeze(parity.make_tiny("qwen3"), ["tower"])
