@@ -284,7 +284,7 @@ def interfered(tmp_path, monkeypatch):
 
 
 def test_a_run_whose_directory_is_removed_stops_saves_and_says_how_to_go_on(tmp_path, interfered, monkeypatch):
-    monkeypatch.setattr("cosmos_rl_core.launch.run.STATUS_S", 0.01)
+    monkeypatch.setattr("cosmos_rl_core.observe.reporting.STATUS_S", 0.01)
     with pytest.raises(
         UserError, match=r"run was removed or renamed during .*continue from there with --resume auto"
     ) as said:
@@ -300,7 +300,7 @@ def test_a_run_whose_directory_is_removed_stops_saves_and_says_how_to_go_on(tmp_
 
 
 def test_a_removed_journal_and_checkpoint_are_told_and_the_run_goes_on(tmp_path, interfered, capsys, monkeypatch):
-    monkeypatch.setattr("cosmos_rl_core.launch.run.STATUS_S", 0.01)
+    monkeypatch.setattr("cosmos_rl_core.observe.reporting.STATUS_S", 0.01)
 
     def act(directory):
         shutil.rmtree(directory / "journal")

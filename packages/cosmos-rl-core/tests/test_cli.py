@@ -15,6 +15,7 @@ import pytest
 from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.status import live_controller
+from cosmos_rl_core.observe.record import Outcome, record_outcome
 
 RECIPE = """
 [run]
@@ -304,6 +305,33 @@ def test_status_of_a_finished_run_is_no_alarm(run_dir, cosmos_rl):
     (run_dir / "status.json").write_text(json.dumps(written))
     shown = cosmos_rl("status", run_dir).stdout
     assert f"{run_dir}: finished 0 s ago" in shown and "waiting" not in shown
+
+
+def test_status_of_a_run_that_failed_has_the_reason_and_the_command_that_continues(run_dir, cosmos_rl):
+    outcome = Outcome(
+        state="failed",
+        message="policy-0: KeyError: 'x'",
+        worker="policy-0",
+        step=11,
+        checkpoint=f"{run_dir}/checkpoints/step_10",
+        resume="cosmos-rl run a.toml --resume auto",
+        ended=time.time() - 900,
+    )
+    record_outcome(run_dir, outcome)
+    (run_dir / "run.lock").unlink()
+    shown = cosmos_rl("status", run_dir).stdout
+    assert f"{run_dir}: failed 15 min 00 s ago, after 11 steps" in shown
+    assert "reason: policy-0: KeyError: 'x'" in shown
+    assert f"log: {run_dir}/logs/policy-0.log" in shown
+    assert "continue: cosmos-rl run a.toml --resume auto" in shown
+    assert "waiting" not in shown
+
+
+def test_status_of_a_killed_run_has_the_command_that_continues(run_dir, cosmos_rl):
+    (run_dir / "run.lock").unlink()
+    (run_dir / "checkpoints" / "step_5").mkdir(parents=True)
+    shown = cosmos_rl("status", run_dir).stdout
+    assert f"continue: cosmos-rl run {run_dir}/resolved.toml --resume auto" in shown
 
 
 def test_status_says_when_the_controller_is_silent(run_dir, cosmos_rl):

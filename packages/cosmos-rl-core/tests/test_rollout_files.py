@@ -57,6 +57,13 @@ def test_all_rollouts_of_all_groups_are_written_in_order(tmp_path):
     assert [(line["sample"], line["num_terms"]) for line in written] == [(3, 1), (3, 2), (1, 1)]
 
 
+def test_a_prompt_is_written_once_per_group(tmp_path):
+    groups = [group(rollout([1]), rollout([1]), sample_id=3), group(rollout([2]), rollout([2]), sample_id=1)]
+    path = write_rollouts(tmp_path, step=0, groups=groups)
+    prompts = [json.loads(line).get("prompt") for line in path.read_text().splitlines()]
+    assert prompts == ["2 + 2 =", None, "2 + 2 =", None]
+
+
 def test_an_empty_rollout_and_a_number_json_does_not_know_are_written(tmp_path):
     path = write_rollouts(tmp_path, step=1, groups=[group(rollout([], advantage=math.nan))], name="eval")
     assert path.name == "eval_000001.jsonl"

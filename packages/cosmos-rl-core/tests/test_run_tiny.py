@@ -1,13 +1,16 @@
 """Whole runs of the tiny domain: real processes, real sockets, a bandit that learns in seconds."""
 
 import asyncio
+import hashlib
 import json
+import os
 
 import pytest
 
 from cosmos_rl_core import run
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import WorkerFailed
+from cosmos_rl_core.observe.record import read_outcome
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.context import WorkerContext
@@ -49,6 +52,30 @@ def test_the_bandit_learns(tmp_path, placement):
     assert [line["step"] for line in lines] == list(range(30))
     assert max(line["staleness_max"] for line in lines) <= 1
     assert result.samples["issued"] == sum(n for state, n in result.samples.items() if state != "issued")
+    check_records(result.run_dir)
+
+
+def check_records(run_dir):
+    """What explains the run afterwards."""
+    start = json.loads((run_dir / "run.json").read_text())
+    assert start["pid"] == os.getpid()
+    assert start["recipe_sha256"] == hashlib.sha256((run_dir / "resolved.toml").read_bytes()).hexdigest()
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert (outcome["state"], outcome["step"], outcome["resume"]) == ("done", 30, "")
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [events[0]["kind"], events[-1]["kind"]] == ["start", "end"]
+    assert any(event["kind"] == "evaluation" for event in events)
+    status = [json.loads(line) for line in (run_dir / "status.jsonl").read_text().splitlines()]
+    assert status[-1]["phase"] == "finished"
+    assert status[-1]["waits"] == []
+    names = {
+        worker: {json.loads(line)["name"] for line in (run_dir / "spans" / f"{worker}.jsonl").read_text().splitlines()}
+        for worker in ("policy-0", "rollout-0")
+    }
+    assert {"build", "wait for batch", "wait for commit", "forward_backward", "publish"} <= names["policy-0"]
+    assert {"build", "generate", "score", "wait for leases", "wait for weights", "switch weights"} <= names["rollout-0"]
+    assert "weights of version 30" in (run_dir / "logs" / "rollout-0.log").read_text()
+    assert "ready at version 0" in (run_dir / "logs" / "policy-0.log").read_text()
 
 
 def test_a_limit_of_open_files_too_low_for_the_replicas_is_noted_at_the_start(tmp_path, monkeypatch, capsys):
@@ -64,6 +91,10 @@ def test_a_worker_of_this_process_that_lost_its_connection_ends_the_run(tmp_path
     monkeypatch.setattr(RolloutRole, "run", lose)
     with pytest.raises(WorkerFailed, match="rollout-0: the connection broke"):
         run(recipe(tmp_path, run__placement="inline"))
+    outcome = read_outcome(tmp_path / "run")
+    assert (outcome.state, outcome.worker, outcome.exit_code) == ("failed", "rollout-0", 1)
+    assert outcome.message == "rollout-0: the connection broke"
+    assert outcome.resume == f"cosmos-rl run {tmp_path}/run/resolved.toml --resume auto"
 
 
 def test_a_worker_that_comes_when_the_run_is_over_leaves():

@@ -1,15 +1,15 @@
-"""Timelines."""
+"""Timelines: spans in files while they happen, and one trace of all processes."""
 
 import json
 import threading
 
 import pytest
 
-from cosmos_rl_core.observe.trace import Timeline, merge
+from cosmos_rl_core.observe.trace import FILE_BYTES, FLUSH_S, Timeline, merge, read_spans, row
 
 
 class Clock:
-    """Time that passes when told."""
+    """A settable time."""
 
     def __init__(self, now=0.0):
         self.now = now
@@ -18,10 +18,14 @@ class Clock:
         return self.now
 
 
-def spans(path):
-    """(process, track, name, start s, duration s) of each span in a written file, in order of start."""
-    events = json.loads(path.read_text())["traceEvents"]
-    labels = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def events(path):
+    """(process, track, name, start s, duration s) of each span of a merged file, in order of start."""
+    rows = json.loads(path.read_text())["traceEvents"]
+    labels = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in rows if e["ph"] == "M"}
     return sorted(
         (
             labels["process_name", e["pid"], 0],
@@ -30,33 +34,59 @@ def spans(path):
             e["ts"] / 1e6,
             e["dur"] / 1e6,
         )
-        for e in events
+        for e in rows
         if e["ph"] == "X"
     )
 
 
-def test_a_written_span_says_what_when_how_long_and_why(tmp_path):
+def test_a_finished_span_is_a_line_with_its_time_and_values(tmp_path):
     clock = Clock(2.0)
     timeline = Timeline("policy-0", clock=clock, wall=clock)
-    with timeline.span("optim_step", step=3):
+    with timeline.span("optim_step", step=3) as span:
         clock.now = 2.5
-    timeline.write(tmp_path / "t.json")
-    assert spans(tmp_path / "t.json") == [("policy-0", "MainThread", "optim_step", 2.0, 0.5)]
-    (event,) = (e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X")
-    assert event["args"] == {"step": 3}
+        span.add(skipped=1)
+    timeline.stream(tmp_path / "p.jsonl")
+    timeline.close()
+    assert lines(tmp_path / "p.jsonl") == [
+        {"name": "optim_step", "at": 2.0, "dur": 0.5, "track": "MainThread", "args": {"step": 3, "skipped": 1}}
+    ]
 
 
 def test_a_span_that_fails_is_recorded_with_its_error(tmp_path):
     timeline = Timeline("policy-0", clock=Clock(), wall=Clock())
+    timeline.stream(tmp_path / "p.jsonl")
     with pytest.raises(KeyError), timeline.span("forward_backward"):
         raise KeyError("x")
-    timeline.write(tmp_path / "t.json")
-    (event,) = (e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X")
-    assert event["args"] == {"error": "KeyError"}
+    timeline.close()
+    assert lines(tmp_path / "p.jsonl")[0]["args"] == {"error": "KeyError"}
+
+
+def test_a_span_is_in_the_file_while_it_runs_and_once_when_it_has_ended(tmp_path):
+    """The file of a process that hangs has the span in which it hangs."""
+    timeline = Timeline("policy-0")
+    written = threading.Event()
+
+    def wait_for_line():
+        while not (tmp_path / "p.jsonl").exists():
+            threading.Event().wait(FLUSH_S / 20)
+        written.set()
+
+    waiting = threading.Thread(target=wait_for_line, daemon=True)
+    timeline.stream(tmp_path / "p.jsonl")
+    with timeline.span("wait for batch"):
+        waiting.start()
+        assert written.wait(60)
+        (open_one,) = read_spans((tmp_path / "p.jsonl").read_bytes().splitlines())
+        assert (open_one.name, open_one.open) == ("wait for batch", True)
+    timeline.close()
+    (ended,) = read_spans((tmp_path / "p.jsonl").read_bytes().splitlines())
+    assert not ended.open
+    assert ended.dur > 0
 
 
 def test_threads_record_at_once_and_each_has_its_row(tmp_path):
     timeline = Timeline("policy-0")
+    timeline.stream(tmp_path / "p.jsonl")
 
     def work():
         for _ in range(500):
@@ -68,30 +98,42 @@ def test_threads_record_at_once_and_each_has_its_row(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    timeline.write(tmp_path / "t.json")
-    tracks = [track for _, track, *_ in spans(tmp_path / "t.json")]
+    timeline.close()
+    tracks = [line["track"] for line in lines(tmp_path / "p.jsonl")]
     assert {track: tracks.count(track) for track in tracks} == {f"worker-{i}": 500 for i in range(4)}
 
 
-def test_the_newest_events_are_kept(tmp_path):
-    clock = Clock()
-    timeline = Timeline("p", clock=clock, wall=clock, max_events=2)
-    for second in range(5):
-        clock.now = float(second)
-        with timeline.span("work"):
-            pass
-    timeline.write(tmp_path / "t.json")
-    assert [start for *_, start, _ in spans(tmp_path / "t.json")] == [3.0, 4.0]
-
-
-def test_writing_leaves_one_file_and_replaces_the_old_one(tmp_path):
-    timeline = Timeline("p", clock=Clock(), wall=Clock())
-    timeline.write(tmp_path / "t.json")
-    with timeline.span("work"):
+def test_the_spans_of_a_task_are_in_its_row(tmp_path):
+    timeline = Timeline("rollout-0")
+    token = row.set("group 003")
+    with timeline.span("rollout"), timeline.span("generate"), timeline.span("pull", track="weights"):
         pass
-    timeline.write(tmp_path / "t.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
-    assert len(spans(tmp_path / "t.json")) == 1
+    row.reset(token)
+    timeline.stream(tmp_path / "r.jsonl")
+    timeline.close()
+    assert [line["track"] for line in lines(tmp_path / "r.jsonl")] == ["weights", "group 003", "group 003"]
+
+
+def test_a_file_that_is_full_makes_room_for_a_new_one(tmp_path):
+    (tmp_path / "p.jsonl").write_text("x" * (FILE_BYTES + 1) + "\n")
+    timeline = Timeline("p")
+    with timeline.span("new"):
+        pass
+    timeline.stream(tmp_path / "p.jsonl")
+    timeline.close()
+    assert (tmp_path / "p.earlier.jsonl").stat().st_size == FILE_BYTES + 2
+    assert [line["name"] for line in lines(tmp_path / "p.jsonl")] == ["new"]
+
+
+def test_a_file_torn_by_a_kill_is_continued_and_read(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"name":"first","at":1.0,"dur":1.0}\n{"name":"torn","at":2')
+    timeline = Timeline("p")
+    with timeline.span("second"):
+        pass
+    timeline.stream(path)
+    timeline.close()
+    assert [span.name for span in read_spans(path.read_bytes().splitlines())] == ["first", "second"]
 
 
 def test_merged_processes_stand_on_one_clock_that_starts_at_zero(tmp_path):
@@ -104,19 +146,22 @@ def test_merged_processes_stand_on_one_clock_that_starts_at_zero(tmp_path):
     rollout_clock.now = 501.0
     with rollout.span("generate"):
         rollout_clock.now = 504.0
-    policy.write(tmp_path / "a.json")
-    rollout.write(tmp_path / "b.json")
-    merge([tmp_path / "a.json", tmp_path / "killed.json", tmp_path / "b.json"], tmp_path / "timeline.json")
-    assert spans(tmp_path / "timeline.json") == [
+    for timeline in (policy, rollout):
+        timeline.stream(tmp_path / f"{timeline.process}.jsonl")
+        timeline.close()
+    paths = [tmp_path / f"{name}.jsonl" for name in ("policy-0", "killed", "rollout-0")]
+    merge(paths, tmp_path / "timeline.json")
+    assert events(tmp_path / "timeline.json") == [
         ("policy-0", "MainThread", "optim_step", 0.0, 2.0),
         ("rollout-0", "MainThread", "generate", 1.0, 3.0),
     ]
 
 
-def test_merging_a_file_that_is_no_timeline_names_it(tmp_path):
-    (tmp_path / "bad.json").write_text('{"traceEvents": [')
-    with pytest.raises(ValueError, match=r"bad\.json is not a timeline"):
-        merge([tmp_path / "bad.json"], tmp_path / "timeline.json")
+def test_a_process_that_was_killed_is_merged_with_its_open_span(tmp_path):
+    (tmp_path / "policy-0.jsonl").write_text('{"name":"forward_backward","at":5.0,"open":true}\n')
+    merge([tmp_path / "policy-0.jsonl"], tmp_path / "timeline.json")
+    (event,) = (e for e in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if e["ph"] == "X")
+    assert event["args"] == {"open": True}
 
 
 def recorded(intervals):

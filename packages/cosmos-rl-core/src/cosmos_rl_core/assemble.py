@@ -14,6 +14,7 @@ from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine
+from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.optional import PutsEnginesToSleep, SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -208,6 +209,7 @@ def build_rollouter(
     run_dir: Path | None = None,
     name: str = "",
     rewards: Mapping[str, Any] | None = None,
+    timeline: Timeline | None = None,
 ) -> Rollouter:
     """The rollouter of a replica; samples are saved in `run_dir`, if given, under the replica's name.
 
@@ -229,6 +231,7 @@ def build_rollouter(
         seed=config.run.seed,
         recorder=recorder,
         eval_recorder=eval_recorder,
+        timeline=timeline,
     )
 
 

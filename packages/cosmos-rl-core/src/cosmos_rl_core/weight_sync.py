@@ -130,6 +130,25 @@ class OwnsSubscriber(Protocol):
         ...
 
 
+class PullCounts(Protocol):
+    """Counts of one pull."""
+
+    num_bytes: int
+    num_deltas: int
+    repaired: list[tuple[int, int]]
+    """(source rank, bucket) of buckets fetched again."""
+    seconds: float
+    """From the first request to the last byte."""
+
+
+@runtime_checkable
+class CountsPulls(Protocol):
+    """A subscriber that counts."""
+
+    pulled: PullCounts
+    """Of the last pull."""
+
+
 class RankExchange(Protocol):
     """The ranks that publish together, such as a `parallel.rank_group.RankGroup`."""
 

@@ -179,12 +179,14 @@ def status(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The 
 
     from cosmos_rl_core.clusters.launcher import Launched
     from cosmos_rl_core.control.status import live_controller, read_status, render
+    from cosmos_rl_core.observe.record import read_outcome
 
     if (launched := Launched.of(run_dir)) is not None and (jobs := launched.alive()):
         typer.echo("\n".join(["jobs:", *(f"  {name}: {state}" for name, state in jobs.items()), ""]))
         if not (run_dir / "status.json").exists():
             return  # it has not started, or its directory is on other machines
-    typer.echo(render(run_dir, read_status(run_dir), controller=live_controller(run_dir), now=time.time()))
+    found, outcome = read_status(run_dir), read_outcome(run_dir)
+    typer.echo(render(run_dir, found, controller=live_controller(run_dir), now=time.time(), outcome=outcome))
 
 
 app.command()(inference.generate)

@@ -21,6 +21,8 @@ class Outcome:
     def __init__(self, members: Members, *, external: bool, note: Callable[[str], None]) -> None:
         """external: workers are started by others, so that one that fails before it is ready does not end the run."""
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.worker = ""
+        """The worker whose error has ended the run."""
         self.interrupted = False
         """Whether the last policy left before the end of the run."""
         self._members = members
@@ -52,9 +54,10 @@ class Outcome:
         else:
             self.fail(error)
 
-    def fail(self, error: BaseException) -> None:
-        """End the run with this error."""
+    def fail(self, error: BaseException, *, worker: str = "") -> None:
+        """End the run with this error. worker: whose error it is."""
         if not self.decided.done():
+            self.worker = worker
             self.decided.set_exception(error)
 
     def worker_failed(self, replica: str, error: Exception) -> None:
@@ -68,7 +71,7 @@ class Outcome:
         elif (self._external or self._has_other(replica)) and (member is None or not member.was_ready):
             self._note(f"{replica} could not start, and the run continues without it: {error}")
         else:
-            self.fail(error)
+            self.fail(error, worker=replica)
 
     def _has_other(self, replica: str) -> bool:
         members = self._members.by_name

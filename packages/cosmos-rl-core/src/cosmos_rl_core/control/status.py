@@ -1,4 +1,4 @@
-"""status.json: replaced every second by the controller, shown by `cosmos-rl status`."""
+"""status.json: replaced every second by the controller; shown by `cosmos-rl status`, with the end of the run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ import msgspec
 from cosmos_rl_core.control.address_file import read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.console import duration, table
+from cosmos_rl_core.observe.record import Outcome, resume_command
 from cosmos_rl_core.processes import is_alive
 
 if TYPE_CHECKING:
     from cosmos_rl_core.control.server import Controller
 
 
-def write_status(path: Path, controller: Controller, *, phase: str, wanted: Mapping[str, int] | None = None) -> None:
-    """Replace `path` with the current members, sample counts and waits. wanted: number of workers by role."""
+def status_of(controller: Controller, *, phase: str, wanted: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Return the current members, sample counts and waits. wanted: number of workers by role."""
     ledger = controller.ledger
-    status = {
+    return {
         "time": time.time(),
         "pid": os.getpid(),
         "phase": phase,
@@ -37,11 +38,8 @@ def write_status(path: Path, controller: Controller, *, phase: str, wanted: Mapp
         "wanted": wanted or {},
         "members": _members(controller),
         "samples": ledger.counts(),
-        "waits": controller.waits(),
+        "waits": [] if phase in ENDED else controller.waits(),
     }
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode(status))
-    temporary.replace(path)
 
 
 def _members(controller: Controller) -> list[Member]:
@@ -72,6 +70,8 @@ def _members(controller: Controller) -> list[Member]:
     ]
 
 
+ENDED = ("finished", "failed")
+"""Phases of a run that has ended."""
 SILENT_S = 10.0
 """Seconds without a new status after which the controller is shown as silent; it writes one per second."""
 
@@ -145,14 +145,26 @@ def live_controller(run_dir: Path) -> str:
     return "" if elsewhere.host == socket.gethostname() else f"pid {elsewhere.pid} on {elsewhere.host}"
 
 
-def _life(status: RunStatus, *, controller: str, age_s: float) -> str:
-    if status.phase == "finished":
-        return f"finished {age_s:.0f} s ago"
+def _life(status: RunStatus, outcome: Outcome | None, *, controller: str, now: float) -> str:
+    age = duration(max(0.0, now - status.time))
+    if outcome is not None:
+        return f"{outcome.state} {duration(max(0.0, now - outcome.ended))} ago, after {outcome.step} steps"
+    if status.phase in ENDED:
+        return f"{status.phase} {age} ago"
     if not controller:
-        return f"NOT LIVE: its controller is gone; last seen {age_s:.0f} s ago"
-    if age_s > SILENT_S:
-        return f"live ({controller}), but silent for {age_s:.0f} s"
+        return f"NOT LIVE: its controller is gone; last seen {age} ago"
+    if now - status.time > SILENT_S:
+        return f"live ({controller}), but silent for {now - status.time:.0f} s"
     return f"live ({controller})"
+
+
+def _end(run_dir: Path, outcome: Outcome) -> str:
+    """Return the reason of the end, what is left of the run, and the command that continues it."""
+    rows = [("reason", outcome.message), ("worker", outcome.worker), ("checkpoint", outcome.checkpoint)]
+    if outcome.worker:
+        rows.append(("log", str(run_dir / "logs" / f"{outcome.worker}.log")))
+    rows.append(("continue", outcome.resume))
+    return "\n".join(f"{label}: {text}" for label, text in rows if text)
 
 
 def _numbers(status: RunStatus) -> str:
@@ -165,9 +177,12 @@ def _numbers(status: RunStatus) -> str:
     )
 
 
-def render(run_dir: Path, status: RunStatus, *, controller: str, now: float) -> str:
-    """Return the status as text for the user. controller: as of `live_controller`; now: in Unix seconds."""
-    life = _life(status, controller=controller, age_s=max(0.0, now - status.time))
+def render(run_dir: Path, status: RunStatus, *, controller: str, now: float, outcome: Outcome | None = None) -> str:
+    """Return the status as text for the user.
+
+    controller: as of `live_controller`. now: in Unix seconds. outcome: of a run that has ended.
+    """
+    life = _life(status, outcome, controller=controller, now=now)
     place = f"phase {status.phase}, step {status.step}, version {status.version}"
     lines = [f"{run_dir}: {life}", place]
     if status.mesh:
@@ -175,6 +190,11 @@ def render(run_dir: Path, status: RunStatus, *, controller: str, now: float) -> 
     if status.members or status.wanted:
         lines.append(f"workers ready: {_numbers(status)}")
     parts = ["\n".join(lines)]
+    if outcome is not None and (end := _end(run_dir, outcome)):
+        parts.append(end)
+    elif outcome is None and status.phase not in ENDED and not controller:
+        again = resume_command(run_dir, checkpoint="any" if any((run_dir / "checkpoints").glob("step_*")) else "")
+        parts.append(f"continue: {again}")
     if status.members:
         rows = [
             (m.name, m.role, m.state, duration(m.since_s), "-" if m.version < 0 else m.version, duration(m.age_s))
@@ -183,6 +203,6 @@ def render(run_dir: Path, status: RunStatus, *, controller: str, now: float) -> 
         parts.append(table(rows, header=("name", "role", "state", "since", "version", "last heartbeat")))
     if samples := [f"{count} {state}" for state, count in status.samples.items() if count]:
         parts.append(f"samples: {', '.join(samples)}")
-    if status.waits and status.phase != "finished":
+    if status.waits and outcome is None and status.phase not in ENDED:
         parts.append("\n".join(["waiting:", *(f"  {wait}" for wait in status.waits)]))
     return "\n\n".join(parts)

@@ -254,7 +254,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
             observer.note(report)
             controller.ended(death.name)
         else:
-            controller.outcome.fail(WorkerFailed(report))
+            controller.outcome.fail(WorkerFailed(report), worker=death.name)
 
     def on_end(end: Ended) -> None:
         try:

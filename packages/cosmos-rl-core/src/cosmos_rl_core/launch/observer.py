@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from cosmos_rl_core.observe.record import Events, resume_command
 from cosmos_rl_core.observe.rollouts import DROPPED, first_reasons, write_rollouts
 from cosmos_rl_core.observe.sinks import Grids, JsonLines, build_sinks, keep_earlier
 from cosmos_rl_core.recipe.run import RunConfig
@@ -72,6 +73,8 @@ class RunObserver:
         first_evaluated: likewise, of evaluations.
         """
         self.current_phase = "starting"
+        self.events = Events(directory)
+        self.events.step = first_step
         self._config = config
         self._directory = directory
         self._started = self._last_step_at = time.perf_counter()
@@ -97,11 +100,14 @@ class RunObserver:
             self._console.close()
 
     def phase(self, text: str) -> None:
+        if text != self.current_phase:
+            self.events.add("phase", text)
         self.current_phase = text
         if self._console is not None:
             self._console.phase(text)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, kind: str = "note") -> None:
+        self.events.add(kind, text)
         if self._console is not None:
             self._console.note(text)
 
@@ -118,6 +124,7 @@ class RunObserver:
             **metrics,
         }
         self._metrics.append(whole)
+        self.events.step = step + 1
         self.current_phase = "training"
         for sink in self._sinks:
             sink.log(step, whole)
@@ -132,7 +139,7 @@ class RunObserver:
             write_rollouts(self._directory / "rollouts", step=version, groups=groups, name="eval")
         self._grids.show_new()
         shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
-        self.note(f"version {version} on held-out rows: {shown}")
+        self.note(f"version {version} on held-out rows: {shown}", kind="evaluation")
 
     def rolled_back(self, version: int) -> None:
         self._metrics = [line for line in self._metrics if line["step"] < version]
@@ -166,7 +173,10 @@ class RunObserver:
             interrupted=interrupted,
         )
         if self._console is not None:
-            self._console.summary(_summary(result, reasons))
+            rows = _summary(result, reasons)
+            if interrupted:
+                rows["continue"] = resume_command(self._directory, checkpoint=checkpoint)
+            self._console.summary(rows)
         return result
 
 
@@ -240,6 +250,8 @@ class Watch:
         stepped: called with the metrics of each step.
         """
         self._stepped = stepped
+        self.stopped = ""
+        """The verdict that ended the run, as a sentence."""
         self.rollback: Verdict | None = None
         """The verdict that requires a rollback, or None."""
         self._observer = observer
@@ -305,4 +317,5 @@ class Watch:
         if verdict.action == "rollback":
             self.rollback = verdict
         if verdict.action != "warn":
+            self.stopped = verdict.text
             self._stop(f"the monitor ends the run: {verdict.text}")

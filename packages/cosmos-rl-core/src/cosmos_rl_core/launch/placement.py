@@ -174,6 +174,7 @@ async def start_tasks(launch: Launch) -> Workers:
             threads=None,
             processes_per_gpu=1 if launch.config.run.colocate else len(names),
             shares_process=True,
+            log_file=launch.directory / "logs" / f"{name}.log",
             build_lock=build_lock,
             rewards=launch.rewards,
         )
@@ -181,7 +182,7 @@ async def start_tasks(launch: Launch) -> Workers:
             lasting = LastingConnection(connection, connect=None, leaving=context.leaving)
             await serve_role(role, context, lasting)
         except ConnectionClosed as error:  # nothing starts it again here
-            launch.controller.outcome.fail(WorkerFailed(f"{name}: {error}"))
+            launch.controller.outcome.fail(WorkerFailed(f"{name}: {error}"), worker=name)
 
     config = launch.config
     torch.manual_seed(config.run.seed)

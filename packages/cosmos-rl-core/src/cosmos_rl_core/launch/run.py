@@ -27,7 +27,7 @@ from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller, Job
-from cosmos_rl_core.control.status import write_status
+from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import OutOfMemory, UserError
 from cosmos_rl_core.launch.check import warnings_for
@@ -44,7 +44,8 @@ from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_sec
 from cosmos_rl_core.launch.supervised.link import Supervised
 from cosmos_rl_core.launch.takeover import Takeover, open_journal, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
-from cosmos_rl_core.observe.trace import merge
+from cosmos_rl_core.observe.record import record_start
+from cosmos_rl_core.observe.reporting import Ending, LastState, Reporter, write_timeline
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
@@ -63,7 +64,6 @@ from cosmos_rl_core.workers.failure import AGENT, receive_report
 from cosmos_rl_core.workers.fork_server import ForkServer
 from cosmos_rl_core.workers.node import policy_node
 
-STATUS_S = 1.0
 RETURN_S = 10.0
 """Time for workers to return after a restart of the controller, if [elastic] suspect_grace_s is not longer."""
 PLACEMENTS: Mapping[str, Callable[[Launch], Awaitable[Workers]]] = {
@@ -153,8 +153,14 @@ def control(
         claim_root(given.config, path, overwrite=overwrite)
     given.write_rows(path, resumed=resumption is not None or takeover is not None)
     placed = _Placed(path.resolve(), directory.lock, forks, supervised)
-    started = _Run(given, placed, resumption, takeover)
-    return run_to_end(started.run([*directory.notes, *([short] if short else [])]))
+    ending, started = Ending(placed.directory), time.time()
+    with ending.recorded(started):
+        whole = _Run(given, placed, resumption, takeover, ending)
+        result = run_to_end(whole.run([*directory.notes, *([short] if short else [])]))
+    ending.finished(
+        step=result.steps, checkpoint=result.checkpoint_url, interrupted=result.interrupted, started=started
+    )
+    return result
 
 
 class _Placed(NamedTuple):
@@ -170,8 +176,16 @@ class _Placed(NamedTuple):
 class _Run:
     """The parts of one run and the order in which they start and stop."""
 
-    def __init__(self, given: Given, placed: _Placed, resumption: Resumption | None, takeover: Takeover | None) -> None:
+    def __init__(
+        self,
+        given: Given,
+        placed: _Placed,
+        resumption: Resumption | None,
+        takeover: Takeover | None,
+        ending: Ending,
+    ) -> None:
         self._given = given
+        self._ending = ending
         self._config = config = given.config
         self._place = placed
         self._directory = directory = placed.directory
@@ -215,6 +229,8 @@ class _Run:
                 self._observer.note(text)
             resolved = dump_resolved(self._config)
             (self._directory / "resolved.toml").write_text(resolved)
+            parent = str(self._resumption.folder) if self._resumption else ""
+            record_start(self._directory, recipe=resolved, parent=parent, takes_over=self._takeover is not None)
             watch = Watch(
                 self._observer,
                 self._config,
@@ -223,6 +239,7 @@ class _Run:
                 stepped=self._stepped,
             )
             controller = self._controller(resolved, watch)
+            reporter = self._reporter(controller)
             if self._takeover is not None:
                 controller.succeed(self._takeover.predecessor(self._ledger))
                 await self._journal.flush()
@@ -234,10 +251,13 @@ class _Run:
                 str(reached_at), generation=controller.ledger.generation, ca=self._secrets.ca
             )
             contact.write(self._directory)
-            status = asyncio.create_task(self._keep_status(controller))
+            status = asyncio.create_task(reporter.run())
             try:
                 async with self._placed(controller, contact.address):
                     await self._until_over(controller)
+            except BaseException:
+                reporter.report("failed")
+                raise
             finally:
                 status.cancel()
                 contact.remove(self._directory)
@@ -246,7 +266,8 @@ class _Run:
             self._must_be_there(controller)
             if not self._interrupts.count:
                 must_have_trained(controller.ledger, first=0 if self._takeover else self._resumed.step)
-            write_status(self._directory / "status.json", controller, phase="finished")
+            reporter.report("finished")
+            self._ending.stopped = watch.stopped
             step, checkpoint = self._final_weights(controller, watch.rollback)
             return self._observer.finish(
                 steps=step,
@@ -389,14 +410,19 @@ class _Run:
         if self._workers is not None:
             self._workers.kill()
 
-    async def _keep_status(self, controller: Controller) -> None:
-        while True:
-            self._check_removals(controller)
-            with contextlib.suppress(OSError):  # a full disk must not end the run here, where nothing is lost
-                wanted = None if self._scaling is None else self._scaling.wanted
-                phase = self._observer.current_phase
-                write_status(self._directory / "status.json", controller, phase=phase, wanted=wanted)
-            await asyncio.sleep(STATUS_S)
+    def _reporter(self, controller: Controller) -> Reporter:
+        self._ending.position = lambda: LastState(
+            controller.ledger.version, controller.checkpoint, controller.outcome.worker
+        )
+        return Reporter(
+            self._directory,
+            status=lambda phase: status_of(
+                controller, phase=phase, wanted=None if self._scaling is None else self._scaling.wanted
+            ),
+            phase=lambda: self._observer.current_phase,
+            events=self._observer.events,
+            check=lambda: self._check_removals(controller),
+        )
 
 
 def _ledger_config(config: RunConfig, *, samples: int | None, max_steps: int) -> LedgerConfig:
@@ -424,16 +450,6 @@ def must_have_trained(ledger: Ledger, *, first: int) -> None:
         return
     [(reason, number)] = reasons.most_common(1)
     raise UserError(f"no step was trained: {reasons.total()} prompts were dropped, {number} of them as {reason}")
-
-
-def write_timeline(directory: Path, *, note: Callable[[str], None]) -> None:
-    """Merge the timelines of a run's workers into timeline.json."""
-    parts = sorted((directory / "logs").glob("*.trace.json"))
-    try:
-        if parts:
-            merge(parts, directory / "timeline.json")
-    except OSError as error:  # must not hide the error that ended the run
-        note(f"timeline.json could not be written: {error.strerror}")
 
 
 def num_replicas(config: RunConfig) -> int:

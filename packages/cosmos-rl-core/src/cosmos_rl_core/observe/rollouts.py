@@ -1,6 +1,6 @@
 """Files of a run for reading: rollouts, and rows of the data that were not trained on.
 
-rollouts/step_000012.jsonl      one line per rollout
+rollouts/step_000012.jsonl      one line per rollout; the prompt is in the first line of its group
 rows_dropped.jsonl              one line per row, with its reason and the step that first needed it"""
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ def write_rollouts(directory: Path, *, step: int, groups: Iterable[RolloutGroup]
     path = directory / f"{name}_{step:06d}.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for group in groups:
-            for rollout in group.rollouts:
-                file.write(json.dumps(_line(group, rollout), ensure_ascii=False, allow_nan=False) + "\n")
+            for number, rollout in enumerate(group.rollouts):
+                line = _line(group, rollout, first=number == 0)
+                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
     return path
 
 
-def _line(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
+def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, Any]:
     versions = rollout.versions
     return {
         "sample": group.prompt.sample_id,
-        "prompt": group.prompt_text,
+        **({"prompt": group.prompt_text} if first else {}),
         "response": rollout.text,
         "reward": _finite(rollout.reward),
         "rewards": {name: _finite(value) for name, value in rollout.reward_breakdown.items()},

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from cosmos_rl_core.interfaces import RolloutEngine
-from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.weight_sync import WeightSubscriber
+from cosmos_rl_core.observe.trace import WAITS, Timeline
+from cosmos_rl_core.weight_sync import CountsPulls, WeightSubscriber
 
 RETRY_S = 1.0
 """Seconds between two attempts to reach a publisher that is gone."""
@@ -33,6 +33,19 @@ class Publication:
     lineage: int = 0
 
 
+def _counts(subscriber: WeightSubscriber) -> dict[str, float]:
+    """Return the counts of the last pull; empty for a subscriber that keeps none."""
+    if not isinstance(subscriber, CountsPulls):
+        return {}
+    pulled = subscriber.pulled
+    return {
+        "bytes": pulled.num_bytes,
+        "deltas": pulled.num_deltas,
+        "repaired": len(pulled.repaired),
+        "pull_s": round(pulled.seconds, 6),
+    }
+
+
 class WeightFollower:
     """Keeps an engine at the newest version of the publisher in charge."""
 
@@ -44,14 +57,19 @@ class WeightFollower:
         subscribe: Callable[[str], Awaitable[WeightSubscriber]],
         lineage: int = 0,
         timeline: Timeline | None = None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """publications: returns the next publication, or None when the run is over. lineage: the run's at the start."""
+        """publications: returns the next publication, or None when the run is over. lineage: the run's at the start.
+
+        log: receives a line for each version.
+        """
         self.lineage = lineage
         """Lineage of the engine's weights."""
         self._engine = engine
         self._publications = publications
         self._subscribe = subscribe
         self._timeline = timeline or Timeline("rollout")
+        self._log = log
         self._newest = lineage
 
     async def run(self, *, switched: Callable[[], None], rolled_back: Callable[[], None]) -> None:
@@ -83,15 +101,18 @@ class WeightFollower:
             while not news.done():
                 staging = asyncio.ensure_future(subscriber.stage(after=after))
                 try:
-                    await asyncio.wait([staging, news], return_when=asyncio.FIRST_COMPLETED)
-                    if news.done():
-                        return
-                    after = staging.result()
+                    with self._timeline.span("wait for weights", track=WAITS, source=publication.address) as wait:
+                        await asyncio.wait([staging, news], return_when=asyncio.FIRST_COMPLETED)
+                        if news.done():
+                            return
+                        after = staging.result()
+                        wait.add(version=after, **_counts(subscriber))
                 finally:
                     staging.cancel()
                     await asyncio.gather(staging, return_exceptions=True)
                 with self._timeline.span("switch weights", track="weights", version=after):
                     await self._engine.switch(after, subscriber.apply)  # never interrupted: it changes the weights
+                self._log(f"weights of version {after} from {publication.address}")
                 self.lineage = publication.lineage
                 switched()
         finally:

@@ -11,6 +11,7 @@ import numpy as np
 from cosmos_rl_core.algorithms.rules import GroupRules
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import Recorder, RolloutEngine
+from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.reward.rubric import Rubric
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
@@ -37,6 +38,7 @@ class Rollouter:
         seed: int,
         recorder: Recorder | None = None,
         eval_recorder: Recorder | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """recorder, eval_recorder: save training and evaluation samples to a gallery."""
         self._engine = engine
@@ -48,6 +50,7 @@ class Rollouter:
         self._seed = seed
         self._recorder, self._eval_recorder = recorder, eval_recorder
         self._recording = asyncio.Lock()
+        self._timeline = timeline or Timeline("rollout")
 
     async def run(self, prompt: Prompt) -> RolloutGroup:
         scored = await self._scored(prompt, num_samples=self._group_size, sampling=self._sampling, stream=0)
@@ -71,8 +74,10 @@ class Rollouter:
 
     async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Any, stream: int) -> RolloutGroup:
         seed = request_seed(self._seed, stream=stream, sample_id=prompt.sample_id)
-        text, rollouts = await self._engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
-        return await self._rubric.score(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
+        with self._timeline.span("generate", sample=prompt.sample_id):
+            text, rollouts = await self._engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+        with self._timeline.span("score", sample=prompt.sample_id):
+            return await self._rubric.score(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
 
     def _with_advantages(self, group: RolloutGroup) -> RolloutGroup:
         rewards = np.array([r.reward for r in group.rollouts])

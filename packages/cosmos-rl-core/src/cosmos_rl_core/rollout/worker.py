@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.interfaces import RolloutEngine
-from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.observe.trace import WAITS, Timeline, row
 from cosmos_rl_core.rollout.following import WeightFollower
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.spool.store import Spool
@@ -99,6 +100,8 @@ class RolloutWorker:
         """Set after each change of the groups in work and of the spool."""
         self._busy_before = 0.0
         self._busy_since = 0.0
+        self._idle = ExitStack()
+        """Holds the span in which no group is in work."""
 
     @property
     def progress(self) -> int:
@@ -127,12 +130,14 @@ class RolloutWorker:
             following.append(self._follow_releases(self._spool))
         helpers = [asyncio.create_task(each) for each in following]
         leases = asyncio.create_task(self._answer_leases())
+        self._begin_idle()
         try:
             await asyncio.wait([self._broken, leases, *helpers], return_when=asyncio.FIRST_COMPLETED)
             for ended in [self._broken, *helpers, leases]:
                 if ended.done():
                     ended.result()
         finally:
+            self._idle.close()
             self._broken.cancel()
             for task in [leases, *helpers, *self._running.values()]:
                 task.cancel()
@@ -148,6 +153,7 @@ class RolloutWorker:
         while (leases := await self._leases.granted()) is not None:
             for lease in leases:
                 if not self._running:
+                    self._idle.close()
                     self._busy_since = time.perf_counter()
                 task = asyncio.create_task(self._answer(lease))
                 task.add_done_callback(self._notice_failure)
@@ -163,8 +169,9 @@ class RolloutWorker:
         self._lanes.add(lane)
         work = self._rollouter.evaluate if lease.evaluation else self._rollouter.run
         name = "evaluate" if lease.evaluation else "rollout"
+        row.set(f"group {lane:03d}")
         try:
-            with self._timeline.span(name, track=f"group {lane:03d}", sample=lease.prompt.sample_id):
+            with self._timeline.span(name, sample=lease.prompt.sample_id):
                 group = await work(lease.prompt)
             await self._leases.deliver(lease, group)
         except SampleError as error:
@@ -176,7 +183,12 @@ class RolloutWorker:
                 del self._running[key]
             if not self._running:
                 self._busy_before += time.perf_counter() - self._busy_since
+                self._begin_idle()
             self._request()
+
+    def _begin_idle(self) -> None:
+        self._idle.close()
+        self._idle.enter_context(self._timeline.span("wait for leases", track=WAITS, version=self._engine.version))
 
     def _drop_groups(self) -> None:
         """Stop generating: after a rollback the weights of all groups in work are void, and their leases over."""

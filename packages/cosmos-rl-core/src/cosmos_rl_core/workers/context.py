@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.observe.record import append_lines
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.tls import Tls
@@ -49,10 +52,22 @@ class WorkerContext:
     their modules during their import, and models are built under process-wide settings (default dtype, device, random
     state): two threads must not do either at the same time."""
 
+    log_file: Path | None = None
+    """Its log; None: standard error, which is the log of a process of its own."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first SIGTERM: the worker finishes its work in progress and leaves."""
     saving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by SIGUSR1: the policy saves a checkpoint after the step in work."""
+
+    def log(self, text: str) -> None:
+        """Write a line with the time to the replica's log, from rank 0."""
+        if not self.leads:
+            return
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.replica}: {text}"
+        if self.log_file is None:
+            print(line, file=sys.stderr, flush=True)  # noqa: T201  a worker's stderr is its log
+        else:
+            append_lines(self.log_file, [line.encode()])
 
     @property
     def leads(self) -> bool:
@@ -98,9 +113,11 @@ class Assignment:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Context for building parts in the compute thread: exclusive in the process, timed, without collections."""
-        context = self.context
+        context, begun = self.context, time.perf_counter()
+        context.log("building its part of the run")
         with context.build_lock, context.timeline.span("build"), collector_paused():
             yield
+        context.log(f"built in {time.perf_counter() - begun:.1f} s")
 
     def prepare_torch(self) -> None:
         """Set GPU, precision, threads and seed. First call in the compute thread: the current GPU is per thread."""

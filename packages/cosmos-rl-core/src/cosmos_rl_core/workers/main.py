@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tomllib
 import traceback
@@ -252,7 +253,7 @@ async def follow(context: WorkerContext) -> None:
 
 @contextmanager
 def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignment]:
-    """Load the recipe; write the timeline at the end, also after an error."""
+    """Load the recipe, and write the timeline until the end, also after an error."""
     from cosmos_rl_core.parallel.device import use_device
 
     assert isinstance(welcome, p.Welcome)
@@ -265,6 +266,8 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
     if not shared:
         run_dir = directory_of_worker(run_dir)
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+    context.log(f"process {os.getpid()} on {socket.gethostname()}, connected to {context.controller}")
+    context.timeline.stream(run_dir / "spans" / f"{context.timeline.process}.jsonl")
     finished = False
     try:
         yield Assignment(
@@ -283,7 +286,7 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
         )
         finished = True
     finally:
-        context.timeline.write(run_dir / "logs" / f"{context.name}.trace.json")
+        context.timeline.close()
         compute.shutdown(wait=finished or context.ranks is None)  # a failed rank's collective may never return
 
 

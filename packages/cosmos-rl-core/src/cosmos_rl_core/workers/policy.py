@@ -87,6 +87,7 @@ class PolicyRole:
         )
         steps = self._steps(learner, saver, mesh, replicas)
         await self._link.send(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
+        at.context.log(f"ready at version {trainer.version}")
         together = mesh is None
         """Whether all ranks reached this point, so that they can save; after an error some may not have."""
         try:
@@ -101,6 +102,7 @@ class PolicyRole:
             if publisher is not None:
                 await publisher.close()
             self._residence.close()
+        at.context.log(f"left at version {trainer.version}")
         if folder is not None:
             await self._link.send(p.CheckpointDone(step=trainer.version, path=str(folder), lineage=at.lineage))
 
@@ -144,8 +146,8 @@ class PolicyRole:
             scores=partial(read_scores, at.run_dir, section.best_metric),
             healthy=partial(read_healthy, at.run_dir) if at.config.monitor.rolls_back else lambda: None,
             readable=self._residence.readable,
-            on_saved=lambda step, path: _post(loop, link, p.CheckpointDone(step=step, path=path, lineage=at.lineage)),
-            on_failed=lambda text: _post(loop, link, p.Alarm(message=text)),
+            on_saved=partial(_saved, at, loop, link),
+            on_failed=partial(_failed, at, loop, link),
         )
 
     def _replicas(self, trainer: Trainer, mesh: ReplicaMesh | None) -> PolicyMesh:
@@ -194,7 +196,14 @@ class PolicyRole:
             save = partial(saver.after_step, _state_after(committed), leads=replicas.leads, now=committed.save)
             await learner.in_compute_thread(save)
 
-        steps = PolicySteps(link, mesh=join, batch=batch, checkpoint=checkpoint, idle=self._residence.end)
+        steps = PolicySteps(
+            link,
+            mesh=join,
+            batch=batch,
+            checkpoint=checkpoint,
+            idle=self._residence.end,
+            timeline=at.context.timeline,
+        )
         validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
         if validation is None:
             return steps
@@ -239,6 +248,16 @@ def _check_directory(at: Assignment) -> None:
 
 def _state_after(committed: p.Committed) -> TrainState:
     return TrainState(step=committed.step + 1, next_sample=committed.next_sample, unfinished=committed.unfinished)
+
+
+def _saved(at: Assignment, loop: asyncio.AbstractEventLoop, link: ControllerLink, step: int, path: str) -> None:
+    at.context.log(f"saved step {step} in {path}")
+    _post(loop, link, p.CheckpointDone(step=step, path=path, lineage=at.lineage))
+
+
+def _failed(at: Assignment, loop: asyncio.AbstractEventLoop, link: ControllerLink, text: str) -> None:
+    at.context.log(text)
+    _post(loop, link, p.Alarm(message=text))
 
 
 def _post(loop: asyncio.AbstractEventLoop, link: ControllerLink, message: p.ToController) -> None:

@@ -64,6 +64,7 @@ class RolloutRole:
                 parts.push_async_callback(server.close)
                 read_at = server.address
             await self._client.send(p.Ready(address=read_at))
+            at.context.log("ready")
             await self._score_real_rows(rollouter)
             leases = RemoteLeases(self._client, spool, shared_by=partial(self._share, spool))
             self._worker = RolloutWorker(
@@ -75,6 +76,7 @@ class RolloutRole:
                     subscribe=partial(self._subscriber, own),
                     lineage=self._client.lineage,
                     timeline=at.context.timeline,
+                    log=at.context.log,
                 ),
                 leases=leases,
                 max_groups=groups_in_flight(at.config, at.config.rollout.replicas),
@@ -83,6 +85,7 @@ class RolloutRole:
                 beside=(engine.take_turns,) if isinstance(engine, ColocatedEngine) else (),
             )
             await self._work(self._worker, leases)
+            at.context.log("left")
             if spool is not None:  # after an error the files stay, for the next process of this replica
                 spool.close()
 
@@ -190,7 +193,13 @@ class RolloutRole:
         at = self._at
         with at.building():  # rewards may load models of their own
             return assemble.build_rollouter(
-                at.config, at.domain, engine, run_dir=at.run_dir, name=at.context.name, rewards=at.context.rewards
+                at.config,
+                at.domain,
+                engine,
+                run_dir=at.run_dir,
+                name=at.context.name,
+                rewards=at.context.rewards,
+                timeline=at.context.timeline,
             )
 
     async def _subscriber(self, engine: RolloutEngine, address: str) -> WeightSubscriber:

@@ -18,6 +18,7 @@ import msgspec
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import EpochOver, PeersUnreachable
 from cosmos_rl_core.loop import Steps
+from cosmos_rl_core.observe.trace import WAITS, Timeline
 from cosmos_rl_core.types import StepResult, TrainBatch
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.client import ControllerClient
@@ -168,6 +169,7 @@ class PolicySteps:
         batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
         checkpoint: Callable[[p.Committed], Awaitable[None]],
         idle: Callable[[], Awaitable[None]],
+        timeline: Timeline | None = None,
     ) -> None:
         """Set up the steps of a rank.
 
@@ -180,6 +182,7 @@ class PolicySteps:
         self._batch = batch
         self._checkpoint = checkpoint
         self._idle = idle
+        self._timeline = timeline or Timeline("policy")
         self._epoch = 0
         """Epoch of the mesh that this replica has joined."""
         self._requested = (-1, -1)
@@ -191,7 +194,7 @@ class PolicySteps:
     async def next_batch(self, step: int) -> TrainBatch | None:
         if self._given == (self._epoch, step):  # the step could not be computed together
             self._link.peers_lost(self._epoch, f"no sum of the gradients of step {step} over the policy replicas")
-        while (message := await self._next()) is not None:
+        while (message := await self._next(step)) is not None:
             if isinstance(message, p.Remesh):
                 step = await self._join(message, step=step)
             elif message.epoch == self._epoch:  # otherwise a Remesh follows, or came
@@ -207,9 +210,10 @@ class PolicySteps:
                 await self._link.send(batch)
         return None
 
-    async def _next(self) -> p.Batch | p.Remesh | None:
+    async def _next(self, step: int) -> p.Batch | p.Remesh | None:
         await self._idle()
-        return await self._link.batch()
+        with self._timeline.span("wait for batch", track=WAITS, step=step):
+            return await self._link.batch()
 
     async def _join(self, message: p.Remesh, *, step: int) -> int:
         """Join a mesh and request its batch; return the step. A mesh that is over already is followed by another."""
@@ -227,11 +231,12 @@ class PolicySteps:
 
     async def commit(self, step: int) -> None:
         await self._link.send(p.Vote(step=step, epoch=self._epoch))
-        answer = await self._link.committed()
-        while isinstance(answer, p.Remesh):
-            if answer.epoch > self._epoch:
-                raise EpochOver(f"epoch {answer.epoch} began before step {step} was committed")
-            answer = await self._link.committed()  # a mesh of the past
+        with self._timeline.span("wait for commit", track=WAITS, step=step):
+            answer = await self._link.committed()
+            while isinstance(answer, p.Remesh):
+                if answer.epoch > self._epoch:
+                    raise EpochOver(f"epoch {answer.epoch} began before step {step} was committed")
+                answer = await self._link.committed()  # a mesh of the past
         if answer is None:
             raise ConnectionClosed(GONE.format(step))
         assert answer.step == step

@@ -9,6 +9,7 @@ each bucket   wrong hashes: read it once more, alone; wrong again is an error
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -54,9 +55,13 @@ class Pulled:
     """Buckets received as deltas."""
     repaired: list[tuple[int, int]] = field(default_factory=list)
     """(source rank, bucket) of buckets fetched again."""
+    seconds: float = 0.0
+    """From the begin of the pull to its last bucket."""
+    _begun: float = field(default_factory=time.perf_counter)
 
     def count(self, data: m.Data) -> None:
         """Add a received bucket."""
+        self.seconds = time.perf_counter() - self._begun
         self.num_bytes += data.num_bytes
         self.num_deltas += data.delta and data.num_bytes > 0
 

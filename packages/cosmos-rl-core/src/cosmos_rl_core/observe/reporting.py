@@ -1,0 +1,177 @@
+"""Files about a live run and its end: status.json, status.jsonl, outcome.json, timeline.json, and events of workers.
+
+with ending.recorded(started):               # outcome.json, whatever happens inside
+    reporter = Reporter(directory, status=..., phase=..., events=events, check=...)
+    reporting = asyncio.create_task(reporter.run())
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cosmos_rl_core.observe.record import Events, Outcome, append_lines, failure, record_outcome, resume_command
+from cosmos_rl_core.observe.trace import merge
+
+STATUS_S = 1.0
+"""Interval of status.json."""
+HISTORY_S = 5.0
+"""First interval of status.jsonl; it doubles when the file is full."""
+MOST_LINES = 2000
+"""Of status.jsonl: then every second line is dropped."""
+
+
+class StatusLog:
+    """status.jsonl: status.json over time, every HISTORY_S and after each change of workers and phase.
+
+    The file has at most MOST_LINES lines: old ones are thinned out as the run grows longer.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._every_s = HISTORY_S
+        self._due = -1.0
+        self._lines = len(path.read_bytes().splitlines()) if path.is_file() else 0
+        self._state: Any = None
+
+    def add(self, status: Mapping[str, Any]) -> None:
+        """Append a status if a line is due, or if it differs in more than numbers."""
+        state = (status["phase"], status["generation"], sorted((m.name, m.state) for m in status["members"]))
+        if self._clock() < self._due and state == self._state:
+            return
+        if self._lines >= MOST_LINES:
+            self._thin()
+        self._state, self._due = state, self._clock() + self._every_s
+        append_lines(self._path, [msgspec.json.encode(status)])
+        self._lines += 1
+
+    def _thin(self) -> None:
+        kept = self._path.read_bytes().splitlines(keepends=True)[::2] if self._path.is_file() else []
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_bytes(b"".join(kept))
+        temporary.replace(self._path)
+        self._lines, self._every_s = len(kept), self._every_s * 2
+
+
+class Reporter:
+    """Writes the state of a live run, every second, and workers that come and go into events.jsonl."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        status: Callable[[str], Mapping[str, Any]],
+        phase: Callable[[], str],
+        events: Events,
+        check: Callable[[], None],
+    ) -> None:
+        """status: returns the state of the run, for its phase. check: called every second."""
+        self._directory = directory
+        self._status = status
+        self._phase = phase
+        self._events = events
+        self._check = check
+        self._log = StatusLog(directory / "status.jsonl")
+        self._states: dict[str, str] = {}
+
+    async def run(self) -> None:
+        while True:
+            self._check()
+            self.report(self._phase())
+            await asyncio.sleep(STATUS_S)
+
+    def report(self, phase: str) -> None:
+        """Write the state now. A full or removed disk must not end the run here, where nothing is lost."""
+        status = self._status(phase)
+        states = {member.name: member.state for member in status["members"]}
+        for text in worker_changes(self._states, states):
+            self._events.add("worker", text)
+        self._states = states
+        with contextlib.suppress(OSError):
+            temporary = self._directory / "status.tmp"
+            temporary.write_bytes(msgspec.json.encode(status))
+            temporary.replace(self._directory / "status.json")
+            self._log.add(status)
+
+
+def worker_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """Return a line for each worker whose state differs, by name -> state: "rollout-0: joining -> ready"."""
+    gone = {name: "gone" for name in before if name not in after}
+    return [
+        f"{name}: {before.get(name, 'new')} -> {state}"
+        for name, state in {**after, **gone}.items()
+        if before.get(name) != state
+    ]
+
+
+class LastState(NamedTuple):
+    """The state of a run when it ends."""
+
+    step: int = 0
+    checkpoint: str = ""
+    worker: str = ""
+    """The worker whose error ends the run."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """Writes outcome.json."""
+
+    directory: Path
+    position: Callable[[], LastState] = LastState
+    stopped: str = ""
+    """The monitor's reason for the end of the run."""
+
+    @contextlib.contextmanager
+    def recorded(self, started: float) -> Iterator[None]:
+        """Write outcome.json for the error that ends the body. started: in Unix seconds."""
+        try:
+            yield
+        except BaseException as error:
+            position = self.position()
+            self._write(failure(error, self.directory, worker=position.worker), position, started=started)
+            raise
+
+    def finished(self, *, step: int, checkpoint: str, interrupted: bool, started: float) -> None:
+        """Write outcome.json for a run that ended in good order."""
+        if interrupted:
+            outcome = Outcome(state="interrupted", message="interrupted by the user", exit_code=130)
+        elif self.stopped:
+            outcome = Outcome(state="stopped", message=self.stopped)
+        else:
+            outcome = Outcome(state="done")
+        self._write(outcome, LastState(step=step, checkpoint=checkpoint), started=started)
+
+    def _write(self, outcome: Outcome, position: LastState, *, started: float) -> None:
+        done, ended = outcome.state == "done", time.time()
+        outcome = msgspec.structs.replace(
+            outcome,
+            step=position.step,
+            checkpoint=position.checkpoint,
+            resume="" if done else resume_command(self.directory, checkpoint=position.checkpoint),
+            ended=ended,
+            wall_s=ended - started,
+        )
+        with contextlib.suppress(OSError):  # removed or full: must not hide the error that ended the run
+            record_outcome(self.directory, outcome)
+            events = Events(self.directory)
+            events.step = outcome.step
+            events.add("end", f"{outcome.state}: {outcome.message}" if outcome.message else outcome.state)
+
+
+def write_timeline(directory: Path, *, note: Callable[[str], None]) -> None:
+    """Merge the spans of a run's processes into timeline.json."""
+    parts = sorted((directory / "spans").glob("*.jsonl"))
+    try:
+        if parts:
+            merge(parts, directory / "timeline.json")
+    except OSError as error:  # must not hide the error that ended the run
+        note(f"timeline.json could not be written: {error.strerror}")

@@ -1,0 +1,134 @@
+"""run.json, outcome.json, events.jsonl and status.jsonl."""
+
+import json
+
+import pytest
+
+from cosmos_rl_core.control.status import Member
+from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.observe.record import (
+    Events,
+    Outcome,
+    failure,
+    read_outcome,
+    read_start,
+    record_outcome,
+    record_start,
+    resume_command,
+)
+from cosmos_rl_core.observe.reporting import HISTORY_S, MOST_LINES, StatusLog, worker_changes
+
+
+def start(run_dir, *, command=("/bin/cosmos-rl", "run", "a.toml"), monkeypatch, parent=""):
+    monkeypatch.setattr("sys.argv", list(command))
+    return record_start(run_dir, recipe="[run]\n", parent=parent, takes_over=False)
+
+
+def test_each_start_is_kept_and_removes_the_earlier_outcome(tmp_path, monkeypatch):
+    start(tmp_path, monkeypatch=monkeypatch)
+    record_outcome(tmp_path, Outcome(state="interrupted"))
+    start(tmp_path, monkeypatch=monkeypatch, parent="checkpoints/step_5")
+    start(tmp_path, monkeypatch=monkeypatch, parent="checkpoints/step_9")
+    found = read_start(tmp_path)
+    assert [each.parent for each in (*found.earlier, found)] == ["", "checkpoints/step_5", "checkpoints/step_9"]
+    assert found.versions["cosmos-rl-core"]
+    assert read_outcome(tmp_path) is None
+    texts = [json.loads(line)["text"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert texts == [
+        "/bin/cosmos-rl run a.toml",
+        "continues from checkpoints/step_5",
+        "continues from checkpoints/step_9",
+    ]
+
+
+def test_a_run_of_an_earlier_version_and_a_damaged_file_have_no_record(tmp_path):
+    assert read_start(tmp_path) is None
+    (tmp_path / "outcome.json").write_text('{"state": "do')
+    assert read_outcome(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "checkpoint", "line"),
+    [
+        (("cosmos-rl", "run", "a.toml", "run.seed=1"), "c", "cosmos-rl run a.toml run.seed=1 --resume auto"),
+        (("/x/cosmos-rl", "run", "a.toml", "--overwrite"), "c", "cosmos-rl run a.toml --resume auto"),
+        (("cosmos-rl", "run", "--resume", "old/step_2", "a.toml"), "c", "cosmos-rl run a.toml --resume auto"),
+        (("cosmos-rl", "run", "a b.toml"), "", "cosmos-rl run 'a b.toml' --overwrite"),
+        (("train.py",), "c", "cosmos-rl run {run_dir}/resolved.toml --resume auto"),
+    ],
+    ids=["overrides", "overwrite", "resumed", "no-checkpoint", "python"],
+)
+def test_the_command_that_continues_a_run(tmp_path, monkeypatch, command, checkpoint, line):
+    start(tmp_path, monkeypatch=monkeypatch, command=command)
+    assert resume_command(tmp_path, checkpoint=checkpoint) == line.format(run_dir=tmp_path)
+
+
+def test_a_users_error_has_no_traceback_and_an_unexpected_one_has(tmp_path):
+    assert failure(UserError("no such file"), tmp_path) == Outcome(state="failed", message="no such file", exit_code=2)
+    try:
+        raise KeyError("x")
+    except KeyError as error:
+        found = failure(error, tmp_path)
+    assert (found.message, found.exit_code) == ("KeyError: 'x'", 1)
+    assert 'raise KeyError("x")' in found.traceback
+
+
+def test_the_traceback_of_a_worker_is_the_last_of_its_log(tmp_path):
+    (tmp_path / "logs").mkdir()
+    before = "Traceback (most recent call last)\n  old\n"
+    last = "Traceback (most recent call last)\n  new\nRuntimeError: no\n"
+    (tmp_path / "logs" / "policy-0.log").write_text(f"ready\n{before}more\n{last}")
+    found = failure(WorkerFailed("policy-0: RuntimeError: no"), tmp_path, worker="policy-0")
+    assert (found.worker, found.traceback) == ("policy-0", last)
+
+
+def test_a_second_interrupt_is_an_interrupt(tmp_path):
+    assert failure(KeyboardInterrupt("stopped at once"), tmp_path).state == "interrupted"
+
+
+def test_events_after_a_torn_line_are_on_lines_of_their_own(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"time": 1')
+    events = Events(tmp_path)
+    events.step = 7
+    events.add("note", "lost rollout-0")
+    assert json.loads((tmp_path / "events.jsonl").read_text().splitlines()[1])["step"] == 7
+
+
+def test_events_of_a_removed_directory_are_dropped(tmp_path):
+    Events(tmp_path / "gone").add("note", "x")
+    assert not (tmp_path / "gone").exists()
+
+
+def status(*, phase="training", **states):
+    members = [Member(name=name, role="rollout", state=state, age_s=0.0) for name, state in states.items()]
+    return {"phase": phase, "generation": 0, "members": members}
+
+
+def test_a_status_is_logged_every_few_seconds_and_at_each_change(tmp_path):
+    times = iter((0.0, 0.0, 1.0, 2.0, 2.0, 3.0, 2.0 + HISTORY_S, 2.0 + HISTORY_S))
+    log = StatusLog(tmp_path / "status.jsonl", clock=lambda: next(times))
+    for state in ("joining", "joining", "ready", "ready", "ready"):
+        log.add(status(r0=state))
+    lines = (tmp_path / "status.jsonl").read_text().splitlines()
+    assert [json.loads(line)["members"][0]["state"] for line in lines] == ["joining", "ready", "ready"]
+
+
+def test_the_log_of_a_long_run_is_thinned(tmp_path):
+    path, now = tmp_path / "status.jsonl", 0.0
+    log = StatusLog(path, clock=lambda: now)
+    sizes = set()
+    for second in range(4 * MOST_LINES):
+        now = float(second * HISTORY_S)
+        log.add(status() | {"time": now})
+        sizes.add(log._lines)
+    assert max(sizes) <= MOST_LINES
+    times = [json.loads(line)["time"] for line in path.read_text().splitlines()]
+    assert times[0] == 0.0 and times[-1] > 3.9 * MOST_LINES * HISTORY_S
+
+
+def test_workers_that_come_change_and_go():
+    assert worker_changes({"p": "ready", "r": "ready"}, {"p": "ready", "r": "suspect", "s": "joining"}) == [
+        "r: ready -> suspect",
+        "s: new -> joining",
+    ]
+    assert worker_changes({"r": "suspect"}, {}) == ["r: suspect -> gone"]
