@@ -340,8 +340,7 @@ def _chat(
 
 
 def _vision(source: str, config: PreTrainedConfig, data: LLMDataConfig) -> Vision:
-    from cosmos_rl_llm.media.families import find_family
-    from cosmos_rl_llm.media.vision import Vision
+    from cosmos_rl_llm.media.vision import Vision, find_family
 
     return Vision(family=find_family(resolve(source), config), limits=data.media)
 

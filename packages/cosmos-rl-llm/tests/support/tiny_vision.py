@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +11,11 @@ import numpy as np
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
-from cosmos_rl_llm.media.families import find_family
 from cosmos_rl_llm.media.item import Item, VisionFamily, expand, view_of
 from cosmos_rl_llm.media.source import Video
+from cosmos_rl_llm.media.vision import find_family
 
 SIGNS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220)}
@@ -40,6 +34,13 @@ WORDS = [
     ">",
     ".",
     "seconds",
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+    "<img>",
+    "</img>",
+    "<IMG_CONTEXT>",
 ]
 TEMPLATE = (
     "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<bot>' }} {% if m.content is string %}{{ m.content }}"
@@ -74,24 +75,90 @@ _TEXT = {
     "initializer_range": 0.1,
 }
 _ROPE = {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}
-NAMES = ("qwen2_5_vl", "qwen3_vl")
+_QWEN = {**_IDS, "vision_start_token_id": 3, "vision_end_token_id": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "initializer_range": 0.1,
+}
+_PLAIN = {**_TEXT, "model_type": "qwen3", "head_dim": 12}
+_TILED = {"text_config": _PLAIN, "image_token_id": WORDS.index("<image>"), "pad_token_id": 0, "bos_token_id": None}
+_INTERN = {**_SIGLIP, "image_size": [16, 16], "patch_size": [4, 4], "num_channels": 3}
+CONFIGS: dict[str, dict[str, object]] = {
+    "qwen2_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _ROPE},
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": _TEXT["hidden_size"],
+            "mlp_ratio": 2,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        **_QWEN,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _ROPE},
+        "vision_config": {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 4},
+        **_QWEN,
+    },
+    "qwen3_vl": {
+        "text_config": {**_TEXT, "head_dim": 12, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
+        "vision_config": {**_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+        **_QWEN,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_TEXT,
+            **_EXPERTS,
+            "head_dim": 12,
+            "rope_parameters": {**_ROPE, "mrope_interleaved": True},
+        },
+        "vision_config": {**_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+        **_QWEN,
+    },
+    "idefics3": {"vision_config": _SIGLIP, "scale_factor": 2, **_TILED},
+    "smolvlm": {"vision_config": _SIGLIP, "scale_factor": 2, **_TILED},
+    "internvl": {"vision_config": _INTERN, **_TILED, "image_token_id": WORDS.index("<IMG_CONTEXT>")},
+    "llava": {"vision_config": {**_SIGLIP, "model_type": "clip_vision_model"}, **_TILED},
+}
+NAMES = tuple(CONFIGS)
+WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+_QWEN_PROCESSING = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+}
+_IDEFICS_PROCESSING = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+PROCESSING: dict[str, dict[str, object]] = {
+    **dict.fromkeys(WITH_VIDEOS, _QWEN_PROCESSING),
+    "idefics3": {"image_processor_type": "Idefics3ImageProcessor", **_IDEFICS_PROCESSING},
+    "smolvlm": {"image_processor_type": "SmolVLMImageProcessorFast", **_IDEFICS_PROCESSING},
+    "internvl": {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 16, "width": 16}},
+    "llava": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "crop_size": 16},
+}
+"""The image processor's file of each family."""
 
 
 def make(name: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
     """A model with a tower of two layers and a decoder of `num_layers`."""
     torch.manual_seed(seed)
-    text = {**_TEXT, "num_hidden_layers": num_layers}
-    if name == "qwen2_5_vl":
-        tower = {**_TOWER, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 4}
-        config = Qwen2_5_VLConfig(text_config={**text, "rope_parameters": _ROPE}, vision_config=tower, **_IDS)
-        return Qwen2_5_VLForConditionalGeneration(config).eval()
-    tower = {**_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-    text = {**text, "head_dim": 12, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
-    config = Qwen3VLConfig(text_config=text, vision_config=tower, **_IDS)
-    return Qwen3VLForConditionalGeneration(config).eval()
+    config = copy.deepcopy(CONFIGS[name])
+    config["text_config"]["num_hidden_layers"] = num_layers
+    built = AutoConfig.for_model(name, **config)
+    return AutoModelForImageTextToText.from_config(built, attn_implementation="sdpa").eval()
 
 
-def write_processing(directory: Path) -> None:
+def write_processing(directory: Path, name: str = "qwen3_vl") -> None:
     """Write the tokenizer with its chat template, and the image processor's file."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -100,24 +167,17 @@ def write_processing(directory: Path) -> None:
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=[*SIGNS, "<user>", "<bot>"],
+        additional_special_tokens=[word for word in WORDS[3:] if word[0] == "<" and word[1:]],
     )
     fast.chat_template = TEMPLATE
     fast.save_pretrained(directory)
-    processing = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": 4,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "size": {"shortest_edge": 64, "longest_edge": 4096},
-    }
-    (directory / "preprocessor_config.json").write_text(json.dumps(processing))
+    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSING[name]))
     videos = {"size": {"shortest_edge": 64, "longest_edge": 8192}}
     (directory / "video_preprocessor_config.json").write_text(json.dumps(videos))
 
 
 def family_of(model: PreTrainedModel, directory: Path) -> VisionFamily:
-    write_processing(directory)
+    write_processing(directory, model.config.model_type)
     return find_family(str(directory), model.config)
 
 
@@ -141,7 +201,8 @@ def video(*, frames: int = 5, seed: int = 0) -> Video:
 def prompt(items: Sequence[Item], family: VisionFamily, directory: Path) -> tuple[np.ndarray, object]:
     """Tokens [prompt] of a chat that shows `items`, and their view."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    signs = [f"<|vision_start|><|{'image' if item.kind == 'image' else 'video'}_pad|><|vision_end|>" for item in items]
+    signs = [family.placeholders[item.kind].removeprefix(SIGNS[0]).removesuffix(SIGNS[1]) for item in items]
+    signs = [f"{SIGNS[0]}{sign}{SIGNS[1]}" for sign in signs]
     text = expand(f"<user> {' '.join(signs)} what colour ? <bot> ", items, family)
     tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     return tokens, view_of(tokens, items, family)
@@ -153,7 +214,7 @@ def plain_logprobs(
     """Log-probabilities [T] of transformers' own forward pass, over the tokens that may be sampled."""
     ids = torch.from_numpy(np.concatenate([tokens, response[:-1]]).astype(np.int64))[None]
     inputs, positions = family.inputs(items), None
-    if items:
+    if items and "video" in family.token_ids:
         kinds = torch.where(ids == 5, 1, torch.where(ids == 6, 2, 0)).int()
         videos = [item.seconds for item in items if item.kind == "video"]
         spaced = {"second_per_grid_ts": torch.tensor(videos)} if model.config.model_type == "qwen2_5_vl" else {}
@@ -162,5 +223,5 @@ def plain_logprobs(
         )
     logits = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), **inputs).logits[0]
     logits = logits[len(tokens) - 1 :].clone()
-    logits[:, [5, 6]] -= 1e4
+    logits[:, list(family.token_ids.values())] -= 1e4
     return logits.log_softmax(-1).gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0]

@@ -1,11 +1,11 @@
-"""Qwen2.5-VL and Qwen3-VL: patches of pictures and videos, placeholders, and positions in three dimensions.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: patches of pictures and videos, placeholders, and positions in three dimensions.
 
     picture [H, W, 3] -> sides divisible by patch x merge -> patches [t h w, 3 x 2 x p x p], merged squares in order
     text <|image_pad|> -> one per merged square             positions of a square: (start + t, start + h, start + w)
 
 Qwen3-VL writes the time of each step of a video as text, "<0.5 seconds>", and counts positions of each step anew;
-Qwen2.5-VL spaces the steps by their seconds. Sources: transformers' processing and modeling files of the families,
-arXiv:2409.12191 (M-RoPE), arXiv:2502.13923 (absolute time).
+Qwen2.5-VL spaces the steps by their seconds, Qwen2-VL by one. Sources: transformers' processing and modeling files of
+the families, arXiv:2409.12191 (M-RoPE), arXiv:2502.13923 (absolute time).
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cosmos_rl_core.errors import MediaError
+from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, Kind
 from cosmos_rl_llm.media.source import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from transformers import PreTrainedConfig
 
 START, END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
@@ -45,8 +47,32 @@ class QwenVision:
     """Names and texts of the processing's files."""
     timestamps: bool
     """Whether the time of each step of a video is text (Qwen3-VL)."""
-    tokens_per_second: float = 1.0
-    """Positions a second of video, where the time is not text (Qwen2.5-VL)."""
+    tokens_per_second: float | None = None
+    """Positions a second of video (Qwen2.5-VL); None: a step is one position."""
+
+    @classmethod
+    def of(cls, files: ProcessorFiles, config: PreTrainedConfig) -> Self:
+        """Raises UserError for patches of another size than the model's."""
+        tower, processor = config.vision_config, files.image_processor("Qwen2VL")
+        for name, size in (
+            ("patch_size", tower.patch_size),
+            ("merge_size", tower.spatial_merge_size),
+            ("temporal_patch_size", tower.temporal_patch_size),
+        ):
+            files.agree(name, getattr(processor, name), size)
+        videos = files.section("video_preprocessor_config.json", "video_processor")
+        size = videos.get("size") or {}
+        return cls(
+            image_processor=processor,
+            video_pixels=(
+                size.get("shortest_edge") or videos.get("min_pixels") or 128 * 32 * 32,
+                size.get("longest_edge") or videos.get("max_pixels") or 768 * 32 * 32,
+            ),
+            token_ids={"image": config.image_token_id, "video": config.video_token_id},
+            files=files.texts,
+            timestamps=config.model_type.startswith("qwen3"),
+            tokens_per_second=getattr(tower, "tokens_per_second", None),
+        )
 
     @property
     def placeholders(self) -> Mapping[str, str]:
@@ -147,7 +173,7 @@ class QwenVision:
                 blocks += [np.indices((1, height, width)).reshape(3, -1)] * time
                 continue
             block = np.indices((time, height, width)).reshape(3, -1)
-            if item.kind == "video":
+            if item.kind == "video" and self.tokens_per_second is not None:
                 block[0] = (block[0] * (self.tokens_per_second * item.seconds)).astype(np.int64)
             blocks.append(block)
         return blocks

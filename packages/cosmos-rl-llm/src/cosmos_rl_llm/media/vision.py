@@ -1,17 +1,35 @@
-"""Reads the pictures and videos of prompts for one model: places and limits of [data.media], and the model's family."""
+"""Reads the pictures and videos of prompts for one model: places and limits of [data.media], and the model's family.
+
+A further family is a row of FAMILIES. docs/vision.md lists them; tests/test_vision.py compares each with transformers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cosmos_rl_core.errors import MediaError, PromptError
+from cosmos_rl_core.errors import MediaError, PromptError, UserError
 from cosmos_rl_llm.config import MediaSection
+from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand, view_of
+from cosmos_rl_llm.media.qwen import QwenVision
 from cosmos_rl_llm.media.source import decode_picture, decode_video, read_bytes
+from cosmos_rl_llm.media.tiles import IdeficsVision, InternVision, LlavaVision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FAMILIES: Mapping[str, Callable[[ProcessorFiles, PreTrainedConfig], VisionFamily]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QwenVision.of),
+    **dict.fromkeys(("idefics3", "smolvlm"), IdeficsVision.of),
+    "internvl": InternVision.of,
+    "llava": LlavaVision.of,
+}
+"""By the model_type of a model's configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +63,20 @@ class Vision:
             return view_of(tokens, items, self.family)
         except ValueError as error:
             raise PromptError(f"{where or 'a row'}: {error}") from error
+
+
+def find_family(source: str, config: PreTrainedConfig) -> VisionFamily:
+    """Return the family of a vision-language model.
+
+    Raises UserError for one that is not supported, and for files of the processing that do not fit the model.
+    """
+    make = FAMILIES.get(config.model_type)
+    if make is None:
+        raise UserError(
+            f"model.path = {source!r}: pictures of {config.model_type} are not supported, only of {', '.join(FAMILIES)}"
+        )
+    if find_spec("PIL") is None:
+        raise UserError(
+            "a vision-language model needs a package that is not installed: pip install 'cosmos-rl-core[media]'"
+        )
+    return make(ProcessorFiles.read(source, kind=config.model_type), config)

@@ -172,7 +172,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def language_model(model: PreTrainedModel) -> nn.Module:
     """Return the decoder without the output head; of a vision-language model the part that reads the text."""
-    return getattr(model.base_model, "language_model", model.base_model)
+    whole = model.base_model
+    return getattr(whole, "language_model", None) or getattr(whole, "text_model", None) or whole
 
 
 def context_length(model: PreTrainedModel) -> int | None:

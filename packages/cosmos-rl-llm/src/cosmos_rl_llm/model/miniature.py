@@ -183,19 +183,19 @@ def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rotary(values: Mapping[str, Any], shrunk: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of a rotary embedding: a factor for each rotated pair of a head, or numbers of pairs (M-RoPE)."""
+    """Factors of a rotary embedding, and sections of one along several axes: one for each pair of a head's elements."""
     rope = shrunk.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return {}
+    changed: dict[str, Any] = {}
+    if isinstance(rope.get("long_factor"), list):
+        kept = round(len(rope["long_factor"]) * _head_dim(shrunk) / _head_dim(values))
+        changed = {key: rope[key][:kept] for key in ("short_factor", "long_factor")}
     if isinstance(sections := rope.get("mrope_section"), list):
         pairs = round(sum(sections) * _head_dim(shrunk) / _head_dim(values))
-        each = pairs // len(sections)
-        fewer = [pairs - each * (len(sections) - 1), *[each] * (len(sections) - 1)]
-        return {"rope_parameters": {**rope, "mrope_section": fewer}}
-    if not isinstance(rope.get("long_factor"), list):
-        return {}
-    kept = round(len(rope["long_factor"]) * _head_dim(shrunk) / _head_dim(values))
-    return {"rope_parameters": {**rope, **{key: rope[key][:kept] for key in ("short_factor", "long_factor")}}}
+        ends = [round(pairs * sum(sections[: place + 1]) / sum(sections)) for place in range(len(sections))]
+        changed["mrope_section"] = [end - start for start, end in zip([0, *ends], ends)]
+    return {"rope_parameters": {**rope, **changed}} if changed else {}
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:

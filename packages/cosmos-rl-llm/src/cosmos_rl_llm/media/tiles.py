@@ -1,0 +1,211 @@
+"""Families whose tower takes pictures of one size: Idefics3 and SmolVLM, InternVL, Llava.
+
+    picture [H, W, 3] -> tiles [n, 3, S, S] -> n times the same number of tokens; positions count as those of text
+
+    Idefics3, SmolVLM   rows x columns of tiles and the whole picture; rows and columns are written between the tokens
+    InternVL            tiles that fit the picture's proportions, and the whole picture, in one run of tokens
+    Llava               one tile, the middle of the picture
+
+Sources: transformers' processing and modeling files of the families; arXiv:2408.12637 (Idefics3), arXiv:2504.05299
+(SmolVLM), arXiv:2404.16821 (InternVL), arXiv:2304.08485 (Llava).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_rl_core.errors import MediaError, UserError
+from cosmos_rl_llm.media.files import ProcessorFiles
+from cosmos_rl_llm.media.item import Item, Kind
+from cosmos_rl_llm.media.source import Video
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledVision(ABC):
+    """Implements `VisionFamily`."""
+
+    kind: str
+    """The model_type, for messages."""
+    image_processor: Any
+    """transformers' image processor of the checkpoint, in its form without torchvision."""
+    tile: tuple[int, int]
+    """Height and width that the tower takes."""
+    tokens_per_tile: int
+    token_id: int
+    """The token that the tower's outputs replace."""
+    files: Mapping[str, str]
+    """Names and texts of the processing's files."""
+
+    @property
+    @abstractmethod
+    def sign(self) -> str:
+        """The text of `token_id`, which the chat template writes once for a picture."""
+
+    @abstractmethod
+    def expansion(self, item: Item) -> str:
+        """Return the text in place of the item's placeholder, with a token for each output of the tower."""
+
+    @property
+    def placeholders(self) -> Mapping[str, str]:
+        return {"image": self.sign}
+
+    @property
+    def token_ids(self) -> Mapping[str, int]:
+        return {"image": self.token_id}
+
+    def image(self, picture: Image) -> Item:
+        try:
+            pixels, grid = self._tiles(picture)
+        except ValueError as error:
+            raise MediaError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
+        if pixels.shape[2:] != self.tile:
+            raise MediaError(
+                f"a picture of {picture.width} x {picture.height} pixels becomes tiles of {pixels.shape[3]} x "
+                f"{pixels.shape[2]}, and {self.kind} takes {self.tile[1]} x {self.tile[0]}"
+            )
+        return Item(kind="image", pixels=pixels.astype(np.float32), grid=grid)
+
+    def video(self, video: Video) -> Item:
+        raise MediaError(f"videos of {self.kind} are not supported")
+
+    def num_tokens(self, item: Item) -> int:
+        return len(item.pixels) * self.tokens_per_tile
+
+    def positions(self, tokens: np.ndarray, items: Sequence[Item]) -> None:
+        return None
+
+    def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        if not items:
+            return {}
+        return {"pixel_values": torch.from_numpy(np.concatenate([item.pixels for item in items]))}
+
+    def blank(self, kind: Kind) -> Item:
+        """Return one black tile, or nearly: transformers leaves tiles of zeros out."""
+        return Item(kind=kind, pixels=np.full((1, 3, *self.tile), -1.0, np.float32), grid=(1, 0, 0))
+
+    def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Return tiles [n, 3, S, S], and 1 with the rows and columns in which they lie."""
+        found = self.image_processor(picture, return_tensors="np")["pixel_values"]
+        return found, (1, 1, 1)
+
+
+class IdeficsVision(TiledVision):
+    """Idefics3 and SmolVLM: the place of each tile is text, and the whole picture comes last."""
+
+    @classmethod
+    def of(cls, files: ProcessorFiles, config: PreTrainedConfig) -> Self:
+        tower, processor = config.vision_config, files.image_processor("Idefics3", "SmolVLM")
+        size = int(tower.image_size)
+        files.agree("max_image_size", processor.max_image_size["longest_edge"], size)
+        return cls(
+            kind=files.kind,
+            image_processor=processor,
+            tile=(size, size),
+            tokens_per_tile=int((size // tower.patch_size) ** 2 / config.scale_factor**2),
+            token_id=config.image_token_id,
+            files=files.texts,
+        )
+
+    @property
+    def sign(self) -> str:
+        return "<image>"
+
+    def expansion(self, item: Item) -> str:
+        _, rows, columns = item.grid
+        fence, tokens = "<fake_token_around_image>", self.sign * self.tokens_per_tile
+        lines = [
+            "".join(f"{fence}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        before = "".join([*lines, "\n"]) if lines else ""
+        return f"{before}{fence}<global-img>{tokens}{fence}"
+
+    def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        return {name: tiles[None] for name, tiles in super().inputs(items).items()}
+
+    def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
+        found = self.image_processor(picture, return_tensors="np", return_row_col_info=True)
+        return found["pixel_values"][0], (1, int(found["rows"][0][0]), int(found["cols"][0][0]))
+
+
+class InternVision(TiledVision):
+    """InternVL, in transformers' form ("InternVL3-1B-hf")."""
+
+    @classmethod
+    def of(cls, files: ProcessorFiles, config: PreTrainedConfig) -> Self:
+        tower, processor = config.vision_config, files.image_processor("GotOcr2")
+        height, width = _sides(tower.image_size)
+        files.agree("size", (processor.size["height"], processor.size["width"]), (height, width))
+        patch = _sides(tower.patch_size)
+        return cls(
+            kind=files.kind,
+            image_processor=processor,
+            tile=(height, width),
+            tokens_per_tile=int((height // patch[0]) * (width // patch[1]) * config.downsample_ratio**2),
+            token_id=config.image_token_id,
+            files=files.texts,
+        )
+
+    @property
+    def sign(self) -> str:
+        return "<IMG_CONTEXT>"
+
+    def expansion(self, item: Item) -> str:
+        return f"<img>{self.sign * self.num_tokens(item)}</img>"
+
+    def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
+        # transformers' own processor crops too, whatever the file says
+        found = self.image_processor(picture, return_tensors="np", crop_to_patches=True)
+        return found["pixel_values"], (1, 1, 1)
+
+
+class LlavaVision(TiledVision):
+    """Llava 1.5 with a tower of CLIP or SigLIP."""
+
+    @classmethod
+    def of(cls, files: ProcessorFiles, config: PreTrainedConfig) -> Self:
+        """Raises UserError for another tower."""
+        tower = config.vision_config
+        if tower.model_type not in ("clip_vision_model", "siglip_vision_model"):
+            raise UserError(
+                f"model.path = {files.source!r}: pictures of llava with {tower.model_type} are not supported, only "
+                "with clip_vision_model and siglip_vision_model"
+            )
+        processor = files.image_processor("CLIP", "Siglip", "Llava")
+        crops = getattr(processor, "do_center_crop", False)
+        shown = processor.crop_size if crops else processor.size
+        height, width = _sides(tower.image_size)
+        files.agree("crop_size" if crops else "size", (shown["height"], shown["width"]), (height, width))
+        summary = int(tower.model_type == "clip_vision_model")  # a token of the whole picture, before the others
+        dropped = int(config.vision_feature_select_strategy == "default")
+        return cls(
+            kind=files.kind,
+            image_processor=processor,
+            tile=(height, width),
+            tokens_per_tile=(height // tower.patch_size) * (width // tower.patch_size) + summary - dropped,
+            token_id=config.image_token_id,
+            files=files.texts,
+        )
+
+    @property
+    def sign(self) -> str:
+        return "<image>"
+
+    def expansion(self, item: Item) -> str:
+        return self.sign * self.num_tokens(item)
+
+
+def _sides(size: int | Sequence[int]) -> tuple[int, int]:
+    """Height and width of a configuration's size."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])

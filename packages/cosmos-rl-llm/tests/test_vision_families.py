@@ -1,0 +1,143 @@
+"""Families of vision-language models: expansions, files of the processing, and the check of a model before training."""
+
+import json
+from importlib import import_module
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+
+from cosmos_rl_core.errors import MediaError, UserError
+from cosmos_rl_llm.media.vision import FAMILIES, find_family
+from cosmos_rl_llm.model.miniature import shrink
+from cosmos_rl_llm.policy.probe import compare, family_miniature
+
+pytest.importorskip("PIL")
+
+from tiny_vision import (
+    NAMES,
+    PROCESSING,
+    WITH_VIDEOS,
+    WORDS,
+    family_of,
+    make,
+    picture,
+    video,
+    write_processing,
+)
+
+ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
+PUBLISHED = {
+    "qwen2_vl": ROPE,
+    "qwen2_5_vl": ROPE,
+    "qwen3_vl": {**ROPE, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+    "qwen3_vl_moe": {**ROPE, "mrope_section": [24, 20, 20], "mrope_interleaved": True},
+}
+"""Rotary embeddings of published checkpoints, which the defaults of transformers' configurations lack."""
+
+
+def config_of(name, **values):
+    """The family's configuration at its published sizes."""
+    return AutoConfig.for_model(name, **values)
+
+
+def processor_class(name):
+    kind = name.removesuffix("_moe")
+    module = import_module(f"transformers.models.{kind}.processing_{kind}")
+    return next(v for k, v in vars(module).items() if k.endswith("Processor") and v.__module__ == module.__name__)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (32, 40), (90, 33)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_placeholder_expands_as_in_transformers(name, size, tmp_path):
+    model = make(name)
+    family = family_of(model, tmp_path)
+    shown, kind = picture(*size, seed=0), processor_class(name)
+    item = family.image(shown)
+    given = kind.valid_processor_kwargs._defaults.get("images_kwargs", {})
+    found = family.image_processor(shown, return_tensors="np", **given)
+    processor = SimpleNamespace(
+        image_processor=family.image_processor,
+        image_token=WORDS[model.config.image_token_id],
+        image_seq_len=4,
+        image_seq_length=4,
+        fake_image_token="<fake_token_around_image>",
+        global_image_tag="<global-img>",
+        global_image_token="<global-img>",
+        start_image_token="<img>",
+        end_image_token="</img>",
+        patch_size=4,
+        num_additional_image_tokens=1,
+        vision_feature_select_strategy="default",
+    )
+    wanted = kind.replace_image_token(processor, found, 0)
+    assert family.expansion(item) == wanted
+    assert family.num_tokens(item) == wanted.count(processor.image_token)
+    pixels = found["pixel_values"]
+    np.testing.assert_array_equal(item.pixels, pixels[0] if name in ("idefics3", "smolvlm") else pixels)
+
+
+def test_every_family_is_tested():
+    assert set(NAMES) == set(FAMILIES) == set(PROCESSING)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_published_sizes_passes_the_check_before_training(name):
+    config = config_of(name, text_config={"rope_parameters": PUBLISHED[name]}) if name in PUBLISHED else config_of(name)
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    values = json.dumps(shrink(config.to_dict()), default=str)
+    assert max(compare(family_miniature(kind, values))) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_processing_of_another_family_is_refused(name, tmp_path):
+    config = make(name).config
+    write_processing(tmp_path, "llava" if name != "llava" else "qwen3_vl")
+    with pytest.raises(UserError, match=rf"preprocessor_config.json is of \w+ImageProcessor, and {name} takes"):
+        find_family(str(tmp_path), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("qwen2_5_vl", {"patch_size": 16}, "patch_size = 16, and the model has 4"),
+        ("qwen3_vl", {"merge_size": 1}, "merge_size = 1, and the model has 2"),
+        ("smolvlm", {"max_image_size": {"longest_edge": 512}}, "max_image_size = 512, and the model has 16"),
+        ("internvl", {"size": {"height": 448, "width": 448}}, r"size = \(448, 448\), and the model has \(16, 16\)"),
+        ("llava", {"crop_size": 224}, r"crop_size = \(224, 224\), and the model has \(16, 16\)"),
+    ],
+)
+def test_a_processing_of_another_size_is_refused(name, changed, reason, tmp_path):
+    write_processing(tmp_path, name)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PROCESSING[name], **changed}))
+    with pytest.raises(UserError, match=f"pictures are processed with {reason}"):
+        find_family(str(tmp_path), make(name).config)
+
+
+def test_a_processing_is_also_read_from_the_file_of_newer_checkpoints(tmp_path):
+    model = make("qwen3_vl")
+    wanted = family_of(model, tmp_path).image(picture(32, 40, seed=0))
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(UserError, match=r"has no preprocessor_config\.json"):
+        find_family(str(tmp_path), model.config)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PROCESSING["qwen3_vl"]}))
+    assert find_family(str(tmp_path), model.config).image(picture(32, 40, seed=0)).digest == wanted.digest
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mllama"])
+def test_a_family_that_is_not_supported_is_named(name, tmp_path):
+    with pytest.raises(UserError, match=f"pictures of {name} are not supported, only of qwen2_vl, "):
+        find_family(str(tmp_path), config_of(name))
+
+
+def test_a_llava_with_a_tower_of_another_kind_is_refused(tmp_path):
+    config = config_of("llava", vision_config={"model_type": "pixtral"})
+    with pytest.raises(UserError, match="pictures of llava with pixtral are not supported"):
+        find_family(str(tmp_path), config)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITH_VIDEOS])
+def test_a_video_is_refused_by_a_family_without(name, tmp_path):
+    with pytest.raises(MediaError, match=f"videos of {name} are not supported"):
+        family_of(make(name), tmp_path).video(video())
