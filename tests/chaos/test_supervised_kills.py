@@ -15,9 +15,11 @@ import pytest
 from lives import num_lines, processes_of
 
 from cosmos_rl_core.checkpoint.manifest import read_state
+from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.launch.run import run
 from cosmos_rl_core.processes import is_alive
+from cosmos_rl_core.workers.directory import lock_holder
 
 pytestmark = pytest.mark.ci
 
@@ -175,6 +177,24 @@ def test_a_killed_command_takes_its_controller_and_its_workers_with_it(begin, wa
     step = num_lines(run_dir / "metrics.jsonl") + 3
     finished(start("run", tmp_path / "run.toml", f"run.max_steps={step}", "--resume", "auto"))
     assert read_state(run_dir / f"checkpoints/step_{step}").step == step
+
+
+@pytest.mark.timeout(600)
+def test_a_run_whose_controller_hangs_is_stopped_with_all_its_processes(begin, wait_for, monkeypatch, capsys):
+    """A process that is stopped neither sees the end of its parent nor gets a SIGTERM."""
+    process, run_dir, _ = begin(run__max_steps=4000)
+    wait_for(lambda: num_lines(run_dir / "metrics.jsonl") >= 2, "step 2")
+    [rollout], controller = processes_of(run_dir, name="rollout-0"), contact(run_dir)["pid"]
+    for pid in (controller, rollout):
+        os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr("cosmos_rl_core.clusters.operator.CONNECT_TIMEOUT_S", 0.5)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["stop", str(run_dir), "--now"])
+    assert capsys.readouterr().out.endswith("gets SIGKILL, and all that it has started\nthe run has ended\n")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL and "starting it again" not in errors
+    wait_for(lambda: not is_alive(controller) and not processes_of(run_dir), "the end of all processes")
+    assert lock_holder(run_dir) is None
 
 
 @pytest.mark.slow

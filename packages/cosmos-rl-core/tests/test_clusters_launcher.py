@@ -1,5 +1,6 @@
 """`launch`, `Launched` and `cosmos-rl stop`, on a platform of files."""
 
+import contextlib
 import json
 import os
 import signal
@@ -93,19 +94,66 @@ def test_stop_ends_jobs_without_a_controller(cluster, capsys):
     assert capsys.readouterr().out == (
         "run: ended\npolicy-0: ended\nrollout-0: ended\nrollout-1: ended\nthe run has ended\n"
     )
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["stop", "run", "--now"])
+    assert capsys.readouterr().out == "the run has ended\n"
     with pytest.raises(SystemExit, match=r"^2$"):
-        main(["stop", "run"])
-    assert "the run has not started, or has ended" in capsys.readouterr().err
+        main(["stop", "elsewhere"])
+    assert "elsewhere: there is no such directory" in capsys.readouterr().err
+
+
+def test_status_without_a_controller_says_so(cluster, tmp_path, capsys, monkeypatch):
+    def shown():
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(["status", "run"])
+        return capsys.readouterr()
+
+    run = cluster([])
+    launch(FAKE, run, resume=False)
+    assert shown().out.endswith("rollout-1: RUNNING\n\nrun: no controller yet: it starts with its job\n")
+    (run.directory / "status.json").write_text(json.dumps({"time": 0.0, "phase": "train", "step": 1, "version": 1}))
+    assert "phase train" in shown().out
+    os.utime(run.directory / "status.json", (0.0, 0.0))  # of an earlier launch
+    assert "no controller yet" in shown().out
+    FakePlatform().stop(run, now=True)
+    assert "NOT LIVE" in shown().out
+    (run.directory / "status.json").unlink()
+    assert shown().out == f"run: launched on {FAKE}, and ended without a controller: see its launch/*.log\n"
+    monkeypatch.setattr(FakePlatform, "alive", lambda self, run: refuse("squeue is not installed here"))
+    assert "not known here: squeue is not installed here" in shown().err
+    monkeypatch.setattr(FakePlatform, "shares_files", False, raising=False)
+    assert "its controller writes the status into the run's volume" in shown().out
+
+
+def refuse(text):
+    raise UserError(text)
+
+
+def test_a_run_that_starts_has_no_controller_yet_and_can_be_stopped(tmp_path, capsys):
+    with held(tmp_path) as holder:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(["status", str(tmp_path)])
+        assert capsys.readouterr().out == f"{tmp_path}: no controller yet: process {holder.pid} starts it\n"
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(["stop", str(tmp_path)])
+        assert holder.wait(60) == -signal.SIGTERM
+
+
+def test_a_run_of_another_machine_is_not_looked_for_here(tmp_path, capsys):
+    with held(tmp_path) as holder:
+        pid, host, started = (tmp_path / "run.lock").read_text().split()
+        assert int(pid) == holder.pid
+        (tmp_path / "run.lock").write_text(f"{pid} elsewhere {started}\n")
+        with pytest.raises(UserError, match=f"is in use by process {pid} of elsewhere: stop the run there"):
+            end_process(tmp_path, now=True)
+        (tmp_path / "run.lock").write_text(f"{pid} {host} 1\n")  # a pod before this one
+        with pytest.raises(UserError, match="in use by workers of a killed run"):
+            end_process(tmp_path, now=True)
 
 
 @pytest.mark.parametrize("now", [False, True])
 def test_a_controller_that_does_not_answer_gets_a_signal(tmp_path, capsys, now):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    with holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+    with held(tmp_path) as holder:
         unreachable = {"address": "tcp://127.0.0.1:1", "generation": 0, "pid": holder.pid, "host": "here"}
         (tmp_path / "controller.json").write_text(json.dumps(unreachable))
         (tmp_path / "token").write_text("0" * 64)
@@ -117,6 +165,17 @@ def test_a_controller_that_does_not_answer_gets_a_signal(tmp_path, capsys, now):
     assert f"process {holder.pid} gets {'SIGKILL' if now else 'SIGTERM'}" in out
     assert "the controller does not answer" in err
     assert end_process(tmp_path, now=now) == []
+
+
+@contextlib.contextmanager
+def held(run_dir):
+    """A process that holds a run's directory."""
+    command = [sys.executable, "-c", HOLD, str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        yield holder
+        holder.kill()
 
 
 HOLD = """

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import ProcessName
 from cosmos_rl_core.workers.directory import CONTENTS, Removals, RunDirectory, explain_no_room
 
 WRITTEN = ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token")
@@ -35,7 +36,7 @@ def test_a_new_directory_has_the_folders_of_a_run(tmp_path):
     path = tmp_path / "runs" / "demo"
     directory = open_directory(path)
     assert all((path / name).is_dir() for name in CONTENTS)
-    assert (path / "run.lock").read_text() == f"{os.getpid()}\n"
+    assert ProcessName.parse((path / "run.lock").read_text()) == ProcessName.of_this_process()
     directory.close()
 
 

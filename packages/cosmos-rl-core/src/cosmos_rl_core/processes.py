@@ -1,4 +1,4 @@
-"""Child processes: start, end, exit status, the last lines of their logs, and the GPUs of each.
+"""Child processes: start, end, exit status, the last lines of their logs, and the GPUs of each. Names of processes.
 
     child = ChildProcess([*PYTHON, "-m", "module"], environment=environment(folders), output=log)
     status = await child.ended()             # or child.wait(2.0): "exit code 1", "signal SIGKILL"
@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from cosmos_rl_core.imports import child_environment
 
@@ -191,6 +191,44 @@ def _end_after(fd: int, events: int, *, grace_s: float) -> None:
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
+class ProcessName(NamedTuple):
+    """A process among those of all machines."""
+
+    pid: int
+    host: str
+    """Host name of its machine."""
+    started: str
+    """Its start in clock ticks since its machine's: pods have the same ids and host names one after the other."""
+
+    @classmethod
+    def of_this_process(cls) -> ProcessName:
+        return cls(os.getpid(), socket.gethostname(), _started(os.getpid()))
+
+    @classmethod
+    def parse(cls, text: str) -> ProcessName | None:
+        """Return the process that `text` names; None if it names none."""
+        pid, host, started, *_ = (*text.split(), "", "", "")
+        return cls(int(pid), host, started) if pid.isdecimal() else None
+
+    @property
+    def text(self) -> str:
+        """The text for `parse`."""
+        return " ".join([str(self.pid), self.host, self.started])
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its machine has the name of this one."""
+        return self.host in ("", socket.gethostname())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is a process of this machine that has not ended."""
+        return self.is_here and is_alive(self.pid) and self.started in ("", _started(self.pid))
+
+    def __str__(self) -> str:
+        return f"process {self.pid}" if self.is_here else f"process {self.pid} of {self.host}"
+
+
 def is_alive(pid: int) -> bool:
     """Return whether a process of this machine has this id and has not ended."""
     try:
@@ -199,11 +237,39 @@ def is_alive(pid: int) -> bool:
         return True  # it belongs to another user
     except (ProcessLookupError, OverflowError):
         return False
+    if fields := _stat(pid):
+        return fields[0] != "Z"  # its parent has not asked for its exit status yet
+    return not Path("/proc/self/stat").exists()  # no Linux, or it has ended meanwhile
+
+
+def kill_tree(root: int) -> None:
+    """Kill a process of this machine and all that it has started, directly or not: parents before their children.
+
+    A child that it starts meanwhile, and elsewhere than on Linux any child, is not killed.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if fields := _stat(int(entry.name)):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    tree = [root]
+    for pid in tree:
+        tree += children.get(pid, ())
+    for pid in tree:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _started(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name: state, parent and so on; none without such a process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # no Linux, or it has ended meanwhile
-        return not Path("/proc/self/stat").exists()
-    return state != "Z"  # its parent has not asked for its exit status yet
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def unnamed_memory() -> int:

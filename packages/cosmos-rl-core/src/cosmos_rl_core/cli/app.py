@@ -52,6 +52,7 @@ AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 app.command(add_help_option=False, context_settings=AS_GIVEN)(elastic.worker)
 app.command()(scale.scale)
 app.command()(scale.stop)
+app.command()(scale.status)
 
 
 @app.command()
@@ -170,23 +171,6 @@ def export(
         format=format,
     )
     typer.echo(f"{written.checkpoint} -> {directory}: {written.num_tensors} tensors, {written.num_bytes:,} bytes")
-
-
-@app.command()
-def status(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")]) -> None:
-    """Show the members, samples and waits of a run."""
-    import time
-
-    from cosmos_rl_core.clusters.launcher import Launched
-    from cosmos_rl_core.control.status import live_controller, read_status, render
-    from cosmos_rl_core.observe.record import read_outcome
-
-    if (launched := Launched.of(run_dir)) is not None and (jobs := launched.alive()):
-        typer.echo("\n".join(["jobs:", *(f"  {name}: {state}" for name, state in jobs.items()), ""]))
-        if not (run_dir / "status.json").exists():
-            return  # it has not started, or its directory is on other machines
-    found, outcome = read_status(run_dir), read_outcome(run_dir)
-    typer.echo(render(run_dir, found, controller=live_controller(run_dir), now=time.time(), outcome=outcome))
 
 
 app.command()(inference.generate)

@@ -1,12 +1,16 @@
-"""The commands `scale` and `stop`, for a live run. Imports only typer."""
+"""The commands `scale`, `stop` and `status`, for a run that is live. Imports only typer."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.clusters.launcher import Launched
 
 CHECK_S = 0.5
 Wanted = Annotated[
@@ -37,32 +41,79 @@ def stop(
 ) -> None:
     """End a run after the step in work, which is saved; a second time, or with --now, at once."""
     import asyncio
-    import time
 
     from cosmos_rl_core.clusters.launcher import Launched
     from cosmos_rl_core.clusters.local import end_process
     from cosmos_rl_core.clusters.operator import Unreachable, operator_of, request_end
+    from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
     from cosmos_rl_core.errors import UserError
+    from cosmos_rl_core.workers.directory import lock_holder
 
     launched, refused = Launched.of(run_dir), None
+    listens = (run_dir / CONTROLLER_FILE).exists()
     try:
         asyncio.run(request_end(operator_of(run_dir), now=now, report=typer.echo))
-    except UserError as error:  # it has not started, it hangs, or this machine does not reach it
+    except UserError as error:  # it does not listen, it hangs, or this machine does not reach it
         refused = error
     if launched is not None and launched.alive():
         lines = launched.stop(now=now)
-    elif isinstance(refused, Unreachable):
+    elif refused is None:
+        lines = []
+    elif isinstance(refused, Unreachable) or (not listens and lock_holder(run_dir) is not None):
         typer.echo(str(refused), err=True)
         lines = end_process(run_dir, now=now)
-    elif refused is not None:
+    elif listens or not is_run(run_dir):
         raise refused
     else:
-        lines = []
+        lines = []  # it has ended before
     for line in lines:
         typer.echo(line)
-    while launched is not None and launched.alive():
+    while (launched is not None and launched.alive()) or (lines and lock_holder(run_dir) is not None):
         time.sleep(CHECK_S)
     typer.echo("the run has ended")
+
+
+def status(run_dir: Run) -> None:
+    """Show the jobs, members, samples and waits of a run."""
+    from cosmos_rl_core.clusters.launcher import Launched
+    from cosmos_rl_core.control.status import live_controller, read_status, render
+    from cosmos_rl_core.errors import UserError
+    from cosmos_rl_core.observe.record import read_outcome
+
+    launched, jobs = Launched.of(run_dir), {}
+    try:
+        jobs = launched.alive() if launched is not None else {}
+    except UserError as error:  # the platform's commands are on other machines
+        typer.echo(f"the states of the jobs are not known here: {error}", err=True)
+    if jobs:
+        typer.echo("\n".join(["jobs:", *(f"  {name}: {state}" for name, state in jobs.items()), ""]))
+    if waits := without_controller(run_dir, launched, has_jobs=bool(jobs)):
+        typer.echo(waits)
+        return
+    found, outcome = read_status(run_dir), read_outcome(run_dir)
+    typer.echo(render(run_dir, found, controller=live_controller(run_dir), now=time.time(), outcome=outcome))
+
+
+def without_controller(run_dir: Path, launched: Launched | None, *, has_jobs: bool) -> str:
+    """Return a sentence about a run whose controller has not written a status; empty if it has one, or is no run."""
+    from cosmos_rl_core.workers.directory import lock_holder
+
+    written = run_dir / "status.json"
+    if written.exists() and (launched is None or written.stat().st_mtime >= launched.at or not has_jobs):
+        return ""
+    if launched is None:
+        holder = lock_holder(run_dir)
+        return f"{run_dir}: no controller yet: {holder} starts it" if holder is not None else ""
+    if not launched.shares_files:
+        return f"{run_dir}: launched on {launched.platform}; its controller writes the status into the run's volume"
+    if has_jobs:
+        return f"{run_dir}: no controller yet: it starts with its job"
+    return f"{run_dir}: launched on {launched.platform}, and ended without a controller: see its launch/*.log"
+
+
+def is_run(run_dir: Path) -> bool:
+    """Return whether a run was ever started in a directory, or launched from it."""
+    return any((run_dir / name).exists() for name in ("status.json", "run.lock", "launch/cluster.json"))
 
 
 def parse(wanted: Sequence[str]) -> dict[str, int]:

@@ -237,6 +237,8 @@ class Launched(msgspec.Struct, kw_only=True):
     overrides: tuple[str, ...]
     directory: str = ""
     """Set by `of`: the directory in which the file was found."""
+    at: float = 0.0
+    """Set by `of`: the time of the launch, in Unix seconds."""
 
     @classmethod
     def of(cls, run_dir: Path) -> Launched | None:
@@ -248,7 +250,7 @@ class Launched(msgspec.Struct, kw_only=True):
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
-        found.directory = str(run_dir.resolve())
+        found.directory, found.at = str(run_dir.resolve()), path.stat().st_mtime
         return found
 
     def write(self, run_dir: Path) -> None:
@@ -256,6 +258,11 @@ class Launched(msgspec.Struct, kw_only=True):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         (run_dir / FOLDER).mkdir(exist_ok=True)
         (run_dir / FOLDER / _FILE).write_bytes(msgspec.json.encode(self))
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether the machines of the platform see the files of this one."""
+        return shares_files(self.platform)
 
     def alive(self) -> Mapping[str, str]:
         """Return the state of each job by its name, as the platform calls it. Raises UserError."""

@@ -14,7 +14,7 @@ from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.control.status import read_status
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.interrupts import run_to_end
-from cosmos_rl_core.processes import ChildProcess, environment, is_alive, last_lines
+from cosmos_rl_core.processes import ChildProcess, environment, kill_tree, last_lines
 from cosmos_rl_core.workers.directory import lock_holder
 
 CHECK_S = 0.1
@@ -58,7 +58,7 @@ class Local:
         """Return the process that holds the run's directory, and the states of its workers."""
         if (holder := lock_holder(run.directory)) is None:
             return {}
-        states = {"run": f"RUNNING (process {holder})"}
+        states = {"run": f"RUNNING ({holder})"}
         if (run.directory / CONTROLLER_FILE).exists() and (run.directory / "status.json").exists():
             states |= {member.name: member.state for member in read_status(run.directory).members}
         return states
@@ -75,20 +75,24 @@ class Local:
 
 
 def end_process(run_dir: Path, *, now: bool) -> list[str]:
-    """Send SIGTERM, or SIGKILL, to the process that holds a run's directory; return a line for it.
+    """Send SIGTERM to the process that holds a run's directory, or kill it and all it has started; return a line.
 
     A run whose controller has ended gets no SIGTERM: it is leaving. Raises UserError if the process is on another
-    machine.
+    machine, or has ended before its workers.
     """
     if (holder := lock_holder(run_dir)) is None:
         return []
-    lives = holder.isdecimal() and is_alive(int(holder))
-    if _is_leaving(run_dir) and not (now and lives):
+    if _is_leaving(run_dir) and not (now and holder.is_alive):
         return ["run: its processes are leaving"]
-    if not lives:
-        raise UserError(f"{run_dir} is in use by process {holder} of another machine, or by workers of a killed run")
-    os.kill(int(holder), signal.SIGKILL if now else signal.SIGTERM)
-    return [f"run: process {holder} gets {'SIGKILL' if now else 'SIGTERM'}"]
+    if not holder.is_here:
+        raise UserError(f"{run_dir} is in use by {holder}: stop the run there, or end that process")
+    if not holder.is_alive:
+        raise UserError(f"{run_dir} is in use by workers of a killed run ({holder}), which save and leave")
+    if now:
+        kill_tree(holder.pid)
+    else:
+        os.kill(holder.pid, signal.SIGTERM)
+    return [f"run: {holder} gets {'SIGKILL, and all that it has started' if now else 'SIGTERM'}"]
 
 
 def _is_leaving(run_dir: Path) -> bool:

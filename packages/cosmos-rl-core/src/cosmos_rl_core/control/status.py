@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ from cosmos_rl_core.control.address_file import read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.console import duration, table
 from cosmos_rl_core.observe.record import Outcome, resume_command
-from cosmos_rl_core.processes import is_alive
+from cosmos_rl_core.processes import ProcessName
 
 if TYPE_CHECKING:
     from cosmos_rl_core.control.server import Controller
@@ -133,11 +132,11 @@ def live_controller(run_dir: Path) -> str:
     The process of another machine is not looked for: its controller.json may outlive it.
     """
     try:
-        found = re.search(r"\d+", (run_dir / "run.lock").read_text())
+        holder = ProcessName.parse((run_dir / "run.lock").read_text())
     except FileNotFoundError:
         return ""
-    if found is not None and is_alive(int(found[0])):
-        return f"pid {found[0]}"
+    if holder is not None and holder.is_alive:
+        return f"pid {holder.pid}"
     try:
         elsewhere = read_controller_file(run_dir)
     except UserError:

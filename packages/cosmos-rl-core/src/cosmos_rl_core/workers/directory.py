@@ -16,7 +16,7 @@ from typing import IO
 from cosmos_rl_core.control.address_file import NAME
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.sinks import set_damage_aside
-from cosmos_rl_core.processes import is_alive
+from cosmos_rl_core.processes import ProcessName
 from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.wire.tls import CONTROLLER_TLS_FILE, TLS_FILE
 
@@ -117,7 +117,7 @@ class RunDirectory:
             for name in ("token", *TLS_FILES, NAME):
                 (path / name).unlink(missing_ok=True)
         lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
+        lock.write(f"{ProcessName.of_this_process().text}\n")
         lock.flush()
         for name in CONTENTS:
             (path / name).mkdir(exist_ok=True)
@@ -130,10 +130,10 @@ class RunDirectory:
                 return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 self._lock.seek(0)
-                holder = self._lock.read().strip()
-                if (holder.isdecimal() and is_alive(int(holder))) or time.monotonic() > deadline:
+                holder = ProcessName.parse(self._lock.read())
+                if (holder is not None and holder.is_alive) or time.monotonic() > deadline:
                     raise UserError(
-                        f"{self.path} is in use by a live run (process {holder}). Wait for it, stop it, "
+                        f"{self.path} is in use by a live run ({holder or 'which just starts'}). Wait for it, stop it, "
                         "or choose another [run] output_dir."
                     ) from error
             time.sleep(RETRY_S)
@@ -155,8 +155,8 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
 
 
-def lock_holder(run_dir: Path) -> str | None:
-    """Return the process that holds a run's directory, as its lock names it; None if nothing does.
+def lock_holder(run_dir: Path) -> ProcessName | None:
+    """Return the process that its lock names as the holder of a run's directory; None if nothing holds it.
 
     After the end of that process a policy that saves may still hold it.
     """
@@ -165,7 +165,7 @@ def lock_holder(run_dir: Path) -> str | None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return lock.read().strip()
+                return ProcessName.parse(lock.read())
     except FileNotFoundError:
         pass
     return None
