@@ -79,8 +79,11 @@ def trains(wait_for, steps_of):
 
 
 def generation(run_dir):
-    path = run_dir / "controller.json"
-    return json.loads(path.read_text())["generation"] if path.exists() else -1
+    return contact(run_dir)["generation"] if (run_dir / "controller.json").exists() else -1
+
+
+def contact(run_dir):
+    return json.loads((run_dir / "controller.json").read_text())
 
 
 def must_have_trained_each_sample_once(run_dir, rows_of, *, steps):
@@ -99,14 +102,18 @@ def test_a_manifest_trains_to_its_end(cluster, launched, wait_for, rows_of):
 
 
 def test_killed_pods_are_replaced_and_the_run_goes_on(cluster, launched, trains, wait_for, rows_of, steps_of):
-    run_dir, _ = launched(**SLOW, checkpoint__every_steps=1)
+    """With TLS: the next controller has the certificates of the first one."""
+    encrypted = {"tls__enabled": True, "tls__weights": True, "sync__transport": "tcp"}
+    run_dir, _ = launched(**SLOW, **encrypted, checkpoint__every_steps=1)
     trains(run_dir)
+    authority = contact(run_dir)["ca"]
+    assert len(authority) == 64
     for replica in ("rollout-0", "controller", "policy-0"):
         killed = cluster.pod(replica)
         killed.kill()
         wait_for(lambda: cluster.pod(replica) not in (None, killed), f"another pod of {replica}")  # noqa: B023
         trains(run_dir, 6)
-    assert generation(run_dir) == 1
+    assert (generation(run_dir), contact(run_dir)["ca"]) == (1, authority)
     for replica in ("rollout-0", "controller", "policy-0"):
         assert cluster.exit_codes(replica) == [KILLED]
     assert cluster.exit_codes("rollout-1") == []

@@ -1,6 +1,9 @@
-"""The objects of `cosmos-rl launch --on kubernetes` against the published schemas of Kubernetes."""
+"""The objects of `cosmos-rl launch --on kubernetes` against Kubernetes' published schemas and the types of kubectl."""
 
 import copy
+import json
+import shutil
+import subprocess
 
 import pytest
 import yaml
@@ -43,3 +46,36 @@ def test_a_planted_error_is_found(jobs, validate):
     wrong["spec"]["template"]["spec"]["restartPolcy"] = "Never"
     with pytest.raises(Exception, match="restartPolcy"):
         validate(wrong, VERSIONS[-1])
+
+
+@pytest.fixture
+def decoded():
+    """Return an object as kubectl decodes it, without a cluster: it drops fields that its types do not have."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+
+    def decode(one):
+        command = ["kubectl", "set", "env", "--local", "--filename=-", "ADDED=1", "--output=json"]
+        done = subprocess.run(command, input=json.dumps(one), text=True, capture_output=True, check=True)
+        return json.loads(done.stdout)
+
+    return decode
+
+
+def lost(one, other, place=""):
+    """Return the places of an object that another one does not have, or has with another value."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [found for key in one for found in lost(one[key], other.get(key), f"{place}.{key}")]
+    if isinstance(one, list) and isinstance(other, list) and len(one) <= len(other):
+        return [found for index, item in enumerate(one) for found in lost(item, other[index], f"{place}[{index}]")]
+    return [] if str(one) == str(other) else [place]  # a quantity is a text there
+
+
+def test_kubectl_decodes_all_fields_of_jobs(jobs, decoded):
+    found = [one for one in jobs if one["kind"] == "Job"]
+    assert len(found) == 3
+    for one in found:
+        assert lost(one, decoded(one)) == []
+    wrong = copy.deepcopy(found[0])
+    wrong["spec"]["template"]["spec"]["restartPolcy"] = "Never"
+    assert lost(wrong, decoded(wrong)) == [".spec.template.spec.restartPolcy"]

@@ -15,8 +15,10 @@ from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_f
 from cosmos_rl_core.clusters.manifest import IS_FRESH, START, Manifest, merged
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.secrets import make_secrets, read_secrets
 from cosmos_rl_core.launch.takeover import take_over
 from cosmos_rl_core.wire.handshake import make_token
+from cosmos_rl_core.wire.tls import read_tls
 
 RECIPE = """
 [run]
@@ -188,9 +190,37 @@ def test_image_and_claim_are_required(cluster, key, override):
         Kubernetes().plan(cluster(f"cluster.kubernetes.{override}"))
 
 
-def test_certificates_are_refused(cluster):
-    with pytest.raises(UserError, match="do not get the certificates"):
-        Kubernetes().plan(cluster("tls.enabled=true"))
+def test_pods_get_the_certificates_of_the_run(cluster, monkeypatch, tmp_path):
+    run = cluster("tls.enabled=true", 'cluster.kubernetes.token_secret="mine"', *MACHINES)
+    assert Kubernetes().plan(run).startswith("# The Secrets are those of this run")
+    found = objects(run)
+    assert [problem for one in found.values() for problem in problems(one)] == []
+    assert {name for kind, name in found if kind == "Secret"} == {"-tls"}
+    bundles = found["Secret", "-tls"]["stringData"]
+    jobs = {job["name"]: job["template"] for job in found["JobSet", ""]["spec"]["replicatedJobs"]}
+    jobs["rollout-1"] = found["Job", "-rollout-1"]
+    variables = {name: secrets_of(container(job)) for name, job in jobs.items()}
+    workers = {"COSMOS_RL_TOKEN": ("mine", "token"), "COSMOS_RL_TLS": (f"{Manifest(run).name}-tls", "tls.pem")}
+    own = {"COSMOS_RL_CONTROLLER_TLS": (f"{Manifest(run).name}-tls", "tls_controller.pem")}
+    assert variables.pop("controller") == workers | own
+    assert set(variables) == {"policy-0", "policy-1", "rollout-1"} and all(one == workers for one in variables.values())
+
+    monkeypatch.setenv("COSMOS_RL_CONTROLLER_TLS", bundles["tls_controller.pem"])
+    with pytest.raises(UserError, match="COSMOS_RL_TLS is not the certificate of its workers"):
+        make_secrets(tmp_path, run.config.tls)
+    monkeypatch.setenv("COSMOS_RL_TLS", bundles["tls.pem"])
+    made = make_secrets(tmp_path, run.config.tls)
+    assert (made.controller.bundle, made.workers.bundle) == (bundles["tls_controller.pem"], bundles["tls.pem"])
+    (tmp_path / "tls.pem").unlink()
+    (tmp_path / "tls.pem").touch(mode=0o600)  # of an earlier launch
+    assert read_secrets(tmp_path, run.config.tls) == made
+    assert read_tls(tmp_path / "tls.pem") == made.workers
+
+
+def secrets_of(container):
+    """The variables of a container that come from Secrets: (name, key)."""
+    keys = {one["name"]: one["valueFrom"].get("secretKeyRef") for one in container["env"] if "valueFrom" in one}
+    return {name: (key["name"], key["key"]) for name, key in keys.items() if key}
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 from cosmos_rl_core.clusters.launcher import ClusterRun, rollouts_of
 from cosmos_rl_core.clusters.manifest import REPLICA_LABEL, RUN_LABEL, Manifest
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.wire.certificates import make_bundles
 from cosmos_rl_core.wire.handshake import TOKEN_BYTES
 
 COMMAND_TIMEOUT_S = 60.0
+HAS_SECRETS = "# The Secrets are those of this run: do not publish this text.\n"
 KINDS = "jobsets.jobset.x-k8s.io,jobs.batch,configmaps,secrets"
 
 
@@ -38,10 +40,12 @@ class Kubernetes:
     shares_files = False
 
     def plan(self, run: ClusterRun) -> str:
-        """Return the objects as YAML. Unless [cluster.kubernetes] has a token_secret, it contains a new token."""
-        secret = not run.config.cluster.kubernetes.token_secret
-        head = "# The Secret is the token of this run: do not publish this text.\n" if secret else ""
-        return head + to_yaml(Manifest(run).objects(token=secrets.token_hex(TOKEN_BYTES)))
+        """Return the objects as YAML, with the run's secrets: a new token, unless [cluster.kubernetes] has a
+        token_secret, and with [tls] new certificates."""
+        tls = make_bundles(valid_days=run.config.tls.valid_days) if run.config.tls.enabled else None
+        text = to_yaml(Manifest(run).objects(token=secrets.token_hex(TOKEN_BYTES), tls=tls))
+        is_secret = tls is not None or not run.config.cluster.kubernetes.token_secret
+        return (HAS_SECRETS if is_secret else "") + text
 
     def start(self, run: ClusterRun) -> list[str]:
         """Create the objects, after removing those of an earlier launch that has ended."""

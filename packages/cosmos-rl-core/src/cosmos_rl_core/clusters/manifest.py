@@ -1,6 +1,7 @@
 """The objects of a run on Kubernetes, as dictionaries.
 
     Secret      NAME-token        the run's token
+    Secret      NAME-tls          with [tls], the certificates of the controller and of the workers
     ConfigMap   NAME-recipe       the recipe with all its keys
     JobSet      NAME              controller and policies; it completes with the controller
     Job         NAME-rollout-0    one rollout replica; others can be created while the run is live
@@ -20,6 +21,8 @@ from typing import Any
 from cosmos_rl_core.clusters.launcher import ClusterRun, Replica
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.recipe.load import dump_resolved
+from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE
+from cosmos_rl_core.wire.tls import CONTROLLER_TLS_FILE, CONTROLLER_TLS_VARIABLE, TLS_FILE, TLS_VARIABLE, Tls
 
 RUN_LABEL = "cosmos-rl/run"
 REPLICA_LABEL = "cosmos-rl/replica"
@@ -86,16 +89,20 @@ class Manifest:
         """Host name and port of the controller: those of the first pod of the Job "controller"."""
         return f"{self.name}-controller-0-0.{self.name}:{self.run.config.cluster.kubernetes.port}"
 
-    def objects(self, *, token: str) -> Iterator[Object]:
-        """Yield all objects. Raises UserError if [cluster.kubernetes] has no image or no claim, and with [tls]."""
+    def objects(self, *, token: str, tls: tuple[Tls, Tls] | None = None) -> Iterator[Object]:
+        """Yield all objects. tls: the bundles of the controller and of the workers, with [tls].
+
+        Raises UserError if [cluster.kubernetes] has no image or no claim.
+        """
         settings = self.run.config.cluster.kubernetes
-        if self.run.config.tls.enabled:
-            raise UserError("[tls] enabled: on kubernetes, workers do not get the certificates of the run; remove it")
         for key in ("image", "claim"):
             if not getattr(settings, key):
                 raise UserError(f"[cluster.kubernetes] {key} is missing")
         if not settings.token_secret:
             yield {"apiVersion": "v1", "kind": "Secret", **self._metadata("-token"), "stringData": {"token": token}}
+        if tls is not None:
+            bundles = dict(zip((CONTROLLER_TLS_FILE, TLS_FILE), (one.bundle for one in tls), strict=True))
+            yield {"apiVersion": "v1", "kind": "Secret", **self._metadata("-tls"), "stringData": bundles}
         recipe = {"run.toml": dump_resolved(self.run.config)}
         yield {"apiVersion": "v1", "kind": "ConfigMap", **self._metadata("-recipe"), "data": recipe}
         yield self.job_set()
@@ -194,9 +201,8 @@ class Manifest:
         """Return the PodTemplateSpec of a role, without the recipe's own keys."""
         cluster = self.run.config.cluster
         settings, container = cluster.kubernetes, {"name": CONTAINER, "image": cluster.kubernetes.image}
-        secret = {"name": settings.token_secret or f"{self.name}-token", "key": "token"}
         env = [
-            {"name": "COSMOS_RL_TOKEN", "valueFrom": {"secretKeyRef": secret}},
+            *self._secrets(role),
             {"name": "PYTHONUNBUFFERED", "value": "1"},
             *({"name": name, "value": value} for name, value in cluster.env.items()),
         ]
@@ -218,6 +224,19 @@ class Manifest:
                 "volumes": volumes,
             },
         }
+
+    def _secrets(self, role: str) -> list[Object]:
+        """Return the variables of a pod with the run's secrets. The controller's certificate is its own."""
+        token_secret = self.run.config.cluster.kubernetes.token_secret or f"{self.name}-token"
+        found = [(TOKEN_VARIABLE, token_secret, "token")]
+        if self.run.config.tls.enabled:
+            found.append((TLS_VARIABLE, f"{self.name}-tls", TLS_FILE))
+            if role == "controller":
+                found.append((CONTROLLER_TLS_VARIABLE, f"{self.name}-tls", CONTROLLER_TLS_FILE))
+        return [
+            {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+            for variable, secret, key in found
+        ]
 
     def _merged(self, pod: Object, role: str) -> Object:
         settings = self.run.config.cluster.kubernetes

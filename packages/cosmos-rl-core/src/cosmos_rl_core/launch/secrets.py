@@ -10,11 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.recipe.sections import TlsSection
 from cosmos_rl_core.wire.certificates import make_bundles
-from cosmos_rl_core.wire.handshake import make_token, read_token, write_secret
+from cosmos_rl_core.wire.handshake import keep_secret, make_token, read_token
 from cosmos_rl_core.wire.listening import is_loopback
-from cosmos_rl_core.wire.tls import CONTROLLER_TLS_FILE, TLS_FILE, Tls, read_tls
+from cosmos_rl_core.wire.tls import (
+    CONTROLLER_TLS_FILE,
+    CONTROLLER_TLS_VARIABLE,
+    TLS_FILE,
+    TLS_VARIABLE,
+    Tls,
+    environment_tls,
+    read_tls,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +42,11 @@ class Secrets:
 
 
 def make_secrets(directory: Path, section: TlsSection) -> Secrets:
-    """Make the secrets of a new run and write them. Raises UserError."""
+    """Make the secrets of a new run, or take those of the environment, and write them. Raises UserError."""
     if not section.enabled:
         return Secrets(token=make_token(directory / "token"))
-    controller, workers = make_bundles(valid_days=section.valid_days)
-    for name, tls in ((CONTROLLER_TLS_FILE, controller), (TLS_FILE, workers)):
-        write_secret(directory / name, tls.bundle.strip())
+    controller, workers = _given() or make_bundles(valid_days=section.valid_days)
+    _write(directory, controller, workers)
     return Secrets(token=make_token(directory / "token"), controller=controller, workers=workers)
 
 
@@ -47,9 +55,26 @@ def read_secrets(directory: Path, section: TlsSection) -> Secrets:
     token = read_token(directory / "token")
     if not section.enabled:
         return Secrets(token=token)
+    if (given := _given()) is not None:
+        _write(directory, *given)
+        return Secrets(token=token, controller=given[0], workers=given[1])
     return Secrets(
         token=token, controller=read_tls(directory / CONTROLLER_TLS_FILE), workers=read_tls(directory / TLS_FILE)
     )
+
+
+def _given() -> tuple[Tls, Tls] | None:
+    """Return the bundles of the controller and of workers that a platform has put into the environment, or None."""
+    if (controller := environment_tls(CONTROLLER_TLS_VARIABLE)) is None:
+        return None
+    if (workers := environment_tls()) is None or workers.fingerprint != controller.fingerprint:
+        raise UserError(f"{CONTROLLER_TLS_VARIABLE} is set, and {TLS_VARIABLE} is not the certificate of its workers")
+    return controller, workers
+
+
+def _write(directory: Path, controller: Tls, workers: Tls) -> None:
+    for name, tls in ((CONTROLLER_TLS_FILE, controller), (TLS_FILE, workers)):
+        keep_secret(directory / name, tls.bundle)
 
 
 def describe_encryption(secrets: Secrets, section: TlsSection, *, bind: str) -> str:

@@ -32,6 +32,8 @@ CONTROLLER_TLS_FILE = "tls_controller.pem"
 """The bundle of the controller, in the run's directory."""
 TLS_VARIABLE = "COSMOS_RL_TLS"
 """Environment variable with the content of TLS_FILE, for machines that do not share the run's directory."""
+CONTROLLER_TLS_VARIABLE = "COSMOS_RL_CONTROLLER_TLS"
+"""Environment variable with the controller's bundle, for a platform that makes the certificates of a run."""
 CONTROLLER, WORKER = "controller", "worker"
 """Names in the certificates. A client checks that the certificate of its server has the expected one."""
 _BLOCK = re.compile(r"-----BEGIN ([A-Z ]+)-----.+?-----END \1-----\n?", re.DOTALL)
@@ -93,10 +95,10 @@ def read_tls(path: Path) -> Tls:
     return Tls(read_secret(path, kind="certificate") + "\n", origin=str(path)).check()
 
 
-def environment_tls() -> Tls | None:
-    """Return the bundle of the environment variable COSMOS_RL_TLS, or None. Raises UserError."""
-    text = os.environ.get(TLS_VARIABLE, "").strip()
-    return Tls(text + "\n", origin=f"the variable {TLS_VARIABLE}").check() if text else None
+def environment_tls(variable: str = TLS_VARIABLE) -> Tls | None:
+    """Return the bundle of an environment variable, or None. Raises UserError."""
+    text = os.environ.get(variable, "").strip()
+    return Tls(text + "\n", origin=f"the variable {variable}").check() if text else None
 
 
 class TlsSession:
