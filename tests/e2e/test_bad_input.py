@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
+from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 from cosmos_rl_core.cli.app import main
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.workers.directory import RunDirectory
 
 REWARDS = """
@@ -85,7 +87,7 @@ def test_misspelt_keys_are_told_all_at_once_with_what_was_meant(tmp_path, bandit
         ({"algorithm__name": "gpro"}, "no algorithm is called 'gpro'; did you mean 'gspo'?"),
         ({"reward__functions": [{"name": "hit"}]}, "no reward is called 'hit'"),
         ({"sync__backend": "trasfer"}, "no weight_sync is called 'trasfer'; did you mean 'transfer'?"),
-        ({"data__rows": 0}, "tiny has no rows: there are no prompts. Check [data]"),
+        ({"data__rows": 0}, "data: tiny has no rows"),
         (
             {"policy__prompts_per_step": 11, "prompts__epochs": 1},
             "10 rows are fewer than [policy] prompts_per_step = 11",
@@ -98,7 +100,7 @@ def test_what_the_recipe_asks_for_is_not_there(change, said, tmp_path, bandit, r
 
 def test_the_dataset_is_not_there(tmp_path, sums, qwen, refused):
     message = refused(sums(tmp_path / "run", data__path=str(qwen / "tran.jsonl")))
-    assert message.endswith('no such file or directory. Did you mean "train.jsonl"?')
+    assert 'no such file or directory. Did you mean "train.jsonl"?' in message
     assert f"data.path = {str(qwen / 'tran.jsonl')!r}" in message
 
 
@@ -106,7 +108,7 @@ def test_a_row_lacks_the_column(tmp_path, sums, refused):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1=", "answer": "2"}\n')
     message = refused(sums(tmp_path / "run", data__path=str(rows)))
-    assert message == f"{rows}:2: no column 'prompt' (data.prompt_column); there are: 'question', 'answer'"
+    assert f"{rows}:2: no column 'prompt' (data.prompt_column); there are: 'question', 'answer'" in message
 
 
 def test_the_dataset_is_empty(tmp_path, sums, refused):
@@ -141,7 +143,14 @@ def test_what_only_the_workers_can_know(change, said, tmp_path, sums, refused_he
 def test_every_prompt_is_longer_than_the_context(length, tmp_path, sums, refused_here):
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": "1+" * 40 + "1=", "answer": "41"}) + "\n") * 8)
-    message = refused_here(sums(tmp_path / "run", run__placement="inline", data__path=str(rows), **length))
+    tables = sums(tmp_path / "run", run__placement="inline", data__path=str(rows), **length)
+    early = refused_here(tables)
+    assert "data: row 1 has 82 tokens and with up to 4 new ones exceeds the context of 32" in early
+    assert "and so does the shortest row" in early
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError) as caught:  # a program's run begins without these checks
+        run(tables)
+    message = str(caught.value)
     assert "the prompt has 82 tokens and with up to 4 new ones exceeds the context of 32" in message
     assert "shorten it, lower rollout.sampling.max_tokens or raise model.max_length" in message
     assert "rows.jsonl:" in message
@@ -164,10 +173,10 @@ def test_a_reward_goes_wrong(name, said, tmp_path, bandit, refused_here):
     assert f"reward '{name}' on tiny:" in message
 
 
-def test_a_reward_is_no_function_and_a_worker_process_says_so(tmp_path, bandit, refused):
+def test_a_reward_is_no_function(tmp_path, bandit, refused):
     (tmp_path / "wrong_rewards.py").write_text(REWARDS)
     message = refused(bandit(tmp_path / "run", reward__functions=[{"name": "wrong_rewards:number"}]))
-    assert message == "[reward] wrong_rewards:number is 3, not a function"
+    assert "[reward] wrong_rewards:number is 3, not a function" in message
 
 
 def test_the_directory_is_in_use_by_a_live_run(tmp_path, bandit, refused):

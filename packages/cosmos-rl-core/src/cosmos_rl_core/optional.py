@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.held import Held
     from cosmos_rl_core.recipe.run import RunConfig
+    from cosmos_rl_core.settings.base import Problem
+    from cosmos_rl_core.types import RolloutGroup
 
 
 @runtime_checkable
@@ -54,6 +56,33 @@ class ChecksModels(Protocol):
         """Raise UserError for a model that would fail, or learn nothing; called by `cosmos-rl check`.
 
         model: the [model] section. Checks that need a download are left to the run.
+        """
+        ...
+
+
+@runtime_checkable
+class FindsProblems(Protocol):
+    """A domain with checks before the start of a run: of its model, tokenizer, engine and rows."""
+
+    def problems(
+        self, config: RunConfig, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
+    ) -> Iterable[Problem]:
+        """Yield what the first minute of a run would reveal, without loading the model; within a few seconds.
+
+        rows: of [data]. held_out: those of [eval.data]; empty without it. Called by `cosmos-rl check --deep`, `run` and
+        `launch` with a valid recipe.
+        """
+        ...
+
+
+@runtime_checkable
+class MakesSpecimens(Protocol):
+    """A domain whose rewards can be called before the start, with made-up responses."""
+
+    def specimen(self, config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
+        """Return a group for a row of [data], as an engine would: [rollout] group_size rollouts.
+
+        origin: location of the row, for messages.
         """
         ...
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
+    from cosmos_rl_core.settings.base import Problem
     from cosmos_rl_llm.data.chat import Chat, Encoded
     from cosmos_rl_llm.media.vision import Vision
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
@@ -62,6 +63,20 @@ class LLMDomain(DomainBase):
     ) -> Mapping[str, Any]:
         """A prompt with the system prompt of [data]. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
         return prompt_row(given, where=where, config=data)
+
+    def problems(
+        self, config: RunConfig, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
+    ) -> Iterable[Problem]:
+        """Tokenizer, chat template, lengths of rows, engine. Implements `cosmos_rl_core.optional.FindsProblems`."""
+        from cosmos_rl_llm.preflight import find_problems
+
+        return find_problems(config, rows, held_out)
+
+    def specimen(self, config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
+        """Responses equal to the row's answer. Implements `cosmos_rl_core.optional.MakesSpecimens`."""
+        from cosmos_rl_llm.preflight import specimen
+
+        return specimen(config, row, origin=origin)
 
     def build_policy(
         self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int, setup: ModelSetup

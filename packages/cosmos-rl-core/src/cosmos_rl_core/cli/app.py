@@ -42,7 +42,7 @@ def run(
     from cosmos_rl_core.workers.fork_server import opened
 
     with opened(folders) as forks:  # imports for the workers while this process imports for itself
-        elastic.train(file, overrides or [], folders, resume=resume, overwrite=overwrite, forks=forks)
+        elastic.train(file, overrides or [], folders, resume=resume, overwrite=overwrite, forks=forks, deep=True)
 
 
 app.command()(elastic.launch)
@@ -56,13 +56,20 @@ app.command()(scale.status)
 
 
 @app.command()
-def check(file: Recipe, overrides: Overrides = None) -> None:
+def check(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also check tokenizer, rows, rewards and this machine, as a run does first.")
+    ] = False,
+) -> None:
     """Validate a recipe: report every error, or show a summary of the run."""
     import_from(file)
     from cosmos_rl_core.launch.check import check as check_config
     from cosmos_rl_core.recipe.load import load
 
-    checked = check_config(load(file, overrides or ()))
+    checked = check_config(load(file, overrides or ()), deep=deep)
     typer.echo(f"{file}: ok\n{checked}")
 
 

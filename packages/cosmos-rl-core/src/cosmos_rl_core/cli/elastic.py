@@ -50,13 +50,21 @@ def train(
     resume: str | None,
     overwrite: bool,
     forks: ForkServer | None = None,
+    deep: bool = False,
 ) -> None:
-    """Run a recipe to its end. Exits with 1 after the loss of a worker, with 130 after an interrupt."""
+    """Run a recipe to its end. Exits with 1 after the loss of a worker, with 130 after an interrupt.
+
+    deep: check what a run needs on this machine before anything is started.
+    """
     from cosmos_rl_core.errors import WorkerFailed
+    from cosmos_rl_core.launch.check import check_in_child
     from cosmos_rl_core.launch.given import open_recipe
     from cosmos_rl_core.launch.supervised.command import run_supervised
+    from cosmos_rl_core.recipe.load import load
 
-    given = open_recipe(file, overrides, python_path=folders)
+    loaded = load(file, overrides)
+    notes = check_in_child(loaded) if deep else ()
+    given = replace(open_recipe(loaded.whole(), python_path=folders), notes=notes)
     try:
         result = run_supervised(given, resume=resume, overwrite=overwrite, forks=forks)
     except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
@@ -129,9 +137,10 @@ def launch(
 
 
 def _check(file: Path, overrides: list[str] | None, *, external: bool) -> None:
-    """Raise ConfigError with every problem of a recipe, as `cosmos-rl check`."""
-    from cosmos_rl_core.launch.check import check
+    """Raise ConfigError with every problem of a recipe, as `cosmos-rl check --deep`; print its notes."""
+    from cosmos_rl_core.launch.check import check_in_child
     from cosmos_rl_core.recipe.load import load
 
     import_from(file)
-    check(load(file, [*(overrides or ()), *(["run.placement=external"] if external else [])]))
+    for note in check_in_child(load(file, [*(overrides or ()), *(["run.placement=external"] if external else [])])):
+        typer.echo(f"note: {note}", err=True)

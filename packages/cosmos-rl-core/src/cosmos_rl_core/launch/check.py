@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, load_engine, look_up_parts
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.gpus import assignment_text
+from cosmos_rl_core.launch.preflight.machine import machine_problems
+from cosmos_rl_core.launch.preflight.rewards import reward_problems
 from cosmos_rl_core.launch.versions import too_old
-from cosmos_rl_core.optional import ChecksModels, Warns
+from cosmos_rl_core.optional import ChecksModels, FindsProblems, Warns
 from cosmos_rl_core.recipe.load import Loaded, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
@@ -25,12 +32,15 @@ class Dataset:
     """The rows of [data] or [eval.data]."""
 
     origin: str
-    rows: int
-    columns: tuple[str, ...]
-    """Columns of the first row."""
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the first row."""
+        return tuple(str(column) for column in self.rows[0])
 
     def __str__(self) -> str:
-        return f"{self.rows} rows of {self.origin} ({', '.join(self.columns)})"
+        return f"{len(self.rows)} rows of {self.origin} ({', '.join(self.columns)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +52,20 @@ class Checked:
     evaluation: Dataset | None
     warnings: Sequence[str] = ()
     """Warnings about valid keys, a sentence each."""
+    notes: Sequence[str] = ()
+    """Remarks of the checks before a start."""
 
     def __str__(self) -> str:
         """Five lines on what the run will do, and one for each warning."""
-        lines = [*_resume(self), *(("note", text) for text in self.warnings)]
+        lines = [*_resume(self), *(("note", text) for text in (*self.warnings, *self.notes))]
         return "\n".join(f"  {name:<10}{text}" for name, text in lines)
 
 
-def check(recipe: RunConfig | Loaded) -> Checked:
+def check(recipe: RunConfig | Loaded, *, deep: bool = False) -> Checked:
     """Read the datasets, look up model, engine and rewards. Raises ConfigError with every problem.
 
-    Of a recipe that has problems already, the valid sections are checked, so that one error has all problems.
+    Of a recipe that has problems already, the valid sections are checked, so that one error has all problems. deep:
+    also the checks of `launch.preflight`, of this machine, the tokenizer, the rows and a call of each reward.
     """
     config, domain, broken, source = _parts(recipe)
     found = list(recipe.problems) if isinstance(recipe, Loaded) else []
@@ -65,11 +78,80 @@ def check(recipe: RunConfig | Loaded) -> Checked:
     data = None if "data" in broken else _dataset("data", config.data, domain, found)
     held_out = None if "eval" in broken else config.eval.data
     evaluation = None if held_out is None else _dataset("eval.data", held_out, domain, found)
+    notes: list[Problem] = []
+    if deep and not broken:
+        preflight = _preflight(config, domain, data, evaluation)
+        known = {problem.wrong for problem in found}
+        found += [problem for problem in preflight if not problem.is_note and problem.wrong not in known]
+        notes = [problem for problem in preflight if problem.is_note]
     if data is None or found:
         raise ConfigError(found, source=source)
     return Checked(
-        config=config, data=data, evaluation=evaluation, warnings=(*warnings_for(config), *_gpu_warnings(config))
+        config=config,
+        data=data,
+        evaluation=evaluation,
+        warnings=(*warnings_for(config), *_gpu_warnings(config)),
+        notes=tuple(map(str, notes)),
     )
+
+
+def _preflight(config: RunConfig, domain: Domain, data: Dataset | None, held_out: Dataset | None) -> list[Problem]:
+    found = [] if config.run.placement == "external" else list(machine_problems(config, domain))
+    rows = () if data is None else data.rows
+    if isinstance(domain, FindsProblems):
+        found += domain.problems(config, rows, () if held_out is None else held_out.rows)
+    if data is not None and not config.is_sft:
+        found += reward_problems(config, domain, rows, data.origin)
+    if data is not None and (size := config.policy.prompts_per_step) > len(rows):
+        times = f"a step uses each of {len(rows)} rows {size / len(rows):.3g} times"
+        found.append(Problem(key="policy.prompts_per_step", given=str(size), wrong=times, is_note=True))
+    return found
+
+
+def check_in_child(recipe: Loaded) -> tuple[str, ...]:
+    """As a deep `check`, in a forked process, and return its notes: rewards and libraries of the domain are imported
+    there, while the controller of a run stays small. Elsewhere than on Linux, and beside threads, in this process.
+
+    Raises UserError with the same message.
+    """
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return tuple(check(recipe, deep=True).notes)
+    ours, theirs = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not (child := os.fork()):
+        os.close(ours)
+        _report_check(recipe, theirs)
+    os.close(theirs)
+    with open(ours, "rb") as answer:
+        reported = answer.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not reported:  # its traceback is above; the run meets the same error
+        return (f"the checks before the start ended with status {status}",)
+    error, notes = json.loads(reported)
+    if error:
+        raise UserError(error)
+    return tuple(notes)
+
+
+def _report_check(recipe: Loaded, pipe: int) -> NoReturn:
+    """Write error and notes of a deep check as JSON, and exit."""
+    status = 1
+    try:
+        error, notes = "", []
+        try:
+            notes = list(check(recipe, deep=True).notes)
+        except UserError as found:
+            error = str(found)
+        with open(pipe, "wb") as answer:
+            answer.write(json.dumps([error, notes]).encode())
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _parts(recipe: RunConfig | Loaded) -> tuple[RunConfig, Domain | None, frozenset[str], Source | None]:
@@ -116,11 +198,7 @@ def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> D
     if not rows:
         found.append(Problem(key=section, wrong=f"{origin} has no rows"))
         return None
-    return Dataset(origin=origin, rows=len(rows), columns=_columns(rows))
-
-
-def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(str(column) for column in rows[0])
+    return Dataset(origin=origin, rows=rows)
 
 
 def _reward_problems(config: RunConfig, domain: Domain) -> list[Problem]:
@@ -142,10 +220,10 @@ def _reward_problems(config: RunConfig, domain: Domain) -> list[Problem]:
 def _resume(checked: Checked) -> list[tuple[str, str]]:
     config = checked.config
     run, policy = config.run, config.policy
-    steps = run.max_steps or checked.data.rows * (config.prompts.epochs or 1) // policy.prompts_per_step
+    steps = run.max_steps or len(checked.data.rows) * (config.prompts.epochs or 1) // policy.prompts_per_step
     what = f"{config.algorithm.name} of {run.domain}, {steps} steps, {run.placement}, into {run.output_dir}"
     evaluation = "none" if checked.evaluation is None else str(checked.evaluation)
-    if checked.evaluation and config.eval.limit and config.eval.limit < checked.evaluation.rows:
+    if checked.evaluation and config.eval.limit and config.eval.limit < len(checked.evaluation.rows):
         evaluation = f"the first {config.eval.limit} of {evaluation}"
     if config.is_sft:
         step = f"{policy.prompts_per_step} rows, at most {policy.microbatch_terms} terms a pass"

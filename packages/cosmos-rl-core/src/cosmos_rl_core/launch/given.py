@@ -53,6 +53,8 @@ class Given:
     """Functions by label, for a run in this process."""
     rows: Mapping[str, Rows] = field(default_factory=dict)
     """Given rows by their section."""
+    notes: tuple[str, ...] = ()
+    """Remarks of the checks before the start."""
 
     def placed_in(self, folder: Path) -> Given:
         """Return a copy whose recipe reads the rows from files in `folder`."""

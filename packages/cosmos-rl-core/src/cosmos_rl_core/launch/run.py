@@ -156,7 +156,7 @@ def control(
     ending, started = Ending(placed.directory), time.time()
     with ending.recorded(started):
         whole = _Run(given, placed, resumption, takeover, ending)
-        result = run_to_end(whole.run([*directory.notes, *([short] if short else [])]))
+        result = run_to_end(whole.run([*given.notes, *directory.notes, *([short] if short else [])]))
     ending.finished(
         step=result.steps, checkpoint=result.checkpoint_url, interrupted=result.interrupted, started=started
     )

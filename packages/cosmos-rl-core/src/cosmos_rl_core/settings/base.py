@@ -41,6 +41,8 @@ class Problem:
     """The remedy: 'did you mean "temperature"?'."""
     of_key: bool = False
     """Whether the key itself is wrong, such as an unknown one, and not its value."""
+    is_note: bool = False
+    """Whether it is a remark, which does not prevent a run."""
 
     @property
     def section(self) -> str:

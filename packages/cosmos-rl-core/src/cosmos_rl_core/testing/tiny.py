@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import SamplingSection
+from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel, hits, not_a_number, too_few, words
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch
 
@@ -58,6 +61,16 @@ class Tiny(DomainBase):
             "text": lambda: words,
             "short": lambda: too_few,
         }
+
+    def specimen(self, config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
+        """Implements `cosmos_rl_core.optional.MakesSpecimens`."""
+        arrays = {
+            "actions": np.array([0, 1], np.int32),
+            "context": np.array(row["context"], np.int32),
+            "num_actions": np.array(config.model.actions, np.int32),
+        }
+        texts = ["0 1"] * config.rollout.group_size
+        return text_specimen(row, texts=texts, origin=origin, arrays=arrays, num_terms=2)
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate

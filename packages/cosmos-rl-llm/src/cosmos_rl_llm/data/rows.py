@@ -20,6 +20,7 @@ from typing import Any
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
 from cosmos_rl_core.storage.rows import Located, as_json, rows_of
+from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.parts import normalise_content, with_media
 
@@ -130,11 +131,13 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
             f"data.path = {config.path!r} is not a file or directory here; to load it from a hub: "
             "pip install 'cosmos-rl-llm[datasets]'"
         ) from None
+    hub.must_be_quiet()
     try:
         dataset = load_dataset(config.path, name=config.subset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"data.path = {config.path!r} is not a file or directory here, and loading it from the hub failed: {error}"
+            f"data.path = {config.path!r} is not a file or directory here, and "
+            + (f"not in the cache, and {silent}" if (silent := hub.silence()) else f"the hub failed: {error}")
         ) from error
     for number, row in enumerate(dataset):
         assert isinstance(row, Mapping)

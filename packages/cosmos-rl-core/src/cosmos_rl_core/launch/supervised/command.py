@@ -58,7 +58,7 @@ def run_supervised(given: Given, *, resume: str | None, overwrite: bool, forks: 
         ours.close()
         supervised, is_first = _next_controller(theirs, restarts, directory.path.resolve())
         if not is_first:
-            directory = replace(directory, notes=(), is_orphaned=True)
+            directory, given = replace(directory, notes=(), is_orphaned=True), replace(given, notes=())
         return control(given, directory, resume=resume, overwrite=overwrite, supervised=supervised)
 
 

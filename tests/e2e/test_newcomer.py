@@ -1,0 +1,257 @@
+"""The mistakes of a first hour: exit code, text and time of the answer, before any model is loaded."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+
+import numpy as np
+import pytest
+import tomli_w
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from cosmos_rl_core.cli.app import main
+
+LATEST_S = 10.0
+"""Maximum time until an error that needs no model."""
+REWARDS = """
+import time
+
+def of_texts(prompt, response):
+    return 1.0
+
+def slow_import(group):
+    return [undefined for _ in group.rollouts]
+
+def one_number(group):
+    return 1.0
+
+def sometimes(group):
+    raise ValueError("an unusual answer")
+"""
+
+
+@pytest.fixture
+def walk(tmp_path, monkeypatch, capfd):
+    """Run a command line in this process; return its exit code and all that it printed, after a check of its time."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "newcomers_rewards.py").write_text(REWARDS)
+    monkeypatch.delitem(sys.modules, "newcomers_rewards", raising=False)
+
+    def call(*arguments):
+        capfd.readouterr()
+        began = time.monotonic()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        assert time.monotonic() - began < LATEST_S
+        printed = capfd.readouterr()
+        assert "Traceback" not in printed.err
+        return ended.value.code or 0, printed.out + printed.err
+
+    return call
+
+
+@pytest.fixture
+def small(tmp_path, bandit):
+    """A recipe of the tiny domain on disk, and one of a language model if asked for."""
+    path = tmp_path / "recipe.toml"
+
+    def write(**changes):
+        path.write_text(tomli_w.dumps(bandit(tmp_path / "run", **changes)))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ((), 2, "Usage:"),
+        (("rn",), 2, "No such command 'rn'. Did you mean 'run'?"),
+        (("check", "nofile.toml"), 2, "nofile.toml: no such file"),
+        (("check", "."), 2, "is a folder, and a recipe is a .toml file"),
+    ],
+)
+def test_the_command_line(walk, arguments, code, text):
+    assert (code, True) == ((found := walk(*arguments))[0], text in found[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"run__max_steps": "6"}, "= help: write it without quotes: 6"),
+        ({"rollout__group_sise": 4}, '= help: did you mean "group_size"?'),
+        ({"rolout": {"group_size": 4}}, '= help: did you mean "rollout"?'),
+        ({"algorithm__name": "grop"}, "did you mean 'grpo'?"),
+        ({"run__domain": "lmm"}, "no domain is called 'lmm'; did you mean 'llm'?"),
+        ({"data__rows": 0}, "tiny has no rows"),
+        ({"reward__functions": [{"name": "hit"}]}, "no reward is called 'hit'"),
+        ({"sync__transport": "rdma"}, 'sync.transport = "rdma": no transport is called'),
+        ({"sync__transport": "cuda_ipc"}, "sends from GPU to GPU, and this machine has none"),
+        ({"logging__sinks": ["wandb"]}, "pip install 'cosmos-rl-core[wandb]'"),
+        ({"run__bind": "203.0.113.9"}, "= help: set it to an address of this machine"),
+        (
+            {"reward__functions": [{"name": "newcomers_rewards:of_texts"}]},
+            "newcomers_rewards.py:4 takes (prompt, response), and a reward is called with one argument, a RolloutGroup",
+        ),
+        (
+            {"reward__functions": [{"name": "newcomers_rewards:slow_import"}]},
+            "raised NameError: name 'undefined' is not defined",
+        ),
+        (
+            {"reward__functions": [{"name": "newcomers_rewards:one_number"}]},
+            "returned float; it must return one number per rollout",
+        ),
+    ],
+)
+def test_a_recipe_is_refused_with_its_line(walk, small, change, text):
+    recipe = small(**change)
+    code, printed = walk("check", "--deep", recipe)
+    assert (code, text in printed) == (2, True), printed
+    assert f"{recipe}:" in printed and " | " in printed and "^" in printed
+
+
+def test_an_unknown_domain_is_the_only_problem_of_a_recipe_with_an_evaluation(walk, small):
+    code, printed = walk("check", small(run__domain="lmm", eval__every_steps=2, eval__data={"rows": 3}))
+    assert (code, "1 problem" in printed) == (2, True), printed
+
+
+def test_errors_of_all_checks_are_in_one_message(walk, small):
+    recipe = small(data__rows=0, logging__sinks=["wandb"], sync__transport="rdma", reward__functions=[{"name": "hit"}])
+    code, printed = walk("check", "--deep", recipe)
+    assert (code, f"error: {recipe}: 4 problems" in printed) == (2, True), printed
+
+
+def test_a_port_in_use_is_named(walk, small):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        code, printed = walk("check", "--deep", small(run__port=port))
+    assert (code, f"port {port} on 127.0.0.1 is in use" in printed) == (2, True), printed
+
+
+def test_notes_do_not_refuse_a_recipe(walk, small):
+    functions = [{"name": "newcomers_rewards:sometimes"}]
+    code, printed = walk("check", "--deep", small(reward__functions=functions, policy__prompts_per_step=40))
+    assert code == 0
+    assert "raised ValueError: an unusual answer (called once, with a made-up response)" in printed
+    assert "a step uses each of 10 rows 4 times" in printed
+
+
+def test_a_run_is_refused_before_anything_starts(walk, small, tmp_path):
+    code, printed = walk("run", small(reward__functions=[{"name": "newcomers_rewards:of_texts"}]))
+    assert (code, "takes (prompt, response)" in printed) == (2, True), printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_checks_in_a_child_process(small, tmp_path, start):
+    (tmp_path / "newcomers_rewards.py").write_text(REWARDS)
+    process = start("run", small(), "reward.functions.0.name=newcomers_rewards:of_texts")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and "takes (prompt, response)" in errors, errors
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    """The files of a language model with a tokenizer of single characters and one weight, and rows."""
+    directory = tmp_path_factory.mktemp("model")
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *"0123456789+="])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    shape = {"model_type": "qwen3", "max_position_embeddings": 32, "hidden_size": 4, "num_hidden_layers": 1}
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 14, "intermediate_size": 4}
+    (directory / "config.json").write_text(json.dumps(shape | sizes))
+    save_file({"model.embed_tokens.weight": np.zeros((14, 4), np.float32)}, directory / "model.safetensors")
+    (directory / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    return directory
+
+
+@pytest.fixture
+def words(tmp_path, language_model):
+    """A recipe of that model: `words(section__key=value)`; None removes a key."""
+
+    def write(**changes):
+        tables = {
+            "run": {"domain": "llm", "max_steps": 2, "output_dir": str(tmp_path / "run")},
+            "model": {"path": str(language_model)},
+            "data": {"path": str(language_model / "rows.jsonl"), "chat_template": "none", "answer_column": "answer"},
+            "policy": {"prompts_per_step": 2},
+            "rollout": {"group_size": 2, "sampling": {"max_tokens": 4}},
+            "reward": {"functions": [{"name": "exact"}]},
+        }
+        for dotted, value in changes.items():
+            *sections, key = dotted.split("__")
+            table = tables
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[key] = value
+        tables["data"] = {key: value for key, value in tables["data"].items() if value is not None}
+        path = tmp_path / "words.toml"
+        path.write_text(tomli_w.dumps(tables))
+        return path
+
+    return write
+
+
+def test_a_sound_recipe_of_a_language_model_is_ok(walk, words):
+    assert walk("check", "--deep", words())[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"data__chat_template": "{{ messages }"}, "the chat template rejects rows of [data]: unexpected '}'"),
+        ({"algorithm__name": "ppo"}, "a language model's rollouts have none"),
+        ({"model__max_length": 64}, "model.max_length = 64: is above the model's own limit of 32 tokens"),
+        ({"model__max_length": 5}, "exceeds the context of 5, and so does the shortest row"),
+        ({"rollout__sampling__max_tokens": 40}, "with up to 40 new ones exceeds the context of 32"),
+        ({"model__path": "./nowhere"}, "is not a directory"),
+    ],
+)
+def test_a_language_model_is_refused_before_it_is_loaded(walk, words, change, text):
+    code, printed = walk("check", "--deep", words(**change))
+    assert (code, text in printed) == (2, True), printed
+
+
+def test_a_tokenizer_without_a_chat_template_is_named(walk, words):
+    recipe = words(data__chat_template=None)
+    code, printed = walk("check", "--deep", recipe)
+    assert (code, "has no chat template" in printed) == (2, True), printed
+    assert f"{recipe}:" in printed and 'set data.chat_template to one, or to "none"' in printed
+
+
+def test_rows_that_are_dropped_are_a_note(walk, words, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    prompts = ["1+" * 20 + "1=", "1+1="]
+    rows.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
+    code, printed = walk("check", "--deep", words(data__path=str(rows)))
+    assert code == 0, printed
+    assert (
+        "row 1 has 42 tokens and with up to 4 new ones exceeds the context of 32; rows that do not fit are" in printed
+    )
+
+
+def test_a_hub_that_does_not_answer_is_named_within_seconds(walk, words, monkeypatch):
+    from huggingface_hub import constants
+
+    from cosmos_rl_llm import hub
+
+    with socket.socket() as silent:  # accepts connections, and never answers
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        hub.silence.cache_clear()
+        began = time.monotonic()
+        code, printed = walk("check", "--deep", words(model__path="nobody/has-this"))
+        hub.silence.cache_clear()
+    assert time.monotonic() - began < 5
+    assert (code, "is no folder here and not in the cache, and the hub http://127.0.0.1" in printed) == (2, True)
