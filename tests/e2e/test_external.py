@@ -115,7 +115,7 @@ def test_a_policy_that_cannot_start_does_not_end_the_run(controller, start, monk
     ("arguments", "message", "code"),
     [
         (["--run", "nowhere"], "nowhere/controller.json is missing: there is no such directory", 2),
-        ([], "give either --run DIR or --controller tcp://host:port", 2),
+        ([], "give --run DIR or --controller tcp://host:port", 2),
         (["--controller", "tcp://127.0.0.1:9"], "the run's token is missing: set COSMOS_RL_TOKEN", 2),
         (["--controller", "127.0.0.1:9", "--token-file", "token"], "cannot read the token file token", 2),
     ],

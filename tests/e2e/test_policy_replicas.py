@@ -15,6 +15,8 @@ pytestmark = pytest.mark.ci
 
 STEPS, PROMPTS, REPLICAS = 60, 6, 3
 SILENCE_S = 6.0
+TIMEOUT_S = 5.0
+"""Of a collective between ranks: below `[elastic] stall_s`."""
 
 
 def recipe(bandit, run_dir, *, replicas=REPLICAS, steps=STEPS, **changes):
@@ -101,16 +103,19 @@ def test_two_replicas_train_what_one_does(tmp_path, bandit, write_recipe, start,
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_takes_its_replica_alone(
-    tmp_path, undisturbed, bandit, write_recipe, start, wait_for, rank_pids, rows_of
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+def test_a_rank_that_fails_takes_its_replica_alone(
+    tmp_path, undisturbed, bandit, write_recipe, start, wait_for, rank_pids, rows_of, fault
 ):
     run_dir = tmp_path / "run"
-    tables = recipe(bandit, run_dir, replicas=2, policy__parallel={"dp_shard": 2})
+    tables = recipe(
+        bandit, run_dir, replicas=2, policy__parallel={"dp_shard": 2}, policy__collective_timeout_s=TIMEOUT_S
+    )
     process = start("run", write_recipe(tmp_path / "run.toml", tables))
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 10, "ten steps")
     before = len(rows_of(run_dir / "metrics.jsonl"))
     killed = rank_pids(run_dir, "policy-0")
-    os.kill(killed[1], signal.SIGKILL)
+    os.kill(killed[1], fault)
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before + 2, "steps without it")
     wait_for(lambda: len(set(rank_pids(run_dir, "policy-0").values()) - set(killed.values())) == 2, "its return")
     _, errors = process.communicate(timeout=240)

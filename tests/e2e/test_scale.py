@@ -16,8 +16,8 @@ WINDOW = 2 * PROMPTS  # of max_staleness = 1, the default
 def scaled(start, finished):
     """Run `cosmos-rl scale` to its end and return the lines that it prints, or its error."""
 
-    def scale(run_dir, *wanted, code=0):
-        out, errors = finished(start("scale", run_dir, *wanted), code)
+    def scale(*arguments, code=0):
+        out, errors = finished(start("scale", *arguments), code)
         return out.splitlines() if code == 0 else errors
 
     return scale
@@ -89,9 +89,13 @@ def test_without_a_launcher_the_command_is_printed_and_workers_are_drained(
     [command] = [line.split(": cosmos-rl ")[1] for line in (one, other) if "--role rollout" in line]
     second = start(*command.split(), "--name", "second")
     wait_for(lambda: rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 3.0, "a step with three members")
-    assert scaled(run_dir, "rollout=1") == ["second leaves", "second has left", "ready: 1 policy, 1 rollout"]
+    address = json.loads((run_dir / "controller.json").read_text())["address"]
+    without_directory = ("--controller", address, "--token-file", run_dir / "token")
+    lines = scaled(*without_directory, "rollout=1")
+    assert lines == ["second leaves", "second has left", "ready: 1 policy, 1 rollout"]
     finished(second)
-    process.send_signal(signal.SIGINT)
+    out, _ = finished(start("stop", *without_directory))
+    assert out.endswith("the run has ended\n")
     finished(process, 130)
     for worker in workers:
         finished(worker)

@@ -363,9 +363,11 @@ def test_replicas_meet_at_the_controller_and_the_one_that_is_behind_catches_up(t
 
 
 def mesh_of(name, address, token, *, steps):
-    context = WorkerContext(name=name, token=token, timeline=Timeline(process=name), threads=1, controller=address)
+    context = WorkerContext(name=name, token=token, timeline=Timeline(process=name), threads=1)
     mine = trainer(seed=steps, steps=steps)
-    return PolicyMesh(context, trainer=mine, mesh=None, is_over=lambda epoch: False, timeout_s=30.0)
+    return PolicyMesh(
+        context, controller=lambda: address, trainer=mine, mesh=None, is_over=lambda epoch: False, timeout_s=30.0
+    )
 
 
 class Link:

@@ -9,12 +9,13 @@ import pytest
 
 from cosmos_rl_core import run
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.failure import Failure, cause
-from cosmos_rl_core.workers.node import Node, WorkerAddress, policy_node
+from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments, policy_node, to_arguments
 
 
 def recipe(tmp_path, name, **policy):
@@ -148,6 +149,7 @@ def test_the_cause_is_the_earliest_failure_that_is_no_consequence():
         (ValueError("a bug"), False, False),
         (ConnectionClosed("gone"), False, True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4000"), False, True),
+        (RuntimeError("[unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete"), False, True),
     ],
 )
 def test_an_error_is_told_from_what_follows_of_another_ones(error, user, consequence):
@@ -160,6 +162,15 @@ def test_what_a_rank_writes_down_is_read_again(tmp_path):
     failure.write(tmp_path / "error.json")
     assert Failure.read(json.loads((tmp_path / "error.json").read_text())) == failure
     assert Failure.read({"message": "torch's own"}) is None
+
+
+def test_a_failure_is_reported_to_the_present_controller(tmp_path):
+    worker = WorkerAddress(role="policy", name="policy-0", run=tmp_path, controller="tcp://127.0.0.1:4000").resolved()
+    assert worker.present_controller() == "tcp://127.0.0.1:4000", "there is no controller.json"
+    ControllerFile.of_this_process("tcp://10.0.0.2:5000", generation=1).write(tmp_path)
+    assert worker.present_controller() == "tcp://10.0.0.2:5000"
+    [again] = from_arguments(to_arguments(worker), program="rank")[:1]
+    assert again.present_controller() == "tcp://10.0.0.2:5000", "in the ranks too"
 
 
 # -- the words between ranks

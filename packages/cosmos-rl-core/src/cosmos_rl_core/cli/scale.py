@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,30 +15,49 @@ if TYPE_CHECKING:
 
 CHECK_S = 0.5
 Wanted = Annotated[
-    list[str], typer.Argument(metavar="ROLE=NUMBER...", help="Number of workers of a role: rollout=4, policy=2.")
+    list[str],
+    typer.Argument(
+        metavar="[RUN_DIR] ROLE=NUMBER...",
+        help="The run's directory, and the number of workers of a role: rollout=4, policy=2.",
+    ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")]
+Controller = Annotated[
+    str,
+    typer.Option(metavar="ADDRESS", help="Instead of RUN_DIR: address of the controller, such as tcp://10.0.0.1:4000."),
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with the run's token. Default: COSMOS_RL_TOKEN, or that of RUN_DIR.")
+]
+TlsFile = Annotated[Path | None, typer.Option(help="File tls.pem of a run with TLS. Default: COSMOS_RL_TLS, likewise.")]
 
 
-def scale(run_dir: Run, wanted: Wanted) -> None:
+def scale(
+    wanted: Wanted, *, controller: Controller = "", token_file: TokenFile = None, tls_file: TlsFile = None
+) -> None:
     """Start or drain workers of a live run, and wait until they are ready or gone; on a cluster, submit their jobs."""
     import asyncio
 
     from cosmos_rl_core.clusters.launcher import Launched
     from cosmos_rl_core.clusters.operator import operator_of, request_workers
 
-    numbers = parse(wanted)
-    if (launched := Launched.of(run_dir)) is not None and launched.alive():
+    run_dir = None if "=" in wanted[0] else Path(wanted[0])
+    numbers = parse(wanted if run_dir is None else wanted[1:])
+    if run_dir is not None and (launched := Launched.of(run_dir)) is not None and launched.alive():
         typer.echo("\n".join(launched.scale(numbers)) or "nothing to change")
         return
-    present = asyncio.run(request_workers(operator_of(run_dir), numbers, report=typer.echo))
+    operator = operator_of(run_dir, controller=controller, token_file=token_file, tls_file=tls_file)
+    present = asyncio.run(request_workers(operator, numbers, report=typer.echo))
     typer.echo(f"ready: {', '.join(f'{number} {role}' for role, number in present.items() if number)}")
 
 
 def stop(
-    run_dir: Run,
+    run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="The run's directory.")] = None,
     *,
     now: Annotated[bool, typer.Option("--now", help="End the processes at once; nothing is saved.")] = False,
+    controller: Controller = "",
+    token_file: TokenFile = None,
+    tls_file: TlsFile = None,
 ) -> None:
     """End a run after the step in work, which is saved; a second time, or with --now, at once."""
     import asyncio
@@ -49,10 +69,15 @@ def stop(
     from cosmos_rl_core.errors import UserError
     from cosmos_rl_core.workers.directory import lock_holder
 
+    operator = partial(operator_of, run_dir, controller=controller, token_file=token_file, tls_file=tls_file)
+    if run_dir is None:
+        asyncio.run(request_end(operator(), now=now, report=typer.echo))
+        typer.echo("the run has ended")
+        return
     launched, refused = Launched.of(run_dir), None
     listens = (run_dir / CONTROLLER_FILE).exists()
     try:
-        asyncio.run(request_end(operator_of(run_dir), now=now, report=typer.echo))
+        asyncio.run(request_end(operator(), now=now, report=typer.echo))
     except UserError as error:  # it does not listen, it hangs, or this machine does not reach it
         refused = error
     if launched is not None and launched.alive():
@@ -128,4 +153,6 @@ def parse(wanted: Sequence[str]) -> dict[str, int]:
         if role in numbers:
             raise UserError(f"{text}: {role} is given twice")
         numbers[role] = int(number)
+    if not numbers:
+        raise UserError("give a role and its number of workers, such as rollout=4")
     return numbers

@@ -24,12 +24,19 @@ class Unreachable(UserError):
     """The controller of a run does not answer."""
 
 
-def operator_of(run_dir: Path) -> WorkerAddress:
-    """Return the controller's address and token of a live run. Raises UserError if the run is not live."""
-    if not (run_dir / CONTROLLER_FILE).exists():
+def operator_of(
+    run_dir: Path | None, *, controller: str = "", token_file: Path | None = None, tls_file: Path | None = None
+) -> WorkerAddress:
+    """Return the controller's address and token of a live run, of its directory or as given. Raises UserError."""
+    if run_dir is None and not controller:
+        raise UserError("give the run's directory, or --controller tcp://host:port")
+    if run_dir is not None and not (controller or (run_dir / CONTROLLER_FILE).exists()):
         cause = "the run has not started, or has ended" if run_dir.is_dir() else "there is no such directory"
         raise UserError(f"{run_dir}: {cause} (no {CONTROLLER_FILE} in it)")
-    return WorkerAddress(role=OPERATOR, name=OPERATOR, run=run_dir).resolved()
+    given = WorkerAddress(
+        role=OPERATOR, name=OPERATOR, run=run_dir, controller=controller, token_file=token_file, tls_file=tls_file
+    )
+    return given.resolved()
 
 
 async def request_workers(

@@ -80,6 +80,14 @@ def read_controller_file(run_dir: Path) -> ControllerFile:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
+def present_address(run_dir: Path, *, start: str) -> str:
+    """Return the address of a run's controller, which may have been replaced; without controller.json `start`."""
+    try:
+        return read_controller_file(run_dir).address
+    except UserError:  # the controller has not started again, or the run has ended
+        return start
+
+
 def claim_generation(journal: Path, *, after: int) -> int:
     """Return the number of a generation after this one that no other controller has. Raises UserError, OSError."""
     generation = max([after, *(int(path.name.partition("-")[2]) for path in journal.glob(f"{_CLAIM}*"))]) + 1

@@ -157,7 +157,14 @@ class LocalWorkers:
 
     def address(self, role: str, name: str, *, threads: int | None) -> WorkerAddress:
         """Return the command-line parameters of a worker of this run; its controller is the keeper's."""
-        return WorkerAddress(role=role, name=name, token_file=self.token_file, tls_file=self.tls_file, threads=threads)
+        return WorkerAddress(
+            role=role,
+            name=name,
+            run=self.token_file.parent,
+            token_file=self.token_file,
+            tls_file=self.tls_file,
+            threads=threads,
+        )
 
     async def leave(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """Wait until all workers have left; kill the remaining ones after `grace_s`."""

@@ -181,4 +181,4 @@ def _failure(found: ProcessFailure) -> Failure:
 
 async def _report(worker: WorkerAddress, failure: Failure, *, token: bytes, tls: Tls | None, delay_s: float) -> None:
     await asyncio.sleep(delay_s)
-    await report_to_controller(worker.controller, token=token, tls=tls, replica=worker.name, failure=failure)
+    await report_to_controller(worker.present_controller(), token=token, tls=tls, replica=worker.name, failure=failure)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cosmos_rl_core.control.address_file import present_address
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.observe.record import append_lines
 from cosmos_rl_core.observe.trace import Timeline
@@ -36,7 +37,7 @@ class WorkerContext:
     threads: int | None
     """CPU threads for tensor work; None: torch decides."""
     controller: str = ""
-    """Address of the run's controller, for further connections of this worker."""
+    """Address of the run's controller when this worker started."""
     processes_per_gpu: int = 1
     """Processes of the run on this worker's GPU."""
     address: str = ""
@@ -109,6 +110,11 @@ class Assignment:
     def data_tls(self) -> Tls | None:
         """Certificate for weights and large groups; None: they are not encrypted."""
         return self.context.tls if self.config.tls.weights else None
+
+    def present_controller(self) -> str:
+        """Return the address of the run's controller, which may have been replaced since this worker started."""
+        start = self.context.controller
+        return present_address(self.run_dir, start=start) if self.shares_run_dir else start
 
     @contextmanager
     def building(self) -> Iterator[None]:

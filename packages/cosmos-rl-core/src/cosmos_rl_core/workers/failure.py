@@ -32,7 +32,14 @@ AGENT = "agent"
 """Role in an agent's Hello."""
 REPORT_S = 5.0
 """Maximum time for reporting a failure, in seconds."""
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Timed out waiting",  # the other rank hangs
+    "Application timeout caused pair closure",  # likewise, in the collectives that follow
+)
 """Texts of torch's errors after the loss of the other rank of a collective."""
 _PARTS = {
     "build": "building the model",

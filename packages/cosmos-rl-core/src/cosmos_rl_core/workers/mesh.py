@@ -50,6 +50,7 @@ class PolicyMesh:
         self,
         context: WorkerContext,
         *,
+        controller: Callable[[], str],
         trainer: Trainer,
         mesh: ReplicaMesh | None,
         is_over: Callable[[int], bool],
@@ -58,11 +59,13 @@ class PolicyMesh:
         peer_s: float = CONNECT_S,
         leads_first: bool = True,
     ) -> None:
-        """is_over: whether a later epoch than the given one is known here. waiting: updated during waits for other
-        replicas. peer_s: maximum time to connect to one that is there. leads_first: `leads` without a mesh."""
+        """controller: returns the controller's address. is_over: whether a later epoch than the given one is known
+        here. waiting: updated during waits for other replicas. peer_s: maximum time to connect to one that is there.
+        leads_first: `leads` without a mesh."""
         self.members: tuple[str, ...] = ()
         self.group: ReplicaGroup | None = None
         self._context, self._replica, self._trainer = context, context.replica, trainer
+        self._controller = controller
         self._device = torch.device("cpu") if mesh is None else mesh.device
         self._ranks = RankGroup() if mesh is None else RankGroup.of_all()
         self._is_over, self._timeout_s, self._peer_s = is_over, timeout_s, peer_s
@@ -108,7 +111,7 @@ class PolicyMesh:
 
     def _connect(self) -> BlockingConnection:
         context = self._context
-        address = parse_address(context.controller)
+        address = parse_address(self._controller())
         found = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
         connection = BlockingConnection(found, decode=p.ToWorker)
         hello = Hello(name=f"{self._replica}.{self._ranks.rank}", role=STORE)

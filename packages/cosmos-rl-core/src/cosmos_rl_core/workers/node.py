@@ -17,7 +17,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.control.address_file import wait_for_controller
+from cosmos_rl_core.control.address_file import present_address, wait_for_controller
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -43,7 +43,7 @@ class WorkerAddress:
     )
     run: Path | None = field(default=None, metadata={"help": "The run's directory: its controller.json and token."})
     controller: str = field(
-        default="", metadata={"help": "Instead of --run: address of the controller, such as tcp://10.0.0.1:4000."}
+        default="", metadata={"help": "Address of the controller, such as tcp://10.0.0.1:4000. Default: that of --run."}
     )
     token_file: Path | None = field(
         default=None,
@@ -71,17 +71,16 @@ class WorkerAddress:
     )
 
     def resolved(self) -> WorkerAddress:
-        """Return it with a name and, in place of `run`, the controller's address. Raises UserError."""
-        if (self.run is None) == (not self.controller):
-            raise UserError("give either --run DIR or --controller tcp://host:port")
+        """Return it with a name and the controller's address. Raises UserError."""
         found = self
-        if self.run is not None:
+        if not self.controller:
+            if self.run is None:
+                raise UserError("give --run DIR or --controller tcp://host:port")
             contact = wait_for_controller(self.run, timeout_s=self.wait_s)
             ours = None if TOKEN_VARIABLE in os.environ else self.run / "token"
             shared = self.run / TLS_FILE if contact.ca and TLS_VARIABLE not in os.environ else None
             found = replace(
                 self,
-                run=None,
                 wait_s=0.0,  # the address may be that of a controller that died: it is read anew after a restart
                 controller=contact.address,
                 token_file=self.token_file or ours,
@@ -92,6 +91,10 @@ class WorkerAddress:
             host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
             found = replace(found, name="policy-0" if self.role == "policy" else f"rollout-{host}-{os.getpid()}")
         return found
+
+    def present_controller(self) -> str:
+        """Return the address of the run's controller: in `run`, another one may have taken over since the start."""
+        return self.controller if self.run is None else present_address(self.run, start=self.controller)
 
     def token(self) -> bytes:
         """Return the run's token: of `token_file`, else of the environment. Raises UserError."""

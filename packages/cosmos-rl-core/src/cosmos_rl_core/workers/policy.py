@@ -155,6 +155,7 @@ class PolicyRole:
         is_first = at.config.policy.replicas == 1 or at.context.replica == FIRST
         return PolicyMesh(
             at.context,
+            controller=at.present_controller,
             trainer=trainer,
             mesh=mesh,
             is_over=self._link.is_over,
