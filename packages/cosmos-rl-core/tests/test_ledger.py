@@ -555,6 +555,15 @@ def test_a_mesh_that_connects_anew_again_and_again_goes_on_without_its_newest_me
     assert p.ledger.members.mesh == ("policy-0", "policy-1")
 
 
+def test_a_mesh_that_connects_anew_again_and_again_goes_on_without_the_member_that_hangs():
+    p = together(2, stall_s=1000, silence_s=100, peer_s=1000)
+    for second in range(4):
+        beat(p, {"policy-0": 1, "policy-1": second}, waiting=("policy-1",), after=1)
+        said = accuse(p, "policy-1")
+    assert said[0].replica == "policy-0" and "no step with the others succeeds" in said[0].message.reason
+    assert p.ledger.members.mesh == ("policy-1",)
+
+
 def test_a_new_policy_joins_between_two_steps():
     p = play()
     for lease in granted(p.ask("rollout-0")):

@@ -165,6 +165,8 @@ class Sessions:
         self.accusations: Accusations | None = None
         self.reconnections = 0
         """Times that the mesh connected anew since the last commit."""
+        self.progress_before: dict[str, int] = {}
+        """Progress of each member of the mesh when it connected anew for the first time since the last commit."""
         self._renewed: dict[int, float] = {}  # lease's sample -> last renewal, oldest first
 
     def open(self, replica: str, now: float) -> None:

@@ -4,8 +4,8 @@
     PeersLost   the mesh connects anew; a member that others cannot connect to is removed
 
 Of two members that accuse each other the newer one is removed: it may not have the current weights yet. A mesh that
-has connected anew several times without a commit also continues without its newest member, so that it cannot go on
-forever.
+has connected anew several times without a commit also continues without a member: the one that alone made no progress
+meanwhile, else the newest.
 """
 
 from __future__ import annotations
@@ -92,12 +92,25 @@ def _judge(ledger: LedgerState, accusations: Accusations) -> None:
 
 def _reconnect(ledger: LedgerState) -> None:
     """Begin a new epoch of the same mesh, whose members connect anew."""
-    ledger.sessions.reconnections += 1
-    if ledger.sessions.reconnections > MAX_RECONNECTIONS and len(ledger.members.mesh) > 1:
-        newest = ledger.members.mesh[-1]
-        return _remove(ledger, newest, reason=f"{newest} is removed from the run: no step with the others succeeds")
+    sessions, mesh = ledger.sessions, ledger.members.mesh
+    if sessions.reconnections == 0:
+        sessions.progress_before = {name: sessions.by_name[name].progress for name in mesh}
+    sessions.reconnections += 1
+    if sessions.reconnections > MAX_RECONNECTIONS and len(mesh) > 1:
+        removed = _stuck(ledger) or mesh[-1]
+        return _remove(ledger, removed, reason=f"{removed} is removed from the run: no step with the others succeeds")
     liveness.remesh(ledger, ledger.members.mesh)
     liveness.form_mesh(ledger)
+
+
+def _stuck(ledger: LedgerState) -> str:
+    """Return the newest member without progress since the mesh first connected anew; empty if that is all or none."""
+    before, mesh = ledger.sessions.progress_before, ledger.members.mesh
+    sessions = {
+        name: ledger.sessions.by_name[name] for name in mesh if not ledger.sessions.by_name[name].waits_for_peers
+    }
+    still = [name for name, session in sessions.items() if session.progress == before.get(name)]
+    return still[-1] if 0 < len(still) < len(mesh) else ""
 
 
 def _remove(ledger: LedgerState, policy: str, *, reason: str) -> None:
