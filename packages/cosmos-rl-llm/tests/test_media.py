@@ -6,7 +6,7 @@ import io
 import numpy as np
 import pytest
 
-from cosmos_rl_core.errors import MediaError, PromptError, UserError
+from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_llm.config import LLMDataConfig, MediaSection
 from cosmos_rl_llm.data.rows import normalise
 from cosmos_rl_llm.media.item import expand, view_of
@@ -149,7 +149,7 @@ def test_other_numbers_of_tokens_are_refused(family):
 
 def test_an_error_names_the_row(family, tmp_path):
     vision = Vision(family=family, limits=MediaSection(root=str(tmp_path)))
-    with pytest.raises(PromptError, match=r"rows.jsonl:3: image: missing.png: No such file"):
+    with pytest.raises(MediaError, match=r"rows.jsonl:3: image: missing.png: No such file"):
         vision.item({"type": "image", "image": "missing.png"}, where="rows.jsonl:3")
 
 

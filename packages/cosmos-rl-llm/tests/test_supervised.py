@@ -10,11 +10,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.types import Share
+from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_llm.config import LLMDataConfig, Overlong
-from cosmos_rl_llm.data.chat import Chat, encode_turns
+from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.collate import collate_sft, encode_row
 from cosmos_rl_llm.data.rows import load_rows
+from cosmos_rl_llm.data.turns import encode_turns
 
 WORDS = ["</s>", "<user>", "<assistant>", "<unk>", *"0123456789 "]
 TEMPLATE = (
@@ -53,7 +54,8 @@ def words(tokens, mask=None) -> list[str]:
 
 
 def collate(rows, chat, **keys):
-    return collate_sft(rows, chat=chat, **{"microbatch_terms": 100, "share": Share(), **keys})
+    prompts = [Prompt(sample_id=place, row=row) for place, row in enumerate(rows)]
+    return collate_sft(prompts, chat=chat, **{"microbatch_terms": 100, "share": Share(), **keys})
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
@@ -90,7 +92,7 @@ def test_supervised_rows_learn_the_response_and_its_end():
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 def test_every_turn_of_the_assistant_is_learnt_with_its_end(template):
-    tokens, mask = encode_turns(make_chat(template), CHAT)
+    tokens, mask, _ = encode_turns(make_chat(template), CHAT)
     assert "".join(words(tokens)) == "<user>12</s> <assistant>34</s> <user>5</s> <assistant>6</s> "
     assert words(tokens, mask) == ["3", "4", "</s>", "6", "</s>"]
 
@@ -115,7 +117,7 @@ def test_a_chat_of_one_answer_is_the_same_as_its_prompt_and_response():
 def test_a_turn_that_no_template_closes_is_closed_at_the_end_of_the_chat():
     bare = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     bare += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    tokens, mask = encode_turns(make_chat(bare), CHAT)
+    tokens, mask, _ = encode_turns(make_chat(bare), CHAT)
     assert words(tokens, mask) == ["3", "4", "6", "</s>"]
 
 

@@ -94,9 +94,11 @@ class LLMDataConfig(Strict):
     response_column: str | None = None
     """Column with the wanted response, for supervised training."""
     messages_column: str | None = None
-    """Column with whole chats instead, for supervised training: every turn of the assistant is learnt."""
+    """Column with whole chats instead: in supervised training every turn of the assistant is learnt; in reinforcement
+    learning the prompt is the part before the last answer."""
     image_column: str | None = None
-    """Column with the pictures of the prompt: a path, a URL, bytes, or a list of these, before the text."""
+    """Column with the pictures: a path, a URL, bytes, or a list of these. They fill the parts {"type": "image"} of the
+    messages, or come before the text."""
     video_column: str | None = None
     """Column with the videos of the prompt, likewise."""
     media: MediaSection = MediaSection()
@@ -145,6 +147,9 @@ class LLMDataConfig(Strict):
             raise ValueError("messages_column contains the responses too; remove response_column")
         if self.messages_column is not None and self.chat_template == PLAIN_TEXT:
             raise ValueError('messages_column needs a chat template; "none" takes prompts of plain text')
+        for key in ("image_column", "video_column"):
+            if getattr(self, key) is not None and self.chat_template == PLAIN_TEXT:
+                raise ValueError(f'{key} needs a chat template; "none" takes prompts of plain text')
         if self.system_prompt is not None and self.chat_template == PLAIN_TEXT:
             raise ValueError('system_prompt needs a chat template; with "none", put it into prompt_template')
         return self

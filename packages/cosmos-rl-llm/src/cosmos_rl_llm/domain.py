@@ -217,8 +217,7 @@ class LLMDomain(DomainBase):
         """Pack rows with their wanted responses; the loss covers the assistant's turns and the end of each."""
         from cosmos_rl_llm.data.collate import collate_sft
 
-        rows = [prompt.row for prompt in prompts]
-        return collate_sft(rows, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)
+        return collate_sft(prompts, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)
 
     def export_weights(
         self, model: LLMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool

@@ -127,7 +127,8 @@ class Batches:
 
     def _payload(self, sample: int) -> p.Payload:
         if self.supervised:
-            return json.dumps(dict(self.source[sample].row)).encode()
+            prompt = self.source[sample]
+            return json.dumps([prompt.origin, dict(prompt.row)]).encode()
         held = self._held[sample]
         if isinstance(held.payload, bytes):
             return held.payload

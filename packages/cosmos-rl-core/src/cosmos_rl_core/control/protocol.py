@@ -242,7 +242,7 @@ class Batch(Message, frozen=True):
     samples: tuple[int, ...]
     """Ascending; empty if the run has no more batches."""
     payloads: list[Payload] = []
-    """One per sample of `given`: its group, or its row (JSON) in a supervised run."""
+    """One per sample of `given`: its group, or [origin, row] (JSON) in a supervised run."""
     part: tuple[int, ...] | None = None
     """Samples of this policy replica, ascending, where each replica gets a part of the batch; None: all."""
 

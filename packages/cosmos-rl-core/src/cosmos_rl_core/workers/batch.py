@@ -103,7 +103,7 @@ class BatchMaker:
 
     def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
         rows = zip(message.samples, map(json.loads, map(bytes, payloads.encoded)), strict=True)
-        batch = self._collate_sft([Prompt(sample_id=sample, row=row) for sample, row in rows])
+        batch = self._collate_sft([Prompt(sample_id=sample, row=row, origin=origin) for sample, (origin, row) in rows])
         return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})
 
 

@@ -2,26 +2,19 @@
 
 A prompt and its response are tokenised separately, as in generation: the response never changes the prompt's tokens,
 and tokens sampled by an engine are kept and never encoded again.
-
-A chat of several turns has a mask of the assistant's tokens:
-
-    <user>hi<end><assistant>hello<end> <user>bye<end><assistant>ciao<end>
-                            ^^^^^^^^^^                           ^^^^^^^^^     learnt
-
-If the template marks the assistant's text ({% generation %}), those marks are used. Otherwise a turn is the suffix that
-it adds to the rendered earlier chat with the opening of that turn; that prefix is verified.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cosmos_rl_core.data.source import Faults
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View
@@ -60,6 +53,8 @@ class Chat:
     """Treatment of longer rows in supervised training."""
     vision: Vision | None = None
     """Reads pictures and videos; None for a model of text."""
+    faults: Faults = field(default_factory=lambda: Faults("cannot be read"), compare=False)
+    """Rows of supervised training with pictures and videos that cannot be read."""
 
     def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
         """Return the model's prompt.
@@ -68,25 +63,33 @@ class Chat:
         has one; a template writes its own.
 
         Raises:
-            PromptError: the template rejects the messages, a picture or video cannot be read, or no token is left.
+            PromptError: the template rejects the messages, or no token is left.
+            MediaError: a picture or video cannot be read, or does not fit the chat.
         """
         prompt = row["prompt"]
         plain = isinstance(prompt, str)
         text = prompt if plain else self.render(prompt, where=where, add_generation_prompt=True)
         items = [] if plain else self.items(prompt, where=where)
-        shown = text if self.vision is None else self.vision.expand(text, items, where=where)
+        (shown,) = self.expand([text], items, where=where)
         tokens = np.asarray(self.tokenizer(shown, add_special_tokens=plain)["input_ids"], dtype=np.int32)
         if not len(tokens):
             raise PromptError(f"{where or 'a row'}: the prompt has no tokens")
-        view = EMPTY_VIEW if self.vision is None else self.vision.view(tokens, items, where=where)
-        return Encoded(text=text, tokens=tokens, view=view)
+        return Encoded(text=text, tokens=tokens, view=self.view(tokens, items, where=where))
 
     def items(self, messages: Iterable[Message], *, where: str) -> list[Item]:
-        """Return the pictures and videos of messages, processed. Raises PromptError."""
+        """Return the pictures and videos of messages, processed. Raises MediaError, or PromptError for a text model."""
         parts = [part for message in messages for part in parts_of(message["content"]) if part["type"] != "text"]
         if parts and self.vision is None:
             raise PromptError(f"{where or 'a row'}: {parts[0]['type']!r} in a chat, and model and engine read text")
         return [] if self.vision is None else [self.vision.item(part, where=where) for part in parts]
+
+    def expand(self, spans: Sequence[str], items: Sequence[Item], *, where: str) -> Sequence[str]:
+        """Write the tokens of pictures and videos in place of their placeholders. Raises MediaError."""
+        return spans if self.vision is None else self.vision.expand(spans, items, where=where)
+
+    def view(self, tokens: np.ndarray, items: Sequence[Item], *, where: str) -> View:
+        """Return the view of the tokens [L] of a chat that shows `items`. Raises MediaError."""
+        return EMPTY_VIEW if self.vision is None else self.vision.view(tokens, items, where=where)
 
     def encode_response(self, row: Mapping[str, Any], *, prompt_text: str, where: str = "") -> np.ndarray:
         """Return the tokens of row["response"] and of the end of its turn, [T] int32: the training target.
@@ -129,19 +132,41 @@ class Chat:
 
     def render(self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool) -> str:
         """Return messages as the chat template renders them. Raises PromptError if it rejects them."""
-        text = self.apply_template(messages, where=where, tokenize=False, add_generation_prompt=add_generation_prompt)
+        conversation = [dict(message) for message in messages]
+        with _template_errors(where):
+            text = self.tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         assert isinstance(text, str)
         return text
 
-    def apply_template(self, messages: Iterable[Mapping[str, Any]], *, where: str, **options: Any) -> Any:
-        """Call the tokenizer's `apply_chat_template`. Raises PromptError if the template rejects the messages."""
-        from jinja2 import TemplateError
+    def render_marked(self, messages: Iterable[Message], *, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """Return messages as the chat template renders them, and the places (start, end) of its {% generation %} marks.
 
-        conversation = [dict(message) for message in messages]
-        try:
-            return self.tokenizer.apply_chat_template(conversation, **options)
-        except TemplateError as error:
-            raise PromptError(f"{where or 'a row'}: the chat template rejects this prompt: {error}") from error
+        Raises PromptError if the template rejects them.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        names: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
+        with _template_errors(where):
+            texts, marks = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=self.tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                **names,
+            )
+        return texts[0], [(int(start), int(end)) for start, end in marks[0]]
+
+
+@contextmanager
+def _template_errors(where: str) -> Iterator[None]:
+    """Raise PromptError for messages that the chat template rejects."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except TemplateError as error:
+        raise PromptError(f"{where or 'a row'}: the chat template rejects this prompt: {error}") from error
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
@@ -182,71 +207,3 @@ def find_end_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Itera
             "does generation_config.json; set eos_token in tokenizer_config.json"
         )
     return found
-
-
-_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def encode_turns(chat: Chat, messages: Sequence[Message], *, where: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens [L] int32 of a whole chat and the mask [L] bool of the learnt ones.
-
-    Without marks in the template each turn is tokenised separately from the chat before it, as in generation,
-    and is learnt up to its last end token.
-
-    Raises:
-        PromptError: the template rejects the messages, or changes earlier turns as the chat goes on.
-    """
-    if any(part["type"] != "text" for message in messages for part in parts_of(message["content"])):
-        raise PromptError(
-            f"{where or 'a row'}: pictures and videos cannot be in data.messages_column; set data.prompt_column and "
-            "data.response_column"
-        )
-    template = chat.tokenizer.chat_template
-    if isinstance(template, str) and _MARKER.search(template):
-        return _encode_marked(chat, messages, where=where)
-    tokens: list[int] = []
-    mask: list[bool] = []
-    for text, learnt in _spans(chat, messages, where=where):
-        ids = list(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ends = [place for place, token in enumerate(ids, start=1) if token in chat.end_ids]
-        until = 0 if not learnt else ends[-1] if ends else len(ids)
-        tokens += ids
-        mask += [place < until for place in range(len(ids))]
-    if messages[-1]["role"] == "assistant" and tokens and tokens[-1] not in chat.end_ids and mask[-1]:
-        tokens.append(chat.closing_id)
-        mask.append(True)
-    return np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=bool)
-
-
-def _encode_marked(chat: Chat, messages: Sequence[Message], *, where: str) -> tuple[np.ndarray, np.ndarray]:
-    encoded = chat.apply_template(
-        messages, where=where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return np.asarray(encoded["input_ids"], dtype=np.int32), np.asarray(encoded["assistant_masks"], dtype=bool)
-
-
-def _spans(chat: Chat, messages: Sequence[Message], *, where: str) -> list[tuple[str, bool]]:
-    """The rendered chat in pieces: the assistant's text (True) and the text between."""
-    spans: list[tuple[str, bool]] = []
-    done = ""
-    for place, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = chat.render(messages[:place], where=where, add_generation_prompt=True) if place else ""
-        after = chat.render(messages[: place + 1], where=where, add_generation_prompt=False)
-        spans += [(_added(before, done, where=where), False), (_added(after, before, where=where), True)]
-        done = after
-    whole = chat.render(messages, where=where, add_generation_prompt=False)
-    spans.append((_added(whole, done, where=where), False))
-    return [(text, learnt) for text, learnt in spans if text]
-
-
-def _added(text: str, earlier: str, *, where: str) -> str:
-    """The part of `text` after the prefix `earlier`."""
-    if text.startswith(earlier):
-        return text[len(earlier) :]
-    raise PromptError(
-        f"{where or 'a row'}: the chat template writes earlier turns differently as the chat goes on, so that the "
-        "assistant's text cannot be found; set data.chat_template to one with {% generation %} marks around it, or "
-        "make each answer a row with data.prompt_column and data.response_column"
-    )

@@ -24,12 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.errors import MediaError, PromptError, UserError
 from cosmos_rl_core.train.balance import deal
-from cosmos_rl_core.types import Microbatch, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
-from cosmos_rl_llm.data.chat import Chat, encode_turns
+from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
+from cosmos_rl_llm.data.chat import Chat
+from cosmos_rl_llm.data.turns import encode_turns
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
+from cosmos_rl_llm.media.source import parts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,53 +172,67 @@ def _tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-def collate_sft(rows: Sequence[Mapping[str, Any]], *, chat: Chat, microbatch_terms: int, share: Share) -> TrainBatch:
+def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int, share: Share) -> TrainBatch:
     """Pack rows with target responses; return the microbatches of `share`.
 
-    `chat.overlong` determines the treatment of rows above `chat.max_length` tokens; a row that would be cut before its
-    first answer is dropped.
+    A row whose pictures or videos cannot be read is dropped. `chat.overlong` determines the treatment of rows above
+    `chat.max_length` tokens; a row that would be cut before its first answer is dropped.
 
     Raises:
-        UserError: a row without an answer, or too long where that is an error.
+        UserError: a row without an answer, or too long where that is an error; or most rows cannot be read (`Faults`).
     """
-    whole = [encode_row(row, chat=chat) for row in rows]
-    fitted = [_fit(sample, row, chat=chat) for sample, row in zip(whole, rows, strict=True)]
-    samples = [sample for sample in fitted if sample is not None]
-    dropped = tuple(
-        f"a row of {len(sample.prompt_tokens) + len(sample.tokens)} tokens, more than {chat.max_length}; it begins "
-        f"{_beginning(row)}"
-        for sample, after, row in zip(whole, fitted, rows, strict=True)
-        if after is None
-    )
+    chat.faults.want(len(prompts))
+    readable: list[tuple[Prompt, Sample]] = []
+    for prompt in prompts:
+        try:
+            readable.append((prompt, encode_row(prompt.row, chat=chat, where=prompt.origin)))
+        except MediaError as error:
+            chat.faults.add(prompt.origin or prompt.sample_id, error.reason)
+    samples: list[Sample] = []
+    too_long: list[str] = []
+    num_cut = 0
+    for prompt, whole in readable:
+        fitted = _fit(whole, prompt.row, chat=chat)
+        if fitted is None:
+            length = len(whole.prompt_tokens) + len(whole.tokens)
+            begins = _beginning(prompt.row)
+            too_long.append(f"a row of {length} tokens, more than {chat.max_length}; it begins {begins}")
+        else:
+            samples.append(fitted)
+            num_cut += fitted is not whole
     lengths = np.array([int(sample.loss_mask.sum()) for sample in samples] or [0])
     metrics = {"response_length_mean": float(lengths.mean()), "response_length_max": float(lengths.max())}
     if chat.overlong != "error":
-        cut = sum(after is not None and after is not before for before, after in zip(whole, fitted, strict=True))
-        metrics |= {"rows_truncated": float(cut), "rows_dropped": float(len(dropped))}
+        metrics["rows_truncated"] = float(num_cut)
+    if chat.overlong != "error" or chat.vision is not None:
+        metrics["rows_dropped"] = float(len(prompts) - len(samples))
     batch = pack_batch(samples, microbatch_terms=microbatch_terms, share=share, metrics=metrics)
-    return replace(batch, rows_dropped=dropped)
+    return replace(batch, rows_dropped=(*chat.faults.take_new(), *too_long))
 
 
-def encode_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
-    """Return a row as prompt and response; the mask excludes other roles' messages between the assistant's turns."""
+def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> Sample:
+    """Return a row as prompt and response; the mask excludes other roles' messages between the assistant's turns.
+
+    Raises MediaError for pictures and videos that cannot be read, and UserError for a row that cannot be learnt.
+    """
     try:
         if "response" in row:
-            prompt = chat.encode_prompt(row)
-            tokens = chat.encode_response(row, prompt_text=prompt.text)
+            prompt = chat.encode_prompt(row, where=where)
+            tokens = chat.encode_response(row, prompt_text=prompt.text, where=where)
             return _sample(prompt.tokens, tokens, np.ones(len(tokens), dtype=bool), view=prompt.view)
         if "messages" not in row:
             raise UserError(
                 "supervised training needs target responses: name their column in data.response_column, or that of "
                 "whole chats in data.messages_column"
             )
-        tokens, mask = encode_turns(chat, row["messages"])
+        tokens, mask, view = encode_turns(chat, row["messages"], where=where)
     except PromptError as error:
         raise UserError(error.reason) from error
     learnt = np.flatnonzero(mask[1:]) + 1  # the first token is predicted from nothing
     if not len(learnt):
         raise UserError(f"a row has no assistant token to learn; it begins {_beginning(row)}")
     first, end = learnt[0], learnt[-1] + 1
-    return _sample(tokens[:first], tokens[first:end], mask[first:end])
+    return _sample(tokens[:first], tokens[first:end], mask[first:end], view=view.first(end - 1))
 
 
 def _sample(prompt: np.ndarray, tokens: np.ndarray, mask: np.ndarray, *, view: View = EMPTY_VIEW) -> Sample:
@@ -235,18 +251,23 @@ def _fit(sample: Sample, row: Mapping[str, Any], *, chat: Chat) -> Sample | None
             f'the row that begins {_beginning(row)}, or set data.overlong to "truncate" or "drop"'
         )
     room = chat.max_length - len(sample.prompt_tokens)
-    if chat.overlong == "drop" or room <= 0 or not sample.loss_mask[:room].any():
+    learnt = np.flatnonzero(sample.loss_mask[: max(0, room)])
+    if chat.overlong == "drop" or not len(learnt):
         return None
+    end = int(learnt[-1]) + 1  # what follows trains nothing, and may be a part of a picture
     return replace(
         sample,
-        tokens=sample.tokens[:room],
-        logprobs=sample.logprobs[:room],
-        loss_mask=sample.loss_mask[:room],
+        tokens=sample.tokens[:end],
+        logprobs=sample.logprobs[:end],
+        loss_mask=sample.loss_mask[:end],
+        view=sample.view.first(len(sample.prompt_tokens) + end - 1),
     )
 
 
 def _beginning(row: Mapping[str, Any]) -> str:
     """The start of a row's text, for messages."""
     content = row["prompt"] if "response" in row else row["messages"]
-    text = content if isinstance(content, str) else " ".join(str(message["content"]) for message in content)
-    return repr(text[:80])
+    if isinstance(content, str):
+        return repr(content[:80])
+    parts = (part for message in content for part in parts_of(message["content"]))
+    return repr(" ".join(part["text"] for part in parts if part["type"] == "text")[:80])

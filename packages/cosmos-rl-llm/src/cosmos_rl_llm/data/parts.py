@@ -3,10 +3,14 @@
 "text"                                                            -> "text"
 {"type": "image", "image" | "url" | "path" | "base64": X}         -> {"type": "image", "image": X}
 {"type": "image_url", "image_url": {"url": X}}                    -> {"type": "image", "image": X}
+{"type": "image"}                                                 -> {"type": "image", "image": X}, X of a column
+
+Bytes in tables, alone or as {"bytes": ..., "path": ...}, become text in base64: a row is JSON.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +38,7 @@ def _normalise(part: Any, *, where: str, key: str) -> dict[str, Any]:
                     return {"type": kind, kind: rest[name]}
             if isinstance(rest.get("base64"), str):
                 return {"type": kind, kind: {"bytes": rest["base64"]}}
+            return {"type": kind, kind: None}
     raise UserError(
         f'{where}: a part of a message must be {{"type": "text", "text": "..."}}, or of type "image" or "video" with '
         f"its location, not {shown(part)} ({key})"
@@ -43,21 +48,62 @@ def _normalise(part: Any, *, where: str, key: str) -> dict[str, Any]:
 def with_media(
     messages: list[dict[str, Any]], row: Mapping[str, Any], *, where: str, config: LLMDataConfig
 ) -> list[dict[str, Any]]:
-    """Put the pictures and videos of the row's columns before the text of the first message of the user."""
-    found: list[dict[str, Any]] = []
+    """Put the pictures and videos of the row's columns into the parts of messages without a location, in order.
+
+    Without such parts they come before the text of the first message of the user. Raises UserError if the numbers
+    differ.
+    """
+    before: list[dict[str, Any]] = []
     for kind, column in (("image", config.image_column), ("video", config.video_column)):
-        if column is None:
-            continue
-        if column not in row:
-            raise UserError(f"{where}: no column {column!r} (data.{kind}_column)")
-        given = row[column]
-        each = given if isinstance(given, list) else [] if given is None else [given]
-        found += [{"type": kind, kind: one} for one in each]
-    if not found:
+        given = _of_column(row, column, where=where, key=f"data.{kind}_column")
+        empty = [
+            part
+            for message in messages
+            for part in (() if isinstance(message["content"], str) else message["content"])
+            if part["type"] == kind and part[kind] is None
+        ]
+        if empty and len(empty) != len(given):
+            raise UserError(
+                f"{where}: {len(empty)} parts of type {kind!r} without a location, and {len(given)} in the column "
+                f"{column!r} (data.{kind}_column)"
+            )
+        for part, one in zip(empty, given, strict=False):
+            part[kind] = one
+        before += [] if empty else [{"type": kind, kind: one} for one in given]
+    if not before:
         return messages
     place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if place is None:
         raise UserError(f"{where}: pictures, and no message of the user that they belong to")
     content = messages[place]["content"]
     text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return [{**message, "content": [*found, *text]} if i == place else message for i, message in enumerate(messages)]
+    return [{**message, "content": [*before, *text]} if i == place else message for i, message in enumerate(messages)]
+
+
+def _of_column(row: Mapping[str, Any], column: str | None, *, where: str, key: str) -> list[Any]:
+    if column is None:
+        return []
+    if column not in row:
+        raise UserError(f"{where}: no column {column!r} ({key})")
+    given = row[column]
+    return given if isinstance(given, list) else [] if given is None else [given]
+
+
+def with_base64(row: Mapping[str, Any], config: LLMDataConfig) -> Mapping[str, Any]:
+    """Return a table's row with the bytes of pictures and videos as text, in the columns that may hold them."""
+    columns = (config.image_column, config.video_column, config.prompt_column, config.messages_column)
+    return {column: _as_text(value) if column in columns else value for column, value in row.items()}
+
+
+def _as_text(value: Any) -> Any:
+    match value:
+        case bytes():
+            return {"bytes": base64.b64encode(value).decode()}
+        case {"bytes": bytes() as content, **rest}:
+            return {**rest, "bytes": base64.b64encode(content).decode()}
+        case Mapping():
+            return {key: _as_text(each) for key, each in value.items()}
+        case list():
+            return [_as_text(each) for each in value]
+        case _:
+            return value

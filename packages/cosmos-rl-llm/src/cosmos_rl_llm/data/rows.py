@@ -15,14 +15,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
 from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
-from cosmos_rl_llm.data.parts import normalise_content, with_media
+from cosmos_rl_llm.data.parts import normalise_content, with_base64, with_media
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
@@ -59,7 +59,7 @@ def _read_local(path: Path, config: LLMDataConfig) -> Iterator[Located]:
     else:
         files = [path]
     for file in files:
-        yield from _read_file(file)
+        yield from _read_file(file, config)
 
 
 def _files_of_split(directory: Path, split: str | None) -> list[Path]:
@@ -80,7 +80,7 @@ def _files_of_split(directory: Path, split: str | None) -> list[Path]:
     return files
 
 
-def _read_file(file: Path) -> Iterator[Located]:
+def _read_file(file: Path, config: LLMDataConfig) -> Iterator[Located]:
     rows: Iterable[Located]
     try:
         match file.suffix:
@@ -89,7 +89,7 @@ def _read_file(file: Path) -> Iterator[Located]:
             case ".json":
                 rows = read_json_list(file)
             case _:
-                rows = _read_parquet(file)
+                rows = _read_parquet(file, config)
         for where, row in rows:
             if not isinstance(row, Mapping):
                 raise UserError(f"{where}: a row must be an object with named columns, not {shown(row)}")
@@ -103,7 +103,7 @@ def _read_jsonl(file: Path) -> Iterator[Located]:
         yield from read_json_lines(lines, name=str(file))
 
 
-def _read_parquet(file: Path) -> Iterator[Located]:
+def _read_parquet(file: Path, config: LLMDataConfig) -> Iterator[Located]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -113,7 +113,7 @@ def _read_parquet(file: Path) -> Iterator[Located]:
         with pq.ParquetFile(file) as table:
             rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(rows):
-                yield as_json(f"{file}[{number}]", row)
+                yield as_json(f"{file}[{number}]", with_base64(row, config))
     except pa.ArrowException as error:
         raise UserError(f"{file}: not a readable parquet file: {error}") from None
 
@@ -125,7 +125,7 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
         raise UserError(f"data.path = {config.path!r}: no such file or directory{did_you_mean(path.name, beside)}")
     split = config.split or "train"
     try:
-        from datasets import load_dataset
+        from datasets import Dataset, load_dataset
     except ImportError:
         raise UserError(
             f"data.path = {config.path!r} is not a file or directory here; to load it from a hub: "
@@ -139,9 +139,10 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
             f"data.path = {config.path!r} is not a file or directory here, and "
             + (f"not in the cache, and {silent}" if (silent := hub.silence()) else f"the hub failed: {error}")
         ) from error
-    for number, row in enumerate(dataset):
-        assert isinstance(row, Mapping)
-        yield as_json(f"{config.path}/{split}[{number}]", row)
+    assert isinstance(dataset, Dataset)
+    tables = cast("Iterable[Any]", dataset.with_format("arrow").iter(batch_size=1000))  # pictures stay encoded
+    for number, row in enumerate(row for table in tables for row in table.to_pylist()):
+        yield as_json(f"{config.path}/{split}[{number}]", with_base64(row, config))
 
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -172,7 +173,7 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
     The three names win over columns of the same name: with answer_column = "answer" and an answer_pattern,
     row["answer"] is the match of the pattern.
     """
-    result = dict(row)
+    result = {column: value for column, value in row.items() if not _holds_bytes(column, value, config)}
     if config.messages_column is None:
         result["prompt"] = _prompt(row, where=where, config=config)
     else:
@@ -185,6 +186,13 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
     if config.response_column is not None:
         result["response"] = _response(row, where=where, column=config.response_column)
     return result
+
+
+def _holds_bytes(column: str, value: Any, config: LLMDataConfig) -> bool:
+    """Whether a column holds encoded pictures or videos, which the prompt has too: they are sent once."""
+    each = value if isinstance(value, list) else [value]
+    media = column in (config.image_column, config.video_column)
+    return media and any(isinstance(one, Mapping) and one.get("bytes") is not None for one in each)
 
 
 def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:

@@ -84,6 +84,14 @@ class View:
         index, positions = arrays["item_index"].astype(np.int64), arrays.get("prompt_positions")
         return cls(items=tuple(items), index=index, positions=positions)
 
+    def first(self, length: int) -> View:
+        """Return the view of the first `length` tokens, which end outside of a picture or video."""
+        if self.index is None or len(self.index) <= length:
+            return self
+        index = self.index[:length]
+        positions = None if self.positions is None else self.positions[..., :length]
+        return View(items=self.items[: index.max(initial=-1) + 1], index=index, positions=positions)
+
     def index_of(self, length: int) -> np.ndarray:
         """Return the item of each of `length` tokens [length]."""
         given = np.zeros(0, np.int64) if self.index is None else self.index
@@ -163,20 +171,29 @@ def expand(text: str, items: Sequence[Item], family: VisionFamily) -> str:
 
     Raises ValueError if the numbers or the kinds differ.
     """
-    pieces: list[str] = []
-    rest = text
-    for item in items:
-        found = {kind: place for kind, sign in family.placeholders.items() if (place := rest.find(sign)) >= 0}
-        if not found:
-            raise ValueError(f"{len(items)} pictures and videos, and fewer placeholders in the chat")
-        kind = min(found, key=lambda each: found[each])
-        if kind != item.kind:
-            raise ValueError(f"a placeholder of kind {kind!r} where the row has {item.kind!r}")
-        before, rest = rest[: found[kind]], rest[found[kind] + len(family.placeholders[kind]) :]
-        pieces += [before, family.expansion(item)]
-    if any(sign in rest for sign in family.placeholders.values()):
-        raise ValueError(f"more placeholders in the chat than the {len(items)} pictures and videos of the row")
-    return "".join([*pieces, rest])
+    return expand_spans([text], items, family)[0]
+
+
+def expand_spans(spans: Sequence[str], items: Sequence[Item], family: VisionFamily) -> list[str]:
+    """Like `expand`, for a chat in pieces."""
+    left = iter(items)
+    expanded: list[str] = []
+    for text in spans:
+        pieces: list[str] = []
+        rest = text
+        while found := {kind: place for kind, sign in family.placeholders.items() if (place := rest.find(sign)) >= 0}:
+            kind = min(found, key=lambda each: found[each])
+            item = next(left, None)
+            if item is None:
+                raise ValueError(f"more placeholders in the chat than the {len(items)} pictures and videos of the row")
+            if kind != item.kind:
+                raise ValueError(f"a placeholder of kind {kind!r} where the row has {item.kind!r}")
+            before, rest = rest[: found[kind]], rest[found[kind] + len(family.placeholders[kind]) :]
+            pieces += [before, family.expansion(item)]
+        expanded.append("".join([*pieces, rest]))
+    if next(left, None) is not None:
+        raise ValueError(f"{len(items)} pictures and videos, and fewer placeholders in the chat")
+    return expanded
 
 
 def view_of(tokens: np.ndarray, items: Sequence[Item], family: VisionFamily) -> View:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import warnings
 from collections.abc import Mapping
@@ -64,6 +65,25 @@ def read_bytes(given: Any, limits: MediaSection) -> bytes:
     if len(found) > limits.max_bytes:
         raise MediaError(f"{len(found):,} bytes, more than the {limits.max_bytes:,} allowed (data.media.max_bytes)")
     return found
+
+
+def location(given: Any) -> str:
+    """Return the name of a picture or video for messages and files: its path or URL, or else a digest of its bytes."""
+    match given:
+        case {"path": str(path)} | {"url": str(path)}:
+            return path
+        case {"bytes": bytes() | str() as content}:
+            return _digest(content)
+        case bytes():
+            return _digest(given)
+        case str():
+            return _digest(given) if given.startswith("data:") else given
+    return type(given).__name__
+
+
+def _digest(content: bytes | str) -> str:
+    found = hashlib.blake2b(content if isinstance(content, bytes) else content.encode(), digest_size=8)
+    return f"blake2b:{found.hexdigest()}"
 
 
 def _from_location(text: str, limits: MediaSection) -> bytes:

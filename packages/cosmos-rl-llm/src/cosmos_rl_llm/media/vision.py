@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cosmos_rl_core.errors import MediaError, PromptError, UserError
+from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
-from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand, view_of
+from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand_spans, view_of
 from cosmos_rl_llm.media.qwen import QwenVision
-from cosmos_rl_llm.media.source import decode_picture, decode_video, read_bytes
+from cosmos_rl_llm.media.source import decode_picture, decode_video, location, read_bytes
 from cosmos_rl_llm.media.tiles import IdeficsVision, InternVision, LlavaVision
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Vision:
     limits: MediaSection
 
     def item(self, part: Mapping[str, Any], *, where: str) -> Item:
-        """Read and process a part {"type": "image", "image": ...}. Raises PromptError."""
+        """Read and process a part {"type": "image", "image": ...}. Raises MediaError."""
         kind = part["type"]
         try:
             data = read_bytes(part[kind], self.limits)
@@ -48,21 +48,23 @@ class Vision:
                 return self.family.image(decode_picture(data, self.limits))
             return self.family.video(decode_video(data, self.limits))
         except MediaError as error:
-            raise PromptError(f"{where or 'a row'}: {kind}: {error.reason}") from error
+            name = location(part[kind])
+            reason = error.reason if error.reason.startswith(name) else f"{name}: {error.reason}"
+            raise MediaError(f"{where or 'a row'}: {kind}: {reason}") from error
 
-    def expand(self, text: str, items: Sequence[Item], *, where: str) -> str:
-        """Write the tokens of each item in place of its placeholder. Raises PromptError."""
+    def expand(self, spans: Sequence[str], items: Sequence[Item], *, where: str) -> list[str]:
+        """Write the tokens of each item in place of its placeholder in the pieces of a chat. Raises MediaError."""
         try:
-            return expand(text, items, self.family)
+            return expand_spans(spans, items, self.family)
         except ValueError as error:
-            raise PromptError(f"{where or 'a row'}: {error}") from error
+            raise MediaError(f"{where or 'a row'}: {error}") from error
 
     def view(self, tokens: np.ndarray, items: Sequence[Item], *, where: str) -> View:
-        """Return the view of the tokens [L] of an expanded text. Raises PromptError."""
+        """Return the view of the tokens [L] of an expanded text. Raises MediaError."""
         try:
             return view_of(tokens, items, self.family)
         except ValueError as error:
-            raise PromptError(f"{where or 'a row'}: {error}") from error
+            raise MediaError(f"{where or 'a row'}: {error}") from error
 
 
 def find_family(source: str, config: PreTrainedConfig) -> VisionFamily:
