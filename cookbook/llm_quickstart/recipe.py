@@ -38,6 +38,7 @@ def main() -> None:
     overrides = [f"run.output_dir={directory / 'grpo'}", f"model.path={warm.checkpoint / 'policy'}"]
     overrides += [f"data.path={train}", f"eval.data.path={test}", f"run.seed={arguments.seed}", *arguments.overrides]
     run(HERE / "run.toml", overrides, overwrite=True)
+    print(f"\nlook at both runs in a browser:  .venv/bin/cosmos-rl dashboard {directory}")
 
 
 if __name__ == "__main__":

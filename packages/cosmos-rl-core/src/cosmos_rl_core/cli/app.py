@@ -180,6 +180,30 @@ def export(
     typer.echo(f"{written.checkpoint} -> {directory}: {written.num_tensors} tensors, {written.num_bytes:,} bytes")
 
 
+@app.command()
+def dashboard(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN", help="Runs, or directories with runs; default: runs.")
+    ] = None,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on; another one than loopback needs --token-file.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Default: 7861, or a free one if it is taken.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A secret; default: a new one.")] = None,
+) -> None:
+    """Show runs in the browser: curves, rollouts, timeline, members, weights, logs; live, or long after their end."""
+    from cosmos_rl_core.errors import UserError
+
+    try:
+        from cosmos_rl_core.dashboard.server import serve
+    except ModuleNotFoundError as error:
+        raise UserError(f"the dashboard needs {error.name}: pip install 'cosmos-rl-core[dashboard]'") from error
+    serve(runs or [Path("runs")], host=host, port=port, token_file=token_file, say=typer.echo)
+
+
 app.command()(inference.generate)
 app.command("eval")(inference.evaluate)
 

@@ -1,0 +1,138 @@
+"""Sentences about a run for a person who opens its page: trouble first, each with the key that changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from cosmos_rl_core.dashboard.curves import Curves
+
+LAST = 10
+"""Steps over which the present is measured, and the beginning."""
+SILENT_S = 30.0
+"""Seconds without a heartbeat that are named."""
+MOST = 8
+ORDER = ("bad", "warn", "good")
+
+
+class Finding(NamedTuple):
+    """One sentence."""
+
+    level: Literal["bad", "warn", "good"]
+    text: str
+    key: str = ""
+    """The recipe's key to change."""
+
+
+def health(
+    curves: Curves,
+    *,
+    status: Mapping[str, Any],
+    outcome: Mapping[str, Any],
+    live: bool,
+    monitor: Sequence[Mapping[str, Any]] = (),
+) -> list[Finding]:
+    """Return at most MOST sentences, the worst first.
+
+    status, outcome: as in status.json and outcome.json. live: whether the controller is alive. monitor: its checks.
+    """
+    found = [*_life(status, outcome, live=live), *_monitored(monitor)]
+    if curves.steps >= LAST:
+        found += [*_waits(curves), *_learning(curves), *_policy(curves)]
+    found += _reward(curves)
+    return sorted(found, key=lambda finding: ORDER.index(finding.level))[:MOST]
+
+
+def _life(status: Mapping[str, Any], outcome: Mapping[str, Any], *, live: bool) -> list[Finding]:
+    if outcome:
+        state, message = outcome.get("state"), outcome.get("message", "")
+        again = f" Continue: {outcome['resume']}" if outcome.get("resume") else ""
+        if state == "failed":
+            worker = f" in {outcome['worker']}" if outcome.get("worker") else ""
+            return [Finding("bad", f"The run failed{worker} after {outcome.get('step', 0)} steps: {message}.{again}")]
+        if state == "stopped":
+            return [Finding("warn", f"The monitor ended the run: {message}.{again}")]
+        if state == "interrupted":
+            return [Finding("warn", f"The run was interrupted after {outcome.get('step', 0)} steps.{again}")]
+        return [Finding("good", f"The run is done: {outcome.get('step', 0)} steps.")]
+    if status and not live and status.get("phase") != "finished":
+        return [
+            Finding(
+                "bad",
+                f"The controller is gone; its last phase was {status.get('phase')!r}. Continue with --resume auto.",
+            )
+        ]
+    return [
+        Finding("bad", f"{member['name']} ({member['state']}) sent its last heartbeat {member['age_s']:.0f} s ago.")
+        for member in status.get("members", ())
+        if live and (member.get("state") == "suspect" or member.get("age_s", 0.0) > SILENT_S)
+    ]
+
+
+def _monitored(monitor: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    last = [check for check in monitor if check.get("text")][-2:]
+    return [Finding("bad" if check.get("action") != "warn" else "warn", f"Monitor: {check['text']}.") for check in last]
+
+
+def _waits(curves: Curves) -> list[Finding]:
+    policy = curves.mean("policy_idle_fraction", last=LAST)
+    rollout = curves.mean("rollout_idle_fraction", last=LAST)
+    if policy is None or rollout is None:
+        return []
+    if policy > 0.2 and rollout > 0.2:
+        text = f"Both sides wait, the policy {policy:.0%} and the rollouts {rollout:.0%} of the time: they take turns."
+        return [Finding("warn", text, "sync.max_staleness: 1 or more lets them overlap")]
+    if policy > 0.4:
+        text = f"The policy waits {policy:.0%} of the time, the rollouts {rollout:.0%}: generation is the bottleneck."
+        return [Finding("warn", text, "rollout.replicas: more of them, or a faster rollout.engine")]
+    if rollout > 0.4:
+        text = f"The rollouts wait {rollout:.0%} of the time, the policy {policy:.0%}: training is the bottleneck."
+        return [Finding("warn", text, "policy.replicas: more of them, or fewer rollout.replicas")]
+    return []
+
+
+def _learning(curves: Curves) -> list[Finding]:
+    found = []
+    equal = curves.mean("zero_variance_fraction", last=LAST)
+    if equal is not None and equal > 0.5:
+        text = f"{equal:.0%} of the groups have equal rewards and train nothing."
+        found.append(Finding("warn", text, "algorithm.filter_zero_variance, harder prompts, or a higher temperature"))
+    cut = curves.mean("truncated_fraction", last=LAST)
+    if cut is not None and cut > 0.2:
+        found.append(Finding("warn", f"{cut:.0%} of the rollouts are cut off.", "rollout.sampling.max_tokens"))
+    skipped = int((~np.isfinite(curves.column("grad_norm")[-LAST:])).sum())
+    if skipped:
+        text = f"{skipped} of the last {LAST} steps were skipped: their gradient was not finite."
+        found.append(Finding("bad", text, "policy.optimizer.learning_rate"))
+    return found
+
+
+def _policy(curves: Curves) -> list[Finding]:
+    found = []
+    before, now = curves.mean("entropy", first=LAST), curves.mean("entropy", last=LAST)
+    if before and now is not None and now < 0.25 * before:
+        text = f"Entropy fell from {before:.3g} to {now:.3g}: rollouts of a group become equal."
+        found.append(Finding("warn", text, "algorithm.entropy_coef, or a smaller policy.optimizer.learning_rate"))
+    mismatch = curves.mean("mismatch_kl", last=LAST)
+    if mismatch is not None and mismatch > 0.05:
+        text = f"Engine and policy compute different log-probabilities (KL {mismatch:.3g})."
+        found.append(Finding("warn", text, "algorithm.correction, or the same model.dtype on both sides"))
+    clipped = curves.mean("clip_fraction", last=LAST)
+    if clipped is not None and clipped > 0.3:
+        text = f"{clipped:.0%} of the terms are clipped."
+        found.append(Finding("warn", text, "policy.optimizer.learning_rate, or a smaller sync.max_staleness"))
+    return found
+
+
+def _reward(curves: Curves) -> list[Finding]:
+    last = min(LAST, max(1, curves.steps // 2))
+    before, now = curves.mean("reward_mean", first=last), curves.mean("reward_mean", last=last)
+    if before is None or now is None or curves.steps < 2:
+        return []
+    rose = now > before
+    verb = "rose" if rose else "fell"
+    return [
+        Finding("good" if rose else "warn", f"Reward {verb} from {before:.3g} to {now:.3g} in {curves.steps} steps.")
+    ]

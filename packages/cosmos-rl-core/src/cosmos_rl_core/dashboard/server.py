@@ -1,0 +1,89 @@
+"""Serves the page: chooses port and token, and runs the server until Ctrl-C."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import uvicorn
+
+from cosmos_rl_core.dashboard.app import build_app
+from cosmos_rl_core.dashboard.guard import LOOPBACK, Guard
+from cosmos_rl_core.dashboard.run import find_runs
+from cosmos_rl_core.errors import UserError
+
+PORT = 7861
+CLOSE_S = 1
+"""Seconds for open connections at the end; live events never end by themselves."""
+
+
+def serve(
+    paths: Sequence[Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    token_file: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serve the runs in these directories until Ctrl-C.
+
+    host: another one than loopback needs a token_file. port: None: PORT, or a free one if it is taken; 0: a free one.
+    say: receives the address with the token.
+
+    Raises UserError for a missing directory, a port that is taken, and a host without a token file.
+    """
+    token = _token(host, token_file)
+    found = find_runs(paths)
+    listener = listen(host, port)
+    bound = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    runs = "1 run" if len(found) == 1 else f"{len(found)} runs"
+    say(f"dashboard of {runs}: http://{shown}:{bound}/?token={token}")
+    say("Ctrl-C ends the dashboard; the runs are not affected.")
+    hosts = LOOPBACK if _is_loopback(host) else LOOPBACK | {shown, socket.gethostname(), socket.getfqdn()}
+    app = Guard(build_app(list(paths)), token=token, hosts=hosts, port=bound)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_S
+    )
+    with listener, suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Return a listening socket. Raises UserError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for wanted in (PORT, 0) if port is None else (port,):
+        try:
+            listener.bind((host, wanted))
+            listener.listen(128)
+            return listener
+        except OSError as error:
+            failed = error
+    listener.close()
+    raise UserError(f"the dashboard cannot listen on {host}:{port}: {failed.strerror}; choose another --port or --host")
+
+
+def _token(host: str, token_file: Path | None) -> str:
+    if token_file is None:
+        if not _is_loopback(host):
+            raise UserError(
+                f"--host {host} can be reached from other machines: give a secret by --token-file FILE, or keep "
+                "127.0.0.1 and use an ssh tunnel"
+            )
+        return secrets.token_urlsafe(24)
+    try:
+        token = token_file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UserError(f"{token_file}: {error.strerror}") from error
+    if len(token) < 16 or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
+        raise UserError(f"{token_file}: must hold at least 16 letters and digits")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("127.0.0.1", "localhost", "::1")

@@ -1,0 +1,119 @@
+// Rollouts of one step: histogram of rewards, filters, groups, and one prompt through time.
+import { chart } from './chart.js'
+import { el, empty, number, ofRun } from './dom.js'
+import { address } from './app.js'
+
+const SORTS = { file: 'as trained', worst: 'lowest reward', best: 'highest reward', mixed: 'most mixed', longest: 'longest' }
+const KINDS = { step: 'training', eval: 'evaluations' }
+const PAGE = 20
+
+export const level = (value, low, high) => value == null || high === low ? '' : (value - low) / (high - low) > .66 ? 'high' : (value - low) / (high - low) < .34 ? 'low' : 'middle'
+
+export async function rollouts(view, [id], state) {
+  const files = await ofRun(id, 'rollouts/files')
+  const kinds = Object.keys(files)
+  if (!kinds.length) { view.replaceChildren(el('h1', {}, 'Rollouts'), empty('No step has written its rollouts yet ([logging] rollouts_every).')); return {} }
+  let kind = files[state.kind] ? state.kind : kinds.includes('step') ? 'step' : kinds[0]
+  let step = nearest(files[kind], state.step == null ? files[kind].at(-1) : Number(state.step))
+  let range = null, text = state.text ?? '', sort = SORTS[state.sort] ? state.sort : 'file', at = 0, data = null, follow = state.step == null
+
+  const slider = el('input', { type: 'range', min: '0', 'aria-label': 'Step', oninput: () => { follow = false; go(files[kind][slider.value]) } })
+  const title = el('h1', {}), shown = el('div'), bars = el('div'), through = el('div')
+  const choice = el('select', { 'aria-label': 'Kind', onchange: event => { kind = event.target.value; go(files[kind].at(-1)) } }, kinds.map(name => el('option', { value: name, selected: name === kind }, KINDS[name] ?? name)))
+  const order = el('select', { 'aria-label': 'Order', onchange: event => { sort = event.target.value; at = 0; load() } }, Object.entries(SORTS).map(([value, name]) => el('option', { value, selected: value === sort }, name)))
+  const search = el('input', { type: 'search', placeholder: 'Text or regular expression', 'aria-label': 'Filter by text', value: text, onchange: event => { text = event.target.value; at = 0; load() } })
+  const move = by => { const steps = files[kind]; follow = false; go(steps[Math.max(0, Math.min(steps.length - 1, steps.indexOf(step) + by))]) }
+  const go = to => { step = to; at = 0; range = null; history.replaceState(null, '', address([id], 'rollouts', { kind, step, sort, text })); load() }
+
+  async function load() {
+    slider.max = String(files[kind].length - 1)
+    slider.value = String(files[kind].indexOf(step))
+    title.replaceChildren(kind === 'eval' ? `Evaluation of version ${step}` : `Rollouts of step ${step}`)
+    try {
+      data = await ofRun(id, 'rollouts', { kind, step, sort, text, at, count: PAGE, ...(range ? { low: range[0], high: range[1] } : {}) })
+    } catch (error) { return shown.replaceChildren(empty(error.message)) }
+    draw()
+  }
+
+  function draw() {
+    const { histogram: h, groups } = data, most = Math.max(1, ...h.bins), width = (h.high - h.low) / h.bins.length
+    const bin = (count, i) => {
+      const low = h.low + i * width, high = i === h.bins.length - 1 ? h.high : low + width
+      const bar = el('i'); bar.style.height = `${count ? Math.max(3, 100 * count / most) : 0}%`
+      const on = range && range[0] <= low + 1e-9 && range[1] >= high - 1e-9
+      return el('button', { type: 'button', 'aria-pressed': String(Boolean(on)), 'aria-label': `reward ${number(low, 3)} to ${number(high, 3)}: ${count} rollouts`, title: `${number(low, 3)} to ${number(high, 3)}: ${count}`, onclick: () => { range = on ? null : [low, high]; at = 0; load() } }, bar)
+    }
+    bars.replaceChildren(...h.bins.length ? [el('div', { class: 'histogram', role: 'group', 'aria-label': 'Histogram of rewards' }, h.high > h.low ? h.bins.map(bin) : [bin(h.bins[0], 0)]), el('div', { class: 'scale' }, el('span', {}, number(h.low, 3)), el('span', {}, 'reward'), el('span', {}, number(h.high, 3)))] : [])
+    const last = Math.min(data.total_groups, at + PAGE)
+    const pages = el('div', { class: 'row' },
+      el('button', { type: 'button', disabled: at === 0, onclick: () => { at = Math.max(0, at - PAGE); load() } }, 'Previous'),
+      el('span', { class: 'dim' }, `groups ${data.total_groups ? at + 1 : 0} to ${last} of ${data.total_groups}; ${data.total} of ${data.of} rollouts`),
+      el('button', { type: 'button', disabled: last >= data.total_groups, onclick: () => { at += PAGE; load() } }, 'Next'))
+    shown.replaceChildren(pages, ...groups.map(group => card(group, h)), groups.length ? '' : empty('No rollout matches the filters.'))
+  }
+
+  function card(group, h) {
+    const folded = new Map()
+    for (const rollout of group.rollouts) {
+      const key = `${rollout.response}\n${rollout.reward}\n${rollout.shown}`
+      folded.has(key) && !rollout.terms ? folded.get(key).count++ : folded.set(rollout.terms ? rollout : key, { rollout, count: 1 })
+    }
+    return el('article', { class: 'card group', 'aria-label': `Group of sample ${group.sample}` },
+      el('div', { class: 'row' },
+        el('span', { class: `reward ${level(group.mean, h.low, h.high)}`, title: 'mean reward of the group' }, number(group.mean, 3)),
+        el('pre', { class: 'prompt' }, group.prompt),
+        el('span', { class: 'dim mono' }, `#${group.sample}`),
+        el('button', { type: 'button', onclick: () => time(group.prompt) }, 'Through time')),
+      [...folded.values()].map(({ rollout, count }) => line(rollout, count, h)))
+  }
+
+  function line(rollout, count, h) {
+    const parts = Object.entries(rollout.rewards ?? {}).map(([name, value]) => `${name} ${number(value, 3)}`)
+    const versions = (rollout.versions ?? []).filter((value, i, all) => all.indexOf(value) === i).join('–')
+    return el('div', { class: `rollout ${rollout.shown ? '' : 'faded'}` },
+      el('div', {}, el('span', { class: `reward ${level(rollout.reward, h.low, h.high)}` }, number(rollout.reward, 3)), count > 1 ? el('b', {}, ` ×${count}`) : null,
+        el('div', { class: 'dim' }, `advantage ${number(rollout.advantage, 3)}`, el('br'), `${rollout.num_terms} terms${versions ? `, version ${versions}` : ''}`),
+        rollout.finish_reason && rollout.finish_reason !== 'stop' ? el('div', { class: 'warn' }, rollout.finish_reason === 'length' ? 'cut off' : rollout.finish_reason) : null),
+      el('div', {}, rollout.terms ? terms(rollout.terms) : el('div', { class: 'text' }, rollout.response || '(empty)'), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
+  }
+
+  async function time(prompt) {
+    through.replaceChildren(el('p', { class: 'dim', role: 'status' }, 'reading all steps …'))
+    through.scrollIntoView({ block: 'nearest' })
+    const found = (await ofRun(id, 'prompt', { prompt })).filter(group => group.rollouts.length)
+    const mean = group => { const known = group.rollouts.map(r => r.reward).filter(r => r != null); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null }
+    const trained = found.filter(group => group.kind === 'step')
+    const answers = group => { const counts = new Map(); for (const { response } of group.rollouts) counts.set(response, (counts.get(response) ?? 0) + 1); return [...counts].sort((a, b) => b[1] - a[1]).slice(0, 3) }
+    through.replaceChildren(el('section', { class: 'card', 'aria-label': 'One prompt through time' },
+      el('div', { class: 'row' }, el('h2', {}, 'This prompt through time', el('small', {}, found.length === 1 ? '1 group' : `${found.length} groups`)), el('span', { class: 'grow' }), el('button', { type: 'button', onclick: () => through.replaceChildren() }, 'Close')),
+      el('pre', { class: 'mono' }, prompt),
+      trained.length > 1 ? chart([{ label: 'mean reward', x: trained.map(group => group.step), mean: trained.map(mean) }], { title: 'mean reward of the group', group: 'prompt' }) : null,
+      found.map(group => el('div', { class: 'rollout' },
+        el('div', {}, el('a', { href: address([id], 'rollouts', { kind: group.kind, step: group.step }) }, group.kind === 'eval' ? `evaluation ${group.step}` : `step ${group.step}`), el('div', { class: 'dim' }, `mean reward ${number(mean(group), 3)}`)),
+        el('div', { class: 'text' }, answers(group).map(([answer, count]) => el('div', {}, count > 1 ? el('b', {}, `×${count} `) : null, answer || '(empty)')))))))
+    through.firstElementChild.scrollIntoView({ block: 'start' })
+  }
+
+  view.replaceChildren(title, el('div', { class: 'row' }, choice, el('button', { type: 'button', onclick: () => move(-1), 'aria-label': 'Previous step' }, '←'), slider, el('button', { type: 'button', onclick: () => move(1), 'aria-label': 'Next step' }, '→'), el('label', {}, 'order', order), search), bars, through, shown)
+  await load()
+  return {
+    keys: { j: () => move(1), k: () => move(-1) },
+    async refresh() {
+      Object.assign(files, await ofRun(id, 'rollouts/files'))
+      slider.max = String(files[kind].length - 1)
+      if (follow && files[kind].at(-1) !== step && !through.childElementCount) { step = files[kind].at(-1); await load() }
+    },
+  }
+}
+
+const nearest = (steps, wanted) => steps.reduce((best, step) => Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best, steps[0])
+
+// Tokens of a rollout, shaded by how improbable each one was.
+function terms({ pieces, logprobs, versions, advantages }) {
+  return el('div', { class: 'text' }, pieces.map((piece, i) => {
+    const probability = Math.exp(logprobs[i])
+    const shade = probability > .9 ? 0 : probability > .6 ? 1 : probability > .3 ? 2 : probability > .1 ? 3 : 4
+    const more = [versions ? `version ${versions[i]}` : '', advantages ? `advantage ${number(advantages[i], 3)}` : ''].filter(Boolean).join(', ')
+    return el('span', { class: `token p${shade}`, title: `probability ${number(probability, 3)}${more ? `, ${more}` : ''}` }, piece)
+  }))
+}

@@ -1,0 +1,133 @@
+"""A run directory without a run: written by the product's own writers, as a run of some steps leaves it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from cosmos_rl_core.observe.record import Outcome, record_outcome, record_start
+from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.observe.sinks import JsonLines
+from cosmos_rl_core.observe.trace import WAITS, Timeline
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+
+RECIPE = """[run]
+domain = "llm"
+name = "{name}"
+max_steps = {steps}
+
+[algorithm]
+name = "grpo"
+
+[policy.optimizer]
+learning_rate = {rate}
+
+[tracker]
+api_key = "abc123"
+"""
+
+
+class Clock:
+    """A settable time."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write_run(path: Path, *, steps: int = 20, rate: float = 0.001, groups: int = 3, state: str = "done") -> Path:
+    """Write a run that answers 1 + 1 better with every step. state: "done", "failed", or "live" without an outcome."""
+    (path / "logs").mkdir(parents=True)
+    recipe = RECIPE.format(name=path.name, steps=steps, rate=rate)
+    (path / "resolved.toml").write_text(recipe)
+    record_start(path, recipe=recipe, parent="", takes_over=False)
+    (path / "logs" / "policy-0.log").write_text("ready at version 0\n")
+    metrics, evaluations = JsonLines(path / "metrics.jsonl"), JsonLines(path / "eval.jsonl")
+    for step in range(steps):
+        reward = (step + 1) / steps
+        idle = {"policy_idle_fraction": 0.6, "rollout_idle_fraction": 0.0}
+        values = {"reward_mean": reward, "loss": 1.0 - reward, "entropy": 1.0, "terms": 100.0, **idle}
+        metrics.log(step, {"policy_version": step + 1, "time_s": 2.0 * step, "terms_per_s": 50.0, **values})
+        write_rollouts(path / "rollouts", step=step, groups=[group(n, right=reward) for n in range(groups)])
+    evaluations.log(0, {"policy_version": 0, "eval/reward_mean": 0.1})
+    evaluations.log(steps, {"policy_version": steps, "eval/reward_mean": 0.9})
+    for sink in (metrics, evaluations):
+        sink.close()
+    write_spans(path / "spans", steps=steps)
+    write_statuses(path, steps=steps, phase="training" if state == "live" else "finished")
+    if state == "done":
+        record_outcome(path, Outcome(state="done", step=steps, ended=time.time(), wall_s=40.0))
+    elif state == "failed":
+        outcome = Outcome(
+            state="failed",
+            message="policy-0: RuntimeError: no",
+            worker="policy-0",
+            traceback="Traceback (most recent call last)\nRuntimeError: no",
+            step=steps,
+            resume="cosmos-rl run a.toml --resume auto",
+        )
+        record_outcome(path, outcome)
+    return path
+
+
+def group(sample: int, *, right: float, rollouts: int = 4) -> RolloutGroup:
+    made = []
+    for number in range(rollouts):
+        good = number < round(right * rollouts)
+        made.append(
+            Rollout(
+                arrays={},
+                rollout_logprobs=np.zeros(2, np.float32),
+                versions=np.array([1, 1], np.int32),
+                loss_mask=np.ones(2, bool),
+                text="2" if good else f"<b>{number}</b>",
+                reward=float(good),
+                reward_breakdown={"exact": float(good)},
+                advantage=0.5 if good else -0.5,
+                finish_reason="stop",
+            )
+        )
+    return RolloutGroup(prompt=Prompt(sample_id=sample, row={}), prompt_text=f"{sample} + 1 =", rollouts=tuple(made))
+
+
+def write_spans(directory: Path, *, steps: int) -> None:
+    clock = Clock(1000.0)
+    policy, rollout = (Timeline(name, clock=clock, wall=clock) for name in ("policy-0", "rollout-0"))
+    for step in range(steps):
+        with policy.span("wait for batch", track=WAITS, step=step), rollout.span("rollout", track="group 000"):
+            clock.now += 1.0
+        with policy.span("forward_backward", step=step), rollout.span("wait for leases", track=WAITS):
+            clock.now += 0.5
+        with policy.span("publish", step=step + 1):
+            clock.now += 0.1
+        with rollout.span("wait for weights", track=WAITS, source="tcp://127.0.0.1:1") as wait:
+            clock.now += 0.2
+            wait.add(version=step + 1, bytes=4_000_000, deltas=0, repaired=0, pull_s=0.1)
+        with rollout.span("switch weights", track="weights", version=step + 1):
+            clock.now += 0.01
+    for timeline in (policy, rollout):
+        timeline.stream(directory / f"{timeline.process}.jsonl")
+        timeline.close()
+
+
+def write_statuses(path: Path, *, steps: int, phase: str) -> None:
+    member = {"name": "policy-0", "role": "policy", "state": "ready", "age_s": 0.1, "since_s": 12.0, "version": steps}
+    rows = [
+        {
+            "time": 1000.0 + 5 * step,
+            "phase": "training",
+            "step": step,
+            "version": step,
+            "members": [member],
+            "samples": {"leased": 2, "ready": step % 3, "committed": 3 * step},
+            "waits": ["policy-0 waits for 3 groups of batch 4"],
+        }
+        for step in range(steps)
+    ]
+    (path / "status.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "status.json").write_text(json.dumps({**rows[-1], "phase": phase, "time": time.time()}))

@@ -1,0 +1,210 @@
+"""The dashboard's page in a browser: what a person reads on each view, by keyboard too.
+
+Needs a Chromium and the package playwright, which `make setup` does not install.
+"""
+
+import re
+import shutil
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from run_files import write_run
+
+from cosmos_rl_core.dashboard.app import build_app
+from cosmos_rl_core.dashboard.guard import Guard
+from cosmos_rl_core.observe.sinks import JsonLines
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+TOKEN = "a-token-of-a-test"
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made = tmp_path_factory.mktemp("runs")
+    write_run(made / "good")
+    write_run(made / "broken", state="failed", rate=0.1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(directory):
+    """Serves the runs; yields the address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    app = Guard(build_app([directory]), token=TOKEN, port=port)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser, site):
+    """A page with the cookie; its errors fail the test."""
+    context = browser.new_context(base_url=site)
+    opened = context.new_page()
+    opened.set_default_timeout(60_000)
+    errors = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    opened.goto(f"/?token={TOKEN}")
+    yield opened
+    context.close()
+    assert errors == []
+
+
+def read(page, address, text):
+    """Open a view, wait until it shows `text`, and return all that a person reads."""
+    page.goto(f"/#/run/{address}")
+    playwright.expect(page.locator("main")).to_contain_text(text, timeout=60_000)
+    return page.locator("main").inner_text()
+
+
+def test_the_list_has_each_run_with_its_state_and_compares_two(page):
+    playwright.expect(page.locator("tbody tr")).to_have_count(2)
+    rows = {row.split()[0]: row for row in page.locator("tbody tr").all_inner_texts()}
+    assert "done" in rows["good"] and "20 / 20" in rows["good"] and "0.1 → 0.9" in rows["good"]
+    assert "failed" in rows["broken"]
+    for box in page.get_by_role("checkbox").all():
+        box.check()
+    page.get_by_role("button", name="Compare 2 runs").click()
+    playwright.expect(page.locator("main h1")).to_have_text("2 runs")
+    names = page.get_by_role("navigation").get_by_role("link").all_inner_texts()
+    assert names == ["Curves", "Recipe"]
+
+
+def test_curves_begin_with_the_state_of_the_run_and_the_key_to_change(page):
+    text = read(page, "good/curves", "reward_mean")
+    assert "The run is done: 20 steps." in text
+    assert "generation is the bottleneck" in text and "change rollout.replicas" in text
+    assert [re.search(rf"{name}\n+(\S+)", text)[1] for name in ("steps", "held-out reward")] == ["20", "0.1"]
+    for section in ("Learning", "Held-out", "Health", "Speed"):
+        assert page.get_by_role("heading", name=section).is_visible()
+    chart = page.get_by_role("group", name=re.compile("^reward_mean: now 1; from 0.05 to 1"))
+    assert chart.locator("canvas").is_visible()
+
+
+def test_a_failed_run_shows_its_error_traceback_and_the_command_that_continues(page):
+    text = read(page, "broken/curves", "The run failed")
+    assert "The run failed in policy-0 after 20 steps: policy-0: RuntimeError: no." in text
+    assert "cosmos-rl run a.toml --resume auto" in text
+    page.get_by_text("Traceback", exact=True).click()
+    playwright.expect(page.locator("pre.log")).to_contain_text("RuntimeError: no")
+
+
+def test_a_chart_is_read_and_a_step_opened_by_keyboard(page):
+    read(page, "good/curves", "reward_mean")
+    chart = page.get_by_role("group", name=re.compile("^reward_mean"))
+    chart.focus()
+    playwright.expect(chart.locator("canvas")).to_be_visible()
+    for _ in range(3):
+        chart.press("ArrowRight")
+    playwright.expect(chart.locator(".value")).to_have_text("2: 0.15")
+    chart.press("Enter")
+    playwright.expect(page.locator("main h1")).to_have_text("Rollouts of step 2")
+
+
+def test_rollouts_are_read_filtered_and_followed_through_time(page):
+    text = read(page, "good/rollouts?step=9", "Rollouts of step 9")
+    playwright.expect(page.locator("article")).to_have_count(3)
+    text = page.locator("article").first.inner_text()
+    assert "0 + 1 =" in text and "×2" in text and "advantage 0.5" in text and "2 terms, version 1" in text
+    assert "<b>2</b>" in text  # text of the model is never markup
+    page.get_by_role("button", name="reward 0.95 to 1: 6 rollouts").click()
+    playwright.expect(page.get_by_text("6 of 12 rollouts")).to_be_visible()
+    search = page.get_by_role("searchbox", name="Filter by text")
+    search.fill("^2 . 1")
+    search.press("Enter")
+    playwright.expect(page.locator("article")).to_have_count(1)
+    page.get_by_role("button", name="Through time").click()
+    through = page.get_by_role("region", name="One prompt through time")
+    playwright.expect(through).to_contain_text("20 groups")
+    playwright.expect(through.get_by_role("link")).to_have_count(20)
+    page.locator("main h1").click()
+    page.keyboard.press("k")
+    playwright.expect(page.locator("main h1")).to_have_text("Rollouts of step 8")
+
+
+def test_the_timeline_has_lanes_and_says_where_the_time_went(page):
+    text = read(page, "good/timeline", "wait for batch")
+    for words in ("policy-0", "rollout-0", "groups in flight", "55 %", "forward_backward"):
+        assert words in text
+    assert page.get_by_role("img", name=re.compile("rollout-0, groups in flight: up to 1 at once")).is_visible()
+    before = page.get_by_text(re.compile("of 36.2 s")).inner_text()
+    page.keyboard.press("+")
+    playwright.expect(page.get_by_text(re.compile("of 36.2 s"))).not_to_have_text(before)
+
+
+def test_members_waits_weights_recipe_and_logs_are_read(page):
+    text = read(page, "good/members", "policy-0")
+    assert "trained" in text and "57" in text and "Nobody waits." not in text
+    assert "policy-0 waits for N groups of batch N" in text and "95.0 s" not in text.split("Seconds")[0]
+    text = read(page, "good/weights", "rollout-0")
+    assert "4.0 MB" in text and "80.0 MB" in text and "100 ms" in text and "210 ms" in text
+    text = read(page, "good/recipe", "run.domain")
+    assert '"grpo"' in text and "abc123" not in text
+    assert "ready at version 0" in read(page, "good/logs", "policy-0.log")
+    assert "media_every" in read(page, "good/media", "No pictures")
+
+
+def test_recipes_side_by_side_show_only_their_differences(page):
+    text = read(page, "good+broken/recipe", "learning_rate")
+    assert "0.001" in text and "0.1" in text and "max_steps" not in text
+
+
+def test_a_live_run_moves_without_a_reload(page, directory):
+    path = write_run(directory / "moving", state="live")
+    page.reload()
+    text = read(page, "moving/curves", "reward_mean")
+    assert re.search(r"steps\n+20", text)
+    metrics = JsonLines(path / "metrics.jsonl")
+    for step in range(20, 30):
+        metrics.log(step, {"reward_mean": 0.5})
+    metrics.close()
+    playwright.expect(page.locator("dl.stats dd").first).to_have_text("30", timeout=60_000)
+
+
+def test_the_page_fits_a_phone_and_has_a_dark_theme(page):
+    page.set_viewport_size({"width": 390, "height": 800})
+    for view in ("curves", "rollouts", "timeline", "members", "weights", "recipe", "logs"):
+        read(page, f"good/{view}", "")
+        page.wait_for_load_state("networkidle") if view == "recipe" else time.sleep(0)
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= 390, f"{view} is {width} pixels wide"
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.keyboard.press("t")
+    playwright.expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+
+
+def test_every_control_has_a_name_and_the_views_have_keys(page):
+    read(page, "good/rollouts", "Rollouts of step")
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll('button, input, select, canvas, video, img')].filter(element =>
+        !(element.getAttribute('aria-label') || element.textContent.trim() || element.alt)).length"""
+    )
+    assert unnamed == 0
+    page.locator("main h1").click()
+    page.keyboard.press("3")
+    playwright.expect(page.locator("main h1")).to_have_text("Timeline")
+    page.keyboard.press("?")
+    playwright.expect(page.get_by_role("dialog", name="Keyboard")).to_be_visible()
