@@ -183,8 +183,8 @@ def test_logits_take_a_part_of_the_memory_of_the_device(gib, mib):
 def test_a_policy_takes_the_logits_budget_of_its_gpu():
     with pretend_cuda():
         policy = CausalLMPolicy(small("qwen3").to("cuda"))
-    assert policy.module._logits_bytes == logits_budget(80 * 2**30)
-    assert CausalLMPolicy(small("qwen3")).module._logits_bytes == logits_budget(None)
+    assert policy.module.logits_bytes == logits_budget(80 * 2**30)
+    assert CausalLMPolicy(small("qwen3")).module.logits_bytes == logits_budget(None)
 
 
 @pytest.mark.parametrize(

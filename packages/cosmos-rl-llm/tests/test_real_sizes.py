@@ -181,7 +181,7 @@ def test_a_pass_sends_the_planned_bytes(monkeypatch, tmp_path, name, dims, optio
         with mode:
             policy.module.to_empty(device="cpu")
         with mode, Collectives(mesh) as seen:
-            logprobs, entropy = policy.module(None, faked(row, mode), True)
+            logprobs, entropy, _ = policy.module(None, faked(row, mode), True)
             (logprobs.sum() + entropy.sum()).backward()
     assert seen.found == seen.expected(sent(config, tmp_path, dims, checkpointing, options))
 

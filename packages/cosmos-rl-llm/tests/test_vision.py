@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from cosmos_rl_core import run
+from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.collate import Sample, pack_batch
@@ -16,8 +18,10 @@ from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
 from cosmos_rl_llm.media.item import KINDS, View
 from cosmos_rl_llm.media.packed import add_blanks
 from cosmos_rl_llm.model.miniature import miniature
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import compare
 from cosmos_rl_llm.policy.token_model import TermModel
+from cosmos_rl_llm.teacher.teacher import Teacher
 
 pytest.importorskip("PIL")
 
@@ -87,7 +91,7 @@ def test_a_packed_row_equals_each_sequence_alone(model, family, shown, tmp_path)
     wanted.sum().backward()
     module = TermModel(model, vision=family)
     row = module.row(pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0].inputs)
-    found, _ = module(None, row)
+    found, *_ = module(None, row)
     found.sum().backward()
     torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
     gradients = dict(model.named_parameters())
@@ -97,6 +101,23 @@ def test_a_packed_row_equals_each_sequence_alone(model, family, shown, tmp_path)
             continue
         largest = float(parameter.grad.abs().max())  # 0 but for rounding of a key's bias
         torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=0, atol=TOLERANCE * largest + 1e-7)
+
+
+def test_a_teacher_sees_the_pictures(model, family, shown, tmp_path):
+    made, name = samples(shown, family, tmp_path), model.config.model_type
+    plain = make(name, seed=1)
+    wanted = [plain_logprobs(plain, family, s.prompt_tokens, s.tokens, s.view.items) for s in made]
+    microbatch = pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0]
+    policy = CausalLMPolicy(model, vision=family)
+    teacher = Teacher(CausalLMPolicy(plain, vision=family), policy, TeacherSection(path="t", loss="advantage"))
+    torch.testing.assert_close(teacher.forward(microbatch)["logprobs"], torch.cat(wanted).detach(), rtol=0, atol=1e-5)
+    for seed, distance in ((0, 0.0), (1, 0.1)):
+        teacher = Teacher(CausalLMPolicy(make(name, seed=seed), vision=family), policy, TeacherSection(path="t"))
+        terms = replace(microbatch.terms, teacher=teacher.forward(microbatch))
+        found = policy.forward(replace(microbatch, terms=terms)).metrics
+        assert found["teacher_kl"].mean().item() >= distance
+        assert (found["teacher_kl"].abs().max() < TOLERANCE) == (distance == 0)
+        assert (found["teacher_agreement"].mean() == 1) == (distance == 0)
 
 
 def test_equal_prompts_are_computed_once_with_their_pictures(model, family, shown, tmp_path):
@@ -122,7 +143,7 @@ def test_a_blank_item_changes_nothing(model, family, shown, tmp_path):
     inputs = pack_batch(samples([[]], family, tmp_path), microbatch_terms=100, share=Share(), metrics={})
     inputs = inputs.microbatches[0].inputs
     module = TermModel(model, vision=family)
-    wanted, _ = module(None, module.row(inputs))
+    wanted, *_ = module(None, module.row(inputs))
     for kind in family.token_ids:
         blank = add_blanks({**inputs, "batch_kinds": torch.tensor([KINDS.index(kind)])}, family, always=False)
         row = module.row(blank)

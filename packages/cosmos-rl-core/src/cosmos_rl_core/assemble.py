@@ -13,9 +13,9 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine
+from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.optional import PutsEnginesToSleep, SpreadsEngines
+from cosmos_rl_core.optional import HasTeachers, PutsEnginesToSleep, SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.shape import check_fit
@@ -66,6 +66,8 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
     shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     if shape is not None:
         check_fit(shape, config.policy.parallel, dims=dims)
+    if config.teacher is not None:
+        _with_teachers(domain).check_teacher(config)
     if config.is_sft:
         return
     plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
@@ -73,6 +75,12 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
     engine_options(config, domain)
     if config.run.colocate and config.rollout.engine in domain.engines:
         sleeping_options(config, domain)
+
+
+def _with_teachers(domain: Domain) -> HasTeachers:
+    if not isinstance(domain, HasTeachers):
+        raise UserError(f"[teacher]: the {domain.name} domain has no teachers; remove the section")
+    return domain
 
 
 def look_up_engine(name: str, domain: Domain) -> None:
@@ -247,6 +255,7 @@ def build_mesh(config: RunConfig) -> ReplicaMesh | None:
 
 
 def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = None) -> Trainer:
+    from cosmos_rl_core.algorithms.distill import TaughtObjective
     from cosmos_rl_core.algorithms.objective import build_objective, data_term_objective
     from cosmos_rl_core.train.optim import build_optimizer, factor
     from cosmos_rl_core.train.trainer import Trainer
@@ -254,9 +263,10 @@ def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = 
     policy = _build_policy(config, domain, mesh)
     optimizer = config.policy.optimizer
     schedule = config.policy.schedule
+    objective = build_objective(config.algorithm, max_terms=config.rollout.sampling.max_terms)
     return Trainer(
         policy,
-        objective=build_objective(config.algorithm, max_terms=config.rollout.sampling.max_terms),
+        objective=objective if config.teacher is None else TaughtObjective(objective, config.teacher),
         data_term=data_term_objective() if config.data_regularization.coef else None,
         data_term_coef=config.data_regularization.coef,
         optimizer=build_optimizer(
@@ -293,15 +303,31 @@ def build_reference(
     return copy
 
 
-def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None, *, frozen: bool = False) -> Policy:
+def build_teacher(
+    config: RunConfig, domain: Domain, trainer: Trainer, mesh: ReplicaMesh | None = None
+) -> Teacher | None:
+    """The frozen model of [teacher], in each rank; None without the section."""
+    if config.teacher is None:
+        return None
+    setup = _model_setup(config, mesh, frozen=True)
+    teacher = _with_teachers(domain).build_teacher(config.teacher, config=config, policy=trainer.policy, setup=setup)
+    teacher.module.requires_grad_(False)
+    return teacher
+
+
+def _model_setup(config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool) -> ModelSetup:
     section = config.policy
-    setup = ModelSetup(
+    return ModelSetup(
         mesh=mesh,
         parallel=section.parallel,
         memory=section.memory,
         precision=section.precision,
         frozen=frozen,
     )
+
+
+def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None, *, frozen: bool = False) -> Policy:
+    setup = _model_setup(config, mesh, frozen=frozen)
     return domain.build_policy(
         config.model, data=config.data, sampling=config.policy_sampling, seed=config.run.seed, setup=setup
     )

@@ -150,6 +150,16 @@ class Prepares(Protocol):
         ...
 
 
+class Teacher(Protocol):
+    """The frozen model of [teacher]. Called as a reference is; it reads the policy's inputs."""
+
+    module: nn.Module
+
+    def forward(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Return `TermBatch.teacher` of the microbatch."""
+        ...
+
+
 class Policy(Protocol):
     """A trainable model that assigns log-probabilities to terms. All ranks of a replica call it together."""
 

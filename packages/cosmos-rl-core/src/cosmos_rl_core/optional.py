@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from cosmos_rl_core.algorithms.config import TeacherSection
+    from cosmos_rl_core.interfaces import Teacher
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.held import Held
+    from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
     from cosmos_rl_core.types import RolloutGroup
@@ -83,6 +86,22 @@ class MakesSpecimens(Protocol):
         """Return a group for a row of [data], as an engine would: [rollout] group_size rollouts.
 
         origin: location of the row, for messages.
+        """
+        ...
+
+
+@runtime_checkable
+class HasTeachers(Protocol):
+    """A domain whose policies can learn from a frozen second model, [teacher]."""
+
+    def check_teacher(self, config: RunConfig) -> None:
+        """Raise UserError for a teacher that cannot be loaded, or that has another vocabulary than the model."""
+        ...
+
+    def build_teacher(self, teacher: TeacherSection, *, config: RunConfig, policy: Any, setup: ModelSetup) -> Teacher:
+        """Load the teacher, shard it as `policy` is, and have the policy compute its loss.
+
+        policy: the result of `Domain.build_policy`. setup: as given to it, with `frozen`. All ranks call this together.
         """
         ...
 

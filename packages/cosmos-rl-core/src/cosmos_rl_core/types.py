@@ -143,6 +143,9 @@ class TermBatch:
     """[T] float32 under the frozen reference, where the objective has a KL term."""
     ref_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """`PolicyOutputs.tensors` of that reference."""
+    teacher: Mapping[str, Tensor] = field(default_factory=dict)
+    """[T, ...] by name: outputs of the frozen teacher, where there is one. `logprobs` and `agreement` [T] float32, with
+    loss = "advantage"; else the domain's own."""
     old_logprobs: Tensor | None = None
     """[T] float32 under the policy at the start of the step, where later updates of the step need it."""
     values: Tensor | None = None

@@ -6,6 +6,7 @@ Importing this module loads configs and data only; torch and transformers come w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,13 @@ from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
 from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve, torch_engine_parts, while_loading
 from cosmos_rl_llm.rewards import REWARDS
+from cosmos_rl_llm.teacher.check import check_teacher, held_by_teacher
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+    from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.media.vision import Vision
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
     from cosmos_rl_llm.policy.policy import TextPolicy
+    from cosmos_rl_llm.teacher.teacher import Teacher
 
 CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
@@ -98,6 +102,20 @@ class LLMDomain(DomainBase):
             seed=seed,
             setup=setup,
         )
+
+    def check_teacher(self, config: RunConfig) -> None:
+        """Compare tokenizers of local directories. Implements `cosmos_rl_core.optional.HasTeachers`."""
+        check_teacher(config)
+
+    def build_teacher(
+        self, teacher: TeacherSection, *, config: RunConfig, policy: TextPolicy, setup: ModelSetup
+    ) -> Teacher:
+        """Load the teacher like the model. Implements `cosmos_rl_core.optional.HasTeachers`."""
+        from cosmos_rl_llm.teacher.teacher import build_teacher
+
+        sampling, seed = config.policy_sampling, config.run.seed
+        build = partial(self.build_policy, data=config.data, sampling=sampling, seed=seed, setup=setup)
+        return build_teacher(teacher, model=config.model, build=build, policy=policy)
 
     def build_engine(
         self, model: LLMModelConfig, *, data: LLMDataConfig, name: str, options: Mapping[str, Any]
@@ -175,8 +193,8 @@ class LLMDomain(DomainBase):
         return False
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """The start of a rank of several. Implements `cosmos_rl_core.optional.CountsMemory`."""
-        return while_loading(config, rank)
+        """The start of a rank of several, and a teacher. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        return (*while_loading(config, rank), *held_by_teacher(config, rank))
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
         """Keys and values, activations, and logits. Implements `cosmos_rl_core.optional.CountsMemory`."""

@@ -169,6 +169,40 @@ class AlgorithmConfig(Strict):
         return config
 
 
+class TeacherSection(Strict):
+    """[teacher]: a frozen model in the policy's ranks that the policy learns from, beside rewards or alone."""
+
+    path: str = Field(min_length=1)
+    """The teacher: a model as in [model] path, with the same tokenizer."""
+    revision: str | None = None
+    """As in [model]."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the teacher's forward passes. Not set: [model] dtype."""
+    loss: Literal["divergence", "advantage"] = "divergence"
+    """"divergence": a loss over the vocabulary, on rollouts or on rows of supervised training. "advantage": the reverse
+    KL of the sampled tokens, subtracted from their advantages."""
+    coef: float = Field(default=1.0, gt=0)
+    """Coefficient of the teacher's loss, or of its part of the advantages."""
+    task_coef: float = Field(default=1.0, ge=0)
+    """Coefficient of the task: the loss of the rewards, or the likelihood of supervised rows. 0: the teacher alone."""
+    beta: float = Field(default=1.0, ge=0, le=1)
+    """divergence: 1 is KL(policy || teacher), 0 KL(teacher || policy), in between GKD's generalised JSD."""
+    top_k: int = Field(default=0, ge=0)
+    """divergence: over the teacher's k most likely tokens, and all others as one; 0: over the whole vocabulary."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """advantage: weight of the KL of the next token in the advantage of a token; 0: each has its own alone."""
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> Self:
+        read = ("beta", "top_k") if self.loss == "divergence" else ("discount",)
+        fields = type(self).model_fields
+        for key in ("beta", "top_k", "discount"):
+            if key not in read and getattr(self, key) != fields[key].default:
+                other = "advantage" if self.loss == "divergence" else "divergence"
+                raise ValueError(f'loss = "{self.loss}" does not read {key}; remove it, or set loss = "{other}"')
+        return self
+
+
 def _row(name: Any) -> Algorithm | None:
     """The named row, or None where the field `name` will itself be the error."""
     if not isinstance(name, str):

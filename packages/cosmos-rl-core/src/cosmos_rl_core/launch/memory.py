@@ -33,7 +33,7 @@ CONTEXT_BYTES = 600 * 2**20
 COMMUNICATOR_BYTES = 200 * 2**20
 """Buffers of one NCCL communicator within a node and between nodes; an assumption, not measured."""
 CONTEXT, COMMUNICATORS = "CUDA context", "NCCL communicators"
-AWAY = ("parameters", "optimizer", "reference of the KL term")
+AWAY = ("parameters", "optimizer", "reference of the KL term", "teacher")
 """Parts of a policy rank that are in the host's memory outside of its turns."""
 SMALLEST_MICROBATCH = 512
 """Tokens; smaller microbatches do not use a device efficiently."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from cosmos_rl_core.algorithms.config import AlgorithmConfig
+from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.monitor.config import DIVERSITY, MonitorConfig
 from cosmos_rl_core.parallel.config import PolicySection
@@ -43,6 +43,7 @@ class RunConfig(Strict):
     """[data], an instance of the domain's `Data`."""
     prompts: PromptsSection = PromptsSection()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teacher: TeacherSection | None = None
     policy: PolicySection = PolicySection()
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
@@ -60,6 +61,11 @@ class RunConfig(Strict):
     def is_sft(self) -> bool:
         """True for supervised fine-tuning: no rollouts, rewards or weight sync."""
         return self.algorithm.name == "sft"
+
+    @property
+    def is_taught_alone(self) -> bool:
+        """True where a teacher's loss is the only one: rewards, if there are any, are not trained on."""
+        return self.teacher is not None and self.teacher.task_coef == 0
 
     @property
     def policy_sampling(self) -> Any:
@@ -93,7 +99,7 @@ class Conflict:
 
 def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict]:
     """Yield every pair of conflicting keys; `given` names the sections that the recipe contains."""
-    yield from _sft_conflicts(given) if config.is_sft else _rl_conflicts(config)
+    yield from _sft_conflicts(config, given=given) if config.is_sft else _rl_conflicts(config)
     yield from _length_conflicts(config)
     yield from _autoscale_conflicts(config)
     yield from _tls_conflicts(config)
@@ -143,7 +149,14 @@ def _never_measured(config: RunConfig) -> bool:
     return config.is_sft and "reward" in metric
 
 
-def _sft_conflicts(given: Collection[str]) -> Iterator[Conflict]:
+def _sft_conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict]:
+    if config.teacher is not None and config.teacher.loss == "advantage":
+        yield Conflict(
+            key="teacher.loss",
+            other="algorithm.name",
+            wrong="needs tokens that the policy sampled, and there are none with",
+            suggestion='set it to "divergence"',
+        )
     for section in RL_ONLY:
         if section in given:
             yield Conflict(
@@ -155,15 +168,16 @@ def _sft_conflicts(given: Collection[str]) -> Iterator[Conflict]:
 
 
 def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    if not config.reward.functions:
+    if not config.reward.functions and not config.is_taught_alone:
+        alone = "" if config.teacher is None else ", or set [teacher] task_coef = 0 to learn from the teacher alone"
         yield Conflict(
             key="reward.functions",
             other="algorithm.name",
             wrong="must name at least one reward with",
-            suggestion="add [[reward.functions]] with a name",
+            suggestion=f"add [[reward.functions]] with a name{alone}",
         )
     compares = find_algorithm(config.algorithm.name).advantage is None and config.algorithm.advantage != "gae"
-    if config.rollout.group_size == 1 and compares:
+    if config.rollout.group_size == 1 and compares and not config.is_taught_alone:
         yield Conflict(
             key="rollout.group_size",
             other="algorithm.advantage",
@@ -176,9 +190,24 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
             wrong="must be above 0 with",
             suggestion="set it, 0.01 for example, or remove [data_regularization.data]",
         )
+    if config.is_taught_alone and not config.reward.functions:
+        yield from _filter_conflicts(config)
     yield from _monitor_conflicts(config)
     if config.rollout.sampling is not None:
         yield from _term_conflicts(config)
+
+
+def _filter_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Reject filters of groups by rewards where there are none: every group would be set aside."""
+    keys = {"filter_zero_variance": False, "filter_low": None, "filter_high": None}
+    for key, default in keys.items():
+        if getattr(config.algorithm, key) != default:
+            yield Conflict(
+                key=f"algorithm.{key}",
+                other="reward.functions",
+                wrong="has no rewards to filter by without",
+                suggestion="remove it",
+            )
 
 
 def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:

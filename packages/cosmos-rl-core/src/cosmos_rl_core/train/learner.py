@@ -1,4 +1,4 @@
-"""A policy replica's learner: the trainer, the reference and the publisher behind awaitable verbs.
+"""A policy replica's learner: the trainer, its frozen models and the publisher behind awaitable verbs.
 
 All tensor work runs in one dedicated thread (an OpenMP team belongs to the thread that made it), so that the event
 loop stays responsive to heartbeats, weight readers and Ctrl-C.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Prepares, Reference
+from cosmos_rl_core.interfaces import Prepares, Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.residence import Residence
@@ -39,6 +39,7 @@ class PolicyLearner:
         *,
         publisher: WeightPublisher | None,
         reference: Reference | None,
+        teacher: Teacher | None = None,
         compute: ThreadPoolExecutor,
         timeline: Timeline,
         max_skipped_steps: int,
@@ -50,6 +51,7 @@ class PolicyLearner:
         self.trainer = trainer
         self._publisher = publisher
         self._reference = reference
+        self._teacher = teacher
         self._compute = compute
         self._timeline = timeline
         self._max_skipped_steps = max_skipped_steps
@@ -167,12 +169,14 @@ class PolicyLearner:
         return _as_one(results)
 
     def _with_logprobs(self, updates: Sequence[TrainBatch]) -> list[TrainBatch]:
-        """Add log-probabilities of the reference, and of the policy as it is now; once for each distinct batch."""
+        """Add the outputs of reference and teacher, and of the policy as it is now; once for each distinct batch."""
         completed: dict[int, TrainBatch] = {}
         for batch in updates:
             if id(batch) not in completed:
                 with self._prepared_reference():
                     microbatches = [self._with_reference(microbatch) for microbatch in batch.microbatches]
+                if self._teacher is not None:
+                    microbatches = [self._with_teacher(microbatch, self._teacher) for microbatch in microbatches]
                 if self._keeps_old and len(updates) > 1:
                     microbatches = [self._with_old(microbatch) for microbatch in microbatches]
                 completed[id(batch)] = replace(batch, microbatches=tuple(microbatches))
@@ -193,6 +197,10 @@ class PolicyLearner:
             outputs = self._reference.forward(microbatch)
         terms = replace(microbatch.terms, ref_logprobs=outputs.logprobs, ref_tensors=outputs.tensors)
         return replace(microbatch, terms=terms)
+
+    @torch.no_grad()
+    def _with_teacher(self, microbatch: Microbatch, teacher: Teacher) -> Microbatch:
+        return replace(microbatch, terms=replace(microbatch.terms, teacher=teacher.forward(microbatch)))
 
 
 class Undo:

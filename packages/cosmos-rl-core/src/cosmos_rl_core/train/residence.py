@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from cosmos_rl_core.gpu_turn import RankTurn
-from cosmos_rl_core.interfaces import Reference
+from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.train.trainer import Trainer
@@ -32,8 +32,8 @@ class Residence:
         """Whether the policy waits for its turn."""
         return False
 
-    def keep(self, trainer: Trainer, reference: Reference | None) -> None:
-        """Set the tensors: weights, averages and optimizer state of a trainer, and those of a reference model."""
+    def keep(self, trainer: Trainer, *frozen: Reference | Teacher | None) -> None:
+        """Set the tensors: weights, averages and optimizer state of a trainer, and those of its frozen models."""
 
     async def begin(self) -> None:
         """Wait for the turn, then move the tensors to their device. No-op within a turn."""
@@ -55,7 +55,7 @@ class TurnResidence(Residence):
     def __init__(self, turn: RankTurn, *, compute: ThreadPoolExecutor, timeline: Timeline) -> None:
         """compute: the one thread of all tensor work."""
         self._turn, self._compute, self._timeline = turn, compute, timeline
-        self._kept: tuple[Trainer, Reference | None] | None = None
+        self._kept: tuple[Trainer, tuple[Reference | Teacher | None, ...]] | None = None
         self._swap = Swap(self._tensors)
         self._has_turn = False
         self._span = ExitStack()
@@ -65,8 +65,8 @@ class TurnResidence(Residence):
     def is_waiting(self) -> bool:
         return self._turn.is_waiting
 
-    def keep(self, trainer: Trainer, reference: Reference | None) -> None:
-        self._kept = trainer, reference
+    def keep(self, trainer: Trainer, *frozen: Reference | Teacher | None) -> None:
+        self._kept = trainer, frozen
 
     async def begin(self) -> None:
         if not self._has_turn:
@@ -102,8 +102,8 @@ class TurnResidence(Residence):
     def _tensors(self) -> Iterator[Tensor]:
         if self._kept is None:
             return
-        trainer, reference = self._kept
-        for module in (trainer.policy.module, getattr(reference, "module", None)):
+        trainer, frozen = self._kept
+        for module in (trainer.policy.module, *(getattr(each, "module", None) for each in frozen)):
             if isinstance(module, nn.Module):
                 yield from module.parameters()
                 yield from module.buffers()

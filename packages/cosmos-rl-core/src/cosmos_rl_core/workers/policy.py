@@ -17,7 +17,7 @@ from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpu_turn import RankTurn
-from cosmos_rl_core.interfaces import Reference
+from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.loop import Steps, train
 from cosmos_rl_core.monitor.monitor import read_healthy
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
@@ -66,9 +66,9 @@ class PolicyRole:
         at, loop = self._at, asyncio.get_running_loop()
         _check_directory(at)
         await self._residence.begin()
-        mesh, trainer, reference, state = await loop.run_in_executor(at.compute, self._build)
+        mesh, trainer, (reference, teacher), state = await loop.run_in_executor(at.compute, self._build)
         self._trainer = trainer
-        self._residence.keep(trainer, reference)
+        self._residence.keep(trainer, reference, teacher)
         await self._residence.end()
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
         publisher = await self._publisher(trainer)
@@ -79,6 +79,7 @@ class PolicyRole:
             trainer,
             publisher=publisher,
             reference=reference,
+            teacher=teacher,
             compute=at.compute,
             timeline=at.context.timeline,
             max_skipped_steps=at.config.policy.max_skipped_steps,
@@ -113,19 +114,20 @@ class PolicyRole:
         rank = 0 if at.context.ranks is None else at.context.ranks.rank
         return TurnResidence(RankTurn(at.run_dir, rank), compute=at.compute, timeline=at.context.timeline)
 
-    def _build(self) -> tuple[ReplicaMesh | None, Trainer, Reference | None, TrainState]:
+    def _build(self) -> tuple[ReplicaMesh | None, Trainer, tuple[Reference | None, Teacher | None], TrainState]:
         at = self._at
         at.prepare_torch()
         with at.building():
             mesh = assemble.build_mesh(at.config)
             trainer = assemble.build_trainer(at.config, at.domain, mesh)
             reference = assemble.build_reference(at.config, at.domain, trainer, mesh)
+            frozen = reference, assemble.build_teacher(at.config, at.domain, trainer, mesh)
             if not at.resume_from:
-                return mesh, trainer, reference, TrainState(step=0)
+                return mesh, trainer, frozen, TrainState(step=0)
             rank = 0 if mesh is None else mesh.rank
             state = restore.load(at.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
             trainer.version = state.step
-            return mesh, trainer, reference, state
+            return mesh, trainer, frozen, state
 
     def _saver(
         self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState, loop: asyncio.AbstractEventLoop

@@ -218,8 +218,9 @@ class Head:
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., hidden] -> logits [..., V] float32."""
-        logits = product(hidden, self.weight, self.bias).float()
+        """hidden [..., hidden] -> logits [..., V] float32, or float64 of such hidden states."""
+        logits = product(hidden, self.weight, self.bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.scale == 1 else logits.mul_(self.scale)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 

@@ -106,8 +106,8 @@ class _TermLogprobs(torch.autograd.Function):
         entropy = torch.zeros_like(logprobs)
         largest, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
         probabilities = None
-        for part in _parts(len(labels), chunk):
-            logits = _scaled_logits(head, hidden[part], temperature)
+        for part in parts(len(labels), chunk):
+            logits = scaled_logits(head, hidden[part], temperature)
             place, mine = vocabulary.own(labels[part])
             chosen = vocabulary.sum(logits.gather(1, place[:, None]).squeeze(1) * mine)
             largest[part] = vocabulary.largest(logits.amax(-1))
@@ -135,9 +135,9 @@ class _TermLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for part in _parts(len(labels), chunk):
+        for part in parts(len(labels), chunk):
             if kept is None:
-                logits = _scaled_logits(head, hidden[part], temperature)
+                logits = scaled_logits(head, hidden[part], temperature)
                 slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square()
                 probabilities = logits.sub_(largest[part, None]).exp_().div_(total[part, None])
             else:
@@ -149,7 +149,7 @@ class _TermLogprobs(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[part] = product(grad, weight.t())
             if needs_weight:
-                of_part = _outer(grad, hidden[part])
+                of_part = outer(grad, hidden[part])
                 d_weight = of_part.float() if d_weight is None else d_weight.add_(of_part)
             if d_bias is not None:
                 d_bias.add_(grad.sum(0))
@@ -160,16 +160,18 @@ class _TermLogprobs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, *[None] * 7
 
 
-def _parts(length: int, chunk: int) -> list[slice]:
+def parts(length: int, chunk: int) -> list[slice]:
+    """Return the slices of `length` terms, `chunk` at a time."""
     return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
 
-def _scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
+def scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
+    """hidden [n, hidden] -> logits / temperature [n, V], a tensor of the caller's own."""
     logits = head.logits(hidden)
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _outer(rows: Tensor, columns: Tensor) -> Tensor:
+def outer(rows: Tensor, columns: Tensor) -> Tensor:
     """rows [n, V], columns [n, hidden] -> rows.T @ columns [V, hidden]; on a CPU the transpose of [hidden, V].
 
     For the other order oneDNN copies `rows`, the largest tensor of a step.

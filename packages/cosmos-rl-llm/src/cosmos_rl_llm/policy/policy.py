@@ -82,8 +82,11 @@ class CausalLMPolicy(PolicyBase[TermModel]):
 
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         """Log-probabilities [T] float32, and with `with_entropy` entropies [T] over the whole vocabulary."""
-        logprobs, entropy = self.module(None, self.module.row(microbatch.inputs), with_entropy)
-        return PolicyOutputs(logprobs=logprobs, entropy=entropy)
+        row = self.module.row(microbatch.inputs, teacher=microbatch.terms.teacher)
+        logprobs, entropy, compared = self.module(None, row, with_entropy)
+        tensors = {name: values for name, values in compared.items() if name == "teacher"}
+        metrics = {name: values for name, values in compared.items() if name != "teacher"}
+        return PolicyOutputs(logprobs=logprobs, entropy=entropy, tensors=tensors, metrics=metrics)
 
     def metrics(self) -> Mapping[str, float]:
         """Load of the experts since the last call; empty without experts."""

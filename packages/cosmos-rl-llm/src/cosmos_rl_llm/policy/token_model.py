@@ -15,8 +15,8 @@ pipeline is the same module: the first stage takes tokens, all but the last retu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -40,6 +40,9 @@ from cosmos_rl_llm.policy.routing import check_replay, install_replay
 if TYPE_CHECKING:
     from cosmos_rl_llm.policy.context import ContextPart
 
+Compare = Callable[[Tensor, Head, "Row"], Mapping[str, Tensor]]
+"""Hidden states [T, H] and head of the policy, with gradient, and the row -> outputs [T] by name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -61,6 +64,8 @@ class Row:
     """With cp: gathers the terms of all ranks."""
     media: Mapping[str, Tensor] | None = None
     """Keywords of the model's forward pass with the pictures of the row."""
+    teacher: Mapping[str, Tensor] = field(default_factory=dict)
+    """Outputs of the teacher for the terms, if there are any."""
 
 
 class TermModel(nn.Module):
@@ -109,8 +114,12 @@ class TermModel(nn.Module):
         self.first, self.last = first, last
         trained = any(parameter.requires_grad for parameter in language_model(model).parameters())
         self._needs_tower = vision is not None and not trained  # a row of text would have no gradient
-        self._temperature = temperature or 1.0
-        self._logits_bytes = logits_bytes
+        self.temperature = temperature or 1.0
+        self.logits_bytes = logits_bytes
+        self.returns_hidden = False
+        """Return hidden states of terms [t, H], not log-probabilities."""
+        self.compare: Compare | None = None
+        """Further outputs for the terms of rows with outputs of a teacher."""
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
@@ -141,8 +150,10 @@ class TermModel(nn.Module):
         layers = decoder_layers(self.causal_lm)
         return [layer for layer in layers if any(True for _ in layer.parameters())]
 
-    def row(self, inputs: Mapping[str, Tensor]) -> Row:
+    def row(self, inputs: Mapping[str, Tensor], *, teacher: Mapping[str, Tensor] | None = None) -> Row:
         """Lay out `Microbatch.inputs` (see `CausalLMPolicy`): prefixes once, and this rank's part of them over cp.
+
+        teacher: `TermBatch.teacher`.
 
         The inputs are on the CPU, where the row is laid out; one copy takes it to `device`. Ranks along tp, cp and pp
         pass the same inputs; nothing is sent, except the number of blocks if the model runs unpacked.
@@ -150,7 +161,8 @@ class TermModel(nn.Module):
         if "routes" in inputs:
             check_replay(self.causal_lm)
         row = self._unpacked_row(inputs) if self.unpacked else self._packed_row(inputs)
-        return to_device(row if self._context is None else self._cut(row), self.device)
+        row = row if self._context is None else _cut(row, self._context)
+        return to_device(replace(row, teacher=teacher or {}), self.device)
 
     def _packed_row(self, inputs: Mapping[str, Tensor]) -> Row:
         if self.vision is not None and (self.mesh is not None or self._needs_tower):
@@ -192,7 +204,7 @@ class TermModel(nn.Module):
 
     def forward(
         self, hidden: Tensor | None, row: Row, with_entropy: bool = False
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor | None, Mapping[str, Tensor]]:
         """Run the stage.
 
         Args:
@@ -200,26 +212,31 @@ class TermModel(nn.Module):
                 tp with sequence_parallel.
 
         Returns:
-            Hidden states [1, l, H]; of the last stage log-probabilities [T] float32, and entropies [T] if asked for.
+            Hidden states [1, l, H]; of the last stage log-probabilities [T] float32, entropies [T] if asked for, and
+            the results of `compare`.
         """
         hidden = self._decode(hidden, row)
         if not self.last:
             return hidden
         if self.axis is not None:
             hidden = self.axis.enter(hidden)
-        head, vocabulary = self._head()
+        terms = hidden[0, row.term_rows].to(self.autocast or hidden.dtype)
+        if self.returns_hidden:
+            return terms
+        own, vocabulary = self._own_head()
+        head = own.cast(self.autocast)
         logprobs, entropy = term_logprobs(
-            hidden[0, row.term_rows].to(self._autocast or hidden.dtype),
-            head.cast(self._autocast),
+            terms,
+            head,
             row.labels,
-            temperature=self._temperature,
+            temperature=self.temperature,
             with_entropy=with_entropy,
-            logits_bytes=self._logits_bytes,
+            logits_bytes=self.logits_bytes,
             vocabulary=vocabulary,
         )
-        if row.context is None:
-            return logprobs, entropy
-        return row.context.all_terms(logprobs), None if entropy is None else row.context.all_terms(entropy)
+        if row.context is not None:
+            return row.context.all_terms(logprobs), None if entropy is None else row.context.all_terms(entropy), {}
+        return logprobs, entropy, self.compare(terms, head, row) if self.compare and row.teacher else {}
 
     def _decode(self, hidden: Tensor | None, row: Row) -> Tensor:
         """Tokens, or hidden states [1, l, H] of the previous stage -> hidden states [1, l, H]."""
@@ -244,7 +261,7 @@ class TermModel(nn.Module):
         media: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """One pass of the decoder: tokens [B, l], or hidden states [B, l, H] -> hidden states [B, l, H]."""
-        dtype = self._autocast
+        dtype = self.autocast
         replayed = {} if routes is None else {"routes": routes}
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             output = self.causal_lm.base_model(
@@ -258,38 +275,19 @@ class TermModel(nn.Module):
             )
         return output.last_hidden_state
 
-    def _head(self) -> tuple[Head, Vocabulary | None]:
+    def head(self) -> Head:
+        """Return the output head with its parameters as they are sharded now."""
+        return Head.of(self.causal_lm, banned=() if self.vision is None else tuple(self.vision.token_ids.values()))
+
+    def _own_head(self) -> tuple[Head, Vocabulary | None]:
         """The output head: this rank's part of it over tp, and the vocabulary of that part."""
-        head = Head.of(self.causal_lm, banned=() if self.vision is None else tuple(self.vision.token_ids.values()))
+        head = self.head()
         if self.axis is None:
             return head, None
         assert isinstance(head.weight, DTensor) and isinstance(head.bias, DTensor | None)
         bias = None if head.bias is None else own_slice(self.axis)(head.bias)
         own = replace(head, weight=own_part(head.weight), bias=bias)
         return own, Vocabulary.part(head.weight.shape[0], self.axis)
-
-    def _cut(self, row: Row) -> Row:
-        """This rank's part of a row over cp."""
-        from cosmos_rl_llm.policy.context import cut
-
-        assert self._context is not None and isinstance(row.layout, PackedLayout)
-        part = cut(
-            tokens=row.tokens[0],
-            positions=row.positions[0],
-            layout=row.layout,
-            term_rows=row.term_rows,
-            labels=row.labels,
-            axis=self._context,
-        )
-        return Row(
-            tokens=part.tokens,
-            positions=part.positions,
-            layout=part.layout,
-            term_rows=part.term_rows,
-            labels=part.labels,
-            routes=None if row.routes is None else row.routes[part.rows],
-            context=part,
-        )
 
     @property
     def _context(self) -> DeviceMesh | None:
@@ -302,7 +300,8 @@ class TermModel(nn.Module):
         return context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
 
     @property
-    def _autocast(self) -> torch.dtype | None:
+    def autocast(self) -> torch.dtype | None:
+        """Dtype of matrix products where the weights have another one; None: that of the weights."""
         return self.compute_dtype if self.mesh is None else None
 
 
@@ -314,3 +313,27 @@ def _tensor_axis(mesh: ReplicaMesh | None, *, sequence: bool) -> TensorAxis | No
 def _lengths(inputs: Mapping[str, Tensor]) -> list[int]:
     """Lengths of the sequences in a packed row."""
     return torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()
+
+
+def _cut(row: Row, axis: DeviceMesh) -> Row:
+    """This rank's part of a row over cp."""
+    from cosmos_rl_llm.policy.context import cut
+
+    assert isinstance(row.layout, PackedLayout)
+    part = cut(
+        tokens=row.tokens[0],
+        positions=row.positions[0],
+        layout=row.layout,
+        term_rows=row.term_rows,
+        labels=row.labels,
+        axis=axis,
+    )
+    return Row(
+        tokens=part.tokens,
+        positions=part.positions,
+        layout=part.layout,
+        term_rows=part.term_rows,
+        labels=part.labels,
+        routes=None if row.routes is None else row.routes[part.rows],
+        context=part,
+    )

@@ -1,0 +1,1 @@
+"""Learning from a teacher: the frozen model, its outputs, and divergences over the vocabulary. May import policy/."""

@@ -1,0 +1,155 @@
+"""A teacher before it is loaded: whether it fits the model, and the memory that it adds to a policy rank. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from cosmos_rl_core.algorithms.config import TeacherSection
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
+from cosmos_rl_core.parallel.held import START, STEP, Held
+from cosmos_rl_core.parallel.memory.activations import BYTES
+from cosmos_rl_core.parallel.shape import ModelShape, check_fit
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_llm.config import LLMModelConfig
+from cosmos_rl_llm.model.checkpoint import read_shape, resolve
+
+TEACHES = "the teacher computes"
+"""The time of the teacher's passes, which are before the policy's."""
+
+
+def as_model(teacher: TeacherSection, model: LLMModelConfig) -> LLMModelConfig:
+    """Return the [model] section that loads the teacher."""
+    return LLMModelConfig(path=teacher.path, revision=teacher.revision, dtype=teacher.dtype or model.dtype)
+
+
+@contextmanager
+def of_teacher() -> Iterator[None]:
+    """Name the key of the teacher in messages about a model."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "teacher.path").replace("model.rev", "teacher.rev")) from error
+
+
+def check_teacher(config: RunConfig) -> None:
+    """Raise UserError for a teacher that cannot be found, sharded, or has other tokens than the model.
+
+    A model or teacher on the hub, or without tokenizer.json, is compared when it is loaded.
+    """
+    assert config.teacher is not None
+    check_axes(config.policy.parallel)
+    with of_teacher():
+        teacher = Path(resolve(config.teacher.path))
+    model = Path(resolve(config.model.path))
+    if not (teacher.is_dir() and model.is_dir()):
+        return
+    shape = teacher_shape(config)
+    if shape is not None:
+        with of_teacher():
+            check_fit(shape, config.policy.parallel, dims=_dims(config))
+    sees, taught = (_config(directory).get("vision_config") is not None for directory in (teacher, model))
+    check_sight(sees, taught, path=config.teacher.path)
+    if all((directory / "tokenizer.json").is_file() for directory in (teacher, model)):
+        check_tokens(_vocabulary(model), _vocabulary(teacher), path=config.teacher.path)
+
+
+def check_axes(parallel: ParallelSection) -> None:
+    """Raise UserError for a replica that a teacher cannot be spread over."""
+    for axis in ("tp", "cp", "pp"):
+        if (size := getattr(parallel, axis)) > 1:
+            raise UserError(
+                f"[policy.parallel] {axis} = {size}: a teacher is sharded over dp_shard and dp_replicate; set "
+                f"{axis} = 1, or remove [teacher]"
+            )
+
+
+def check_sight(sees: bool, taught: bool, *, path: str) -> None:
+    """Raise UserError where one of teacher and model is a vision-language model and the other is not."""
+    if sees != taught:
+        kinds = ("a vision-language model", "a language model")
+        one, other = kinds if sees else kinds[::-1]
+        raise UserError(f"[teacher] path = {path!r} is {one}, and the model is {other}; choose two of one kind")
+
+
+def check_tokens(tokens: Mapping[str, int], teacher: Mapping[str, int], *, path: str) -> None:
+    """Raise UserError with the first difference between the vocabularies, ids by token, of model and teacher."""
+    if (difference := first_difference(tokens, teacher)) is not None:
+        raise UserError(
+            f"[teacher] path = {path!r} has another tokenizer than the model: {difference}; choose a teacher of the "
+            "same family"
+        )
+
+
+def first_difference(tokens: Mapping[str, int], teacher: Mapping[str, int]) -> str | None:
+    """Return the lowest id whose token differs, as a phrase; None if all are alike."""
+    if tokens == teacher:
+        return None
+    own, other = ({number: token for token, number in each.items()} for each in (tokens, teacher))
+    number = min(n for n in own.keys() | other.keys() if own.get(n) != other.get(n))
+    return f"token {number} is {_shown(own, number)} in the model's and {_shown(other, number)} in the teacher's"
+
+
+def _shown(tokens: Mapping[int, str], number: int) -> str:
+    return repr(tokens[number]) if number in tokens else "missing"
+
+
+def _vocabulary(directory: Path) -> Mapping[str, int]:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
+
+
+def _config(directory: Path) -> Mapping[str, object]:
+    return read_json_object(directory / "config.json", hint="see [teacher] path")
+
+
+def _dims(config: RunConfig) -> ParallelDims:
+    return ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+
+
+def teacher_shape(config: RunConfig) -> ModelShape | None:
+    """Return the teacher's shape; None for a hub id, and for a family whose sizes are not known."""
+    assert config.teacher is not None
+    with of_teacher():
+        directory = Path(resolve(config.teacher.path))
+        return read_shape(directory, as_model(config.teacher, config.model)) if directory.is_dir() else None
+
+
+def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[Held, ...]:
+    """Return the memory that [teacher] adds to a policy rank; `rank` is the policy's own."""
+    if config.teacher is None:
+        return ()
+    shape, policy, dims = teacher_shape(config), config.policy, _dims(config)
+    if shape is None:
+        return (Held(name="teacher", bytes=None),)
+    spread = dims.world_size > 1
+    size, held = BYTES[shape.compute_dtype], BYTES[policy.precision.parameters]
+    found = estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms)
+    parameters = found.parameters * (size if spread else held) // held
+    offloaded = policy.memory.parameter_offload and spread
+    parts = [Held(name="teacher", bytes=parameters, host=offloaded)]
+    if spread:
+        parts += [
+            Held(name="teacher, as it is filled", bytes=parameters, at=(START,), host=offloaded),
+            Held(name="teacher's output head, whole", bytes=shape.vocabulary * shape.hidden * size),
+            Held(name="teacher's gathered parameters", bytes=found.gathered, at=(TEACHES,)),
+        ]
+    if config.teacher.loss == "divergence":
+        parts.append(Held(name="logits of policy and teacher", bytes=rank.logits, at=(STEP,)))
+        if not config.teacher.top_k:
+            kept = None if config.is_sft else _terms_per_rank(config, dims) * shape.hidden * size
+            parts.append(Held(name="teacher's hidden states of the step", bytes=kept, at=(STEP,)))
+    return tuple(parts)
+
+
+def _terms_per_rank(config: RunConfig, dims: ParallelDims) -> int:
+    """Terms of a step in one rank, with rollouts of maximum length."""
+    rollouts = config.policy.prompts_per_step * config.rollout.group_size
+    ranks = dims.dp_shard * dims.dp_replicate * config.policy.replicas
+    return -(-rollouts // ranks) * config.rollout.sampling.max_terms

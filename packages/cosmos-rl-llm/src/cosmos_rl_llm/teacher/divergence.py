@@ -1,0 +1,224 @@
+"""Divergences of terms between policy and teacher, from hidden states; vocabulary-sized tensors exist in chunks.
+
+    hidden, head            -> p [n, V]   with gradient
+    teacher's hidden, head  -> q [n, V]            `Whole`: over the vocabulary
+    teacher's top k         -> q [n, k + 1]        `Top`: p over the same tokens, and all others as one
+
+For a divergence D over probabilities P of the classes, tokens or the k + 1 above, with w = P dD/dP:
+
+    d D / d z_v = p_v / P_c (w_c - P_c sum w),   c the class of token v
+
+    reverse   w = P (log P - log Q)          forward   w = -Q
+    JSD       w = (1 - beta) P (log P - log M)
+
+Constants that dD/dP leaves out cancel. If all terms fit into one chunk, that gradient is kept; otherwise the backward
+pass computes both distributions again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cosmos_rl_core.algorithms.distill import divergence, kl_divergence, log_mixture
+from cosmos_rl_core.parallel.axes.linear import product
+from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.policy.logprobs import outer, parts, scaled_logits
+
+_BUFFERS = 6
+"""Vocabulary-sized tensors that exist at a time: both distributions, and temporaries."""
+
+
+class Classes(Protocol):
+    """The teacher's side: its distributions over the classes of tokens, and the policy's over the same ones."""
+
+    @property
+    def num_tokens(self) -> int:
+        """V: the tokens that both models have."""
+        ...
+
+    def pair(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities [n, classes] of policy and teacher for the terms of `part`.
+
+        logprobs: the policy's, [n, V].
+        """
+        ...
+
+    def spread(self, values: Tensor, logprobs: Tensor, own: Tensor, part: slice) -> Tensor:
+        """Values of classes [n, classes] -> of tokens [n, V], in proportion to the policy's probabilities.
+
+        logprobs: the policy's, of tokens [n, V]. own: of classes.
+        """
+        ...
+
+    def most_likely(self, teacher_logprobs: Tensor, part: slice) -> Tensor:
+        """The teacher's most likely token of each term [n], from the second result of `pair`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Each token is a class: the teacher's distribution is computed chunk by chunk."""
+
+    hidden: Tensor
+    """[T, teacher's hidden]."""
+    head: Head
+    """The teacher's, over the V tokens."""
+    temperature: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.head.weight)
+
+    def pair(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        logits = scaled_logits(self.head, self.hidden[part], self.temperature)
+        return logprobs, logits.log_softmax(-1)
+
+    def spread(self, values: Tensor, logprobs: Tensor, own: Tensor, part: slice) -> Tensor:
+        return values
+
+    def most_likely(self, teacher_logprobs: Tensor, part: slice) -> Tensor:
+        return teacher_logprobs.argmax(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """The teacher's k most likely tokens are classes, and all others together are one."""
+
+    ids: Tensor
+    """[T, k] int64, the most likely first."""
+    logprobs: Tensor
+    """[T, k + 1]: the teacher's, the last of all other tokens together."""
+    num_tokens: int
+
+    def pair(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        return with_rest(logprobs, self.ids[part]), self.logprobs[part].to(logprobs.dtype)
+
+    def spread(self, values: Tensor, logprobs: Tensor, own: Tensor, part: slice) -> Tensor:
+        rest = (logprobs - own[:, -1:]).exp_().mul_(values[:, -1:])
+        return rest.scatter_(1, self.ids[part], values[:, :-1])
+
+    def most_likely(self, teacher_logprobs: Tensor, part: slice) -> Tensor:
+        return self.ids[part, 0]
+
+
+def with_rest(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities [n, V] -> those of `ids` [n, k], and of all other tokens together: [n, k + 1]."""
+    smallest = torch.finfo(logprobs.dtype).tiny
+    rest = logprobs.exp().scatter_(1, ids, 0.0).sum(-1, keepdim=True).clamp_min_(smallest).log_()
+    return torch.cat([logprobs.gather(1, ids), rest], dim=1)
+
+
+def term_divergence(
+    hidden: Tensor, head: Head, classes: Classes, *, beta: float, temperature: float, logits_bytes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each term [T], in float32 or the type of `hidden` if that is wider:
+
+    - the divergence of `algorithms.distill.divergence`, with gradient for `hidden` [T, hidden] and `head`,
+    - KL(policy || teacher) over the same classes,
+    - 1.0 where both models have the same most likely token, else 0.0.
+
+    Args:
+        beta: 0 forward, 1 reverse KL, in between the generalised JSD.
+        temperature: the policy's distribution is softmax(logits / temperature).
+        logits_bytes: bounds the vocabulary-sized tensors in memory at a time; a chunk has at least one term.
+    """
+    size = classes.num_tokens
+    if size < len(head.weight):  # rows that fill up the policy's matrix
+        head = replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
+    chunk = max(1, logits_bytes // (_BUFFERS * 4 * size))
+    return _TermDivergence.apply(
+        hidden, head.weight, head.bias, head.softcap, head.scale, temperature, beta, chunk, classes
+    )
+
+
+class _TermDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        softcap: float | None,
+        scale: float,
+        temperature: float,
+        beta: float,
+        chunk: int,
+        classes: Classes,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head = Head(weight, bias, softcap, scale)
+        values = torch.empty(len(hidden), dtype=_result_type(hidden), device=hidden.device)
+        reverse, agreement = torch.empty_like(values), torch.empty_like(values)
+        keep = len(hidden) <= chunk and softcap is None and any(ctx.needs_input_grad)
+        kept = None
+        for part in parts(len(hidden), chunk):
+            logprobs = scaled_logits(head, hidden[part], temperature).log_softmax(-1)
+            own, teacher = classes.pair(logprobs, part)
+            values[part] = divergence(own, teacher, beta=beta)
+            reverse[part] = values[part] if beta == 1 else kl_divergence(own, teacher)
+            agreement[part] = (logprobs.argmax(-1) == classes.most_likely(teacher, part)).to(values.dtype)
+            if keep:
+                kept = _slope(logprobs, own, teacher, beta=beta, classes=classes, part=part)
+        ctx.save_for_backward(hidden, weight, bias, kept)
+        ctx.options = (softcap, scale, temperature, beta, chunk, classes)
+        ctx.mark_non_differentiable(reverse, agreement)
+        return values, reverse, agreement
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_values: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, kept = ctx.saved_tensors
+        softcap, scale, temperature, beta, chunk, classes = ctx.options
+        head = Head(weight, bias, softcap, scale)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        wide = _result_type(hidden)
+        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        for part in parts(len(hidden), chunk):
+            if kept is None:
+                grad = _recomputed(head, hidden, temperature, beta=beta, classes=classes, part=part)
+            else:
+                grad = kept
+            grad = (grad * (grad_values[part, None] * (scale / temperature))).to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[part] = product(grad, weight.t())
+            if d_weight is not None:
+                d_weight.add_(outer(grad, hidden[part]))
+            if d_bias is not None:
+                d_bias.add_(grad.sum(0))
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(weight.dtype), *[None] * 6
+
+
+def _recomputed(
+    head: Head, hidden: Tensor, temperature: float, *, beta: float, classes: Classes, part: slice
+) -> Tensor:
+    """The gradient of D with respect to the logits [n, V] before soft cap, temperature and scale."""
+    logits = scaled_logits(head, hidden[part], temperature)
+    capped = None if head.softcap is None else 1 - (logits * (temperature / head.softcap)).square()
+    logprobs = logits.log_softmax(-1)
+    own, teacher = classes.pair(logprobs, part)
+    slope = _slope(logprobs, own, teacher, beta=beta, classes=classes, part=part)
+    return slope if capped is None else slope.mul_(capped)
+
+
+def _slope(logprobs: Tensor, own: Tensor, teacher: Tensor, *, beta: float, classes: Classes, part: slice) -> Tensor:
+    """d D / d z [n, V] from the policy's log-probabilities [n, V], and those of both models over the classes."""
+    probabilities = own.exp()
+    if beta == 0:
+        weights = -teacher.exp()
+    elif beta == 1:
+        weights = probabilities * (own - teacher)
+    else:
+        weights = (1 - beta) * probabilities * (own - log_mixture(own, teacher, beta=beta))
+    slope = weights.sub_(probabilities.mul_(weights.sum(-1, keepdim=True)))
+    return classes.spread(slope, logprobs, own, part)
+
+
+def _result_type(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
