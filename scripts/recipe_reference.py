@@ -36,10 +36,10 @@ INTRO = """\
 
 <!-- Written by scripts/recipe_reference.py from the models that validate recipes. Change those, and run it. -->
 
-A recipe is a TOML file. `cosmos-rl init llm DIR` writes a commented one to start from, `cosmos-rl check FILE` reports
-every problem of a recipe with its line, `--deep` also checks tokenizer, lengths of rows, rewards and this machine, as `run` and
-`launch` do first, and `section.key=value` on the command line replaces a value. An unknown key is an error. A
-run writes all keys with their values to `resolved.toml` in its directory.
+A recipe is a TOML file. `cosmos-rl init llm DIR` writes a commented one to start from, and `cosmos-rl check FILE`
+reports every problem of a recipe with its line; with `--deep` also those of tokenizer, lengths of rows, rewards and
+machine, as `run` and `launch` do first. `section.key=value` on the command line replaces a value. An unknown key is an
+error. A run writes all keys with their values to `resolved.toml` in its directory.
 
 Names of counts end in the counted unit (`prompts_per_step`), durations in `_s`, sizes in `_bytes`. A *term* is the unit
 of a rollout that has a log-probability: in the llm domain a token.

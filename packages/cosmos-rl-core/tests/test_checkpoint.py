@@ -247,7 +247,7 @@ def full_disk():
 def test_a_full_disk_at_the_end_is_the_runs_error_and_earlier_checkpoints_stay(saved, full_disk):
     root, trainer = saved.parent, make(version=4)
     full_disk.full_at.add(4)
-    with pytest.raises(UserError, match=r"step_4: No space left on device. Earlier ones are untouched"):
+    with pytest.raises(UserError, match=r"step_4: No space left on device. The newest whole checkpoint is step 2"):
         save(full_disk.at(root), trainer, section=CheckpointSection(keep=1))
     assert [path.name for path in root.iterdir()] == ["step_2"]
     assert load(saved, make()).step == 2
@@ -277,6 +277,21 @@ def test_a_full_disk_on_the_way_is_told_and_training_goes_on(tmp_path, full_disk
     assert "step 2 could not be saved: No space left on device, the save before failed too (2 in a row)" in told[1]
     assert saved_steps == [(3, str(tmp_path / "step_3"))]
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+@pytest.mark.parametrize(("asynchronous", "ends_at"), [(True, 4), (False, 3)])
+def test_failed_saves_end_the_run_and_name_the_checkpoint_to_continue_from(tmp_path, full_disk, asynchronous, ends_at):
+    trainer = make()
+    section = CheckpointSection(every_steps=1, asynchronous=asynchronous, max_failures=2)
+    saver = saver_of(trainer, full_disk.at(tmp_path), section=section)
+    full_disk.full_at.update({2, 3, 4, 5})
+    with pytest.raises(UserError) as caught:
+        for step in (1, 2, 3, 4, 5):
+            train(trainer, until=step)
+            saver.after_step(TrainState(step=step))
+    assert step == ends_at
+    assert "2 saves in a row have failed ([checkpoint] max_failures); the last error is No space" in str(caught.value)
+    assert f"The newest whole checkpoint is step 1, in {tmp_path}; continue with --resume auto" in str(caught.value)
 
 
 class Unreachable(Folder):

@@ -170,7 +170,12 @@ def test_a_recipe_that_breaks_what_was_promised_is_refused(tmp_path, root, key, 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("sync__max_staleness", 1), ("algorithm__name", "rloo"), ("rollout__sampling__temperature", 0.5)],
+    [
+        ("sync__max_staleness", 1),
+        ("algorithm__name", "rloo"),
+        ("rollout__sampling__temperature", 0.5),
+        ("policy__optimizer__learning_rate", 0.5),
+    ],
 )
 def test_a_recipe_that_learns_otherwise_from_here_on_is_told(tmp_path, root, key, value):
     write_checkpoint(root, 2)
@@ -181,7 +186,6 @@ def test_a_recipe_that_learns_otherwise_from_here_on_is_told(tmp_path, root, key
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("policy__optimizer__learning_rate", 0.5),
         ("run__max_steps", 99),
         ("rollout__replicas", 3),
         ("policy__parallel__dp_shard", 4),
@@ -311,3 +315,18 @@ def test_a_removed_journal_and_checkpoint_are_told_and_the_run_goes_on(tmp_path,
     assert result.steps == 8
     assert "run/journal was removed during the run; the run continues" in told
     assert re.search(r"policy-0: somebody has removed step_\d from .*checkpoints", told)
+
+
+def test_a_checkpoint_beyond_the_last_step_is_nothing_to_do(tmp_path):
+    changes = {"run__output_dir": f'"{tmp_path / "run"}"', "run__placement": '"inline"'}
+    run(recipe(**changes, run__max_steps=3))
+    with pytest.raises(UserError, match="nothing to do: the checkpoint is of step 3, and the run has 2 steps"):
+        run(recipe(**changes, run__max_steps=2), resume="auto")
+
+
+def test_what_there_is_to_resume_is_noted(tmp_path, capsys):
+    changes = {"run__output_dir": f'"{tmp_path / "run"}"', "run__placement": '"inline"', "logging__sinks": ["console"]}
+    run(recipe(**changes, run__max_steps=2), resume="auto")
+    assert f"{tmp_path / 'run'} has nothing to resume from: a new run starts" in capsys.readouterr().out
+    run(recipe(**changes, run__max_steps=2), resume="auto")
+    assert "nothing is left to train: the checkpoint is of step 2, the last" in capsys.readouterr().out

@@ -105,6 +105,19 @@ def build_source(config: RunConfig) -> PromptSource:
     )
 
 
+def planned_steps(config: RunConfig, source: PromptSource) -> int:
+    """Return the steps of the run: [run] max_steps, or the number of whole batches in [prompts] epochs."""
+    whole = None if source.total is None else source.total // config.policy.prompts_per_step
+    if whole == 0:
+        raise UserError(
+            f"{len(source)} rows are fewer than [policy] prompts_per_step = {config.policy.prompts_per_step}: "
+            "too few for one step. Lower it, or raise [prompts] epochs."
+        )
+    limits = [steps for steps in (config.run.max_steps, whole) if steps is not None]
+    assert limits, "the config asks for max_steps or epochs"
+    return min(limits)
+
+
 def build_eval_source(config: RunConfig) -> PromptSource | None:
     """The held-out prompts, in file order; None without any, and in supervised runs, whose policy evaluates them."""
     if config.eval.data is None or config.is_sft:

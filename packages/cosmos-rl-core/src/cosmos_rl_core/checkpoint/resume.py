@@ -34,15 +34,23 @@ FIXED = (
 """Keys and sections that may not change: weights, optimizer state and position in the prompt stream depend on them."""
 REPORTED = (
     "algorithm",
+    "data_regularization",
     "model.dtype",
+    "policy.max_grad_norm",
+    "policy.optimizer.betas",
+    "policy.optimizer.eps",
+    "policy.optimizer.learning_rate",
+    "policy.optimizer.rates",
+    "policy.optimizer.weight_decay",
     "policy.precision",
+    "policy.schedule",
     "reward",
     "rollout.sampling",
     "rollout.engine",
     "sync.max_staleness",
 )
 """Keys and sections whose change is reported, as it changes the learning from here on. All others may change silently:
-learning rates, layout, replicas, files."""
+layout, replicas, files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,20 @@ def find_resumption(config: RunConfig, run_dir: Path, resume: str) -> Resumption
         saved = read_origin(found.folder).recipe
     changed = tuple(_changes(saved, recipe_of(config))) if saved else ()
     return Resumption(folder=found.folder, state=found.state, notes=(*found.notes, *changed))
+
+
+def notes_of_resumption(resumption: Resumption | None, max_steps: int) -> tuple[str, ...]:
+    """Return the notes on the checkpoint of a run of `max_steps`. Raises UserError if the checkpoint is beyond them."""
+    if resumption is None:
+        return ()
+    step = resumption.state.step
+    if step > max_steps:
+        raise UserError(
+            f"nothing to do: the checkpoint is of step {step}, and the run has {max_steps} steps. Raise [run] "
+            "max_steps, or [prompts] epochs, to train further."
+        )
+    last = (f"nothing is left to train: the checkpoint is of step {step}, the last",) if step == max_steps else ()
+    return (*resumption.notes, *last)
 
 
 def claim_root(config: RunConfig, run_dir: Path, *, overwrite: bool) -> None:

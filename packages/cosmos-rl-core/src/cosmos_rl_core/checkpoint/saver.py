@@ -4,7 +4,7 @@
     writing thread           |---- write, hash, rename: step_11 ----|           |---- ...
 
 All ranks of a replica do the same at the same time. A failed save is reported, and leaves training and the earlier
-checkpoints untouched; at the end of the run it is the run's error.
+checkpoints untouched; after [checkpoint] max_failures in a row, and at the end of the run, it is the run's error.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class CheckpointSaver:
         self._saved_step = state.step if resumed_from == str(root / f"step_{state.step}") else -1
         self._failures = 0
         """Saves in a row that failed."""
+        self._last_error = ""
         self._kept: set[int] = set()
         """Steps of the checkpoints that were there after the last save."""
 
@@ -90,17 +91,38 @@ class CheckpointSaver:
         """Record the run's position, and save if it is time: copy now and write during the next steps.
 
         leads: whether this replica saves for all; the others keep their position alone. now: save in any case.
+
+        Raises UserError if [checkpoint] max_failures saves in a row have failed.
         """
         self._state = state
         due = self._section.every_steps > 0 and state.step % self._section.every_steps == 0
         if not leads or not (due or now):
             return
         self.settle()
+        self._must_go_on()
         snapshot = self._snapshot(copy=self._section.asynchronous)
         if self._section.asynchronous:
             self._writing = self._thread.submit(self._try_to_write, snapshot)
         else:
             self._try_to_write(snapshot)
+            self._must_go_on()
+
+    def _must_go_on(self) -> None:
+        """Raise UserError after too many failures. All ranks have counted the same."""
+        if 0 < self._section.max_failures <= self._failures:
+            raise UserError(
+                f"{self._failures} saves in a row have failed ([checkpoint] max_failures); the last error is "
+                f"{self._last_error}. {self._newest_whole()}"
+            )
+
+    def _newest_whole(self) -> str:
+        """A sentence with the checkpoint to continue from."""
+        try:
+            steps = list_steps(self._writer.root)
+        except store_errors():
+            return f"Continue with --resume auto when {self._writer.root} can be written to."
+        newest = f"step {steps[-1]}" if steps else "none"
+        return f"The newest whole checkpoint is {newest}, in {self._writer.root}; continue with --resume auto."
 
     def settle(self) -> None:
         """Wait for the previous save. Its SaveFailed is reported already; any other error is a bug and raised here."""
@@ -123,7 +145,7 @@ class CheckpointSaver:
             try:
                 self._write(self._snapshot(copy=False))
             except SaveFailed as error:
-                raise UserError(f"cannot write the checkpoint {final}: {error}. Earlier ones are untouched.") from error
+                raise UserError(f"cannot write the checkpoint {final}: {error}. {self._newest_whole()}") from error
         else:
             self._drop_surplus(self._state.step)  # the last evaluation may have come since
         return final
@@ -144,7 +166,7 @@ class CheckpointSaver:
             if self._ranks.leads:
                 self._on_saved(step, str(folder))
         except SaveFailed as error:
-            self._failures += 1
+            self._failures, self._last_error = self._failures + 1, str(error)
             if self._ranks.leads:
                 row = f", the save before failed too ({self._failures} in a row)" if self._failures > 1 else ""
                 self._on_failed(

@@ -14,13 +14,21 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
-from cosmos_rl_core.checkpoint.resume import Resumption, checkpoint_root, claim_root, find_resumption, roll_back
+from cosmos_rl_core.checkpoint.resume import (
+    Resumption,
+    checkpoint_root,
+    claim_root,
+    find_resumption,
+    notes_of_resumption,
+    roll_back,
+)
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.ledger.ledger import Ledger
@@ -28,7 +36,6 @@ from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.control.status import status_of
-from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import OutOfMemory, UserError
 from cosmos_rl_core.launch.check import warnings_for
 from cosmos_rl_core.launch.external import start_external
@@ -149,6 +156,8 @@ def control(
     given = given.placed_in(path)
     takeover = take_over(path.resolve(), dump_resolved(given.config)) if directory.is_orphaned else None
     resumption = find_resumption(given.config, path, resume or "auto") if resume or takeover else None
+    if resume and resumption is None:
+        directory = replace(directory, notes=(*directory.notes, f"{path} has nothing to resume from: a new run starts"))
     if resume is None and takeover is None:
         claim_root(given.config, path, overwrite=overwrite)
     given.write_rows(path, resumed=resumption is not None or takeover is not None)
@@ -198,7 +207,7 @@ class _Run:
         self._gpus = assign_gpus(config, self._policy_node.ranks_per_node, gpus=gpus)
         self._source = assemble.build_source(config)
         self._eval_source = assemble.build_eval_source(config)
-        self._max_steps = planned_steps(config, self._source)
+        self._max_steps = assemble.planned_steps(config, self._source)
         self._resumed = TrainState(step=0) if resumption is None else resumption.state
         self._journal = open_journal(directory, takeover)
         self._ledger = self._make_ledger()
@@ -221,7 +230,7 @@ class _Run:
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
         started = time.perf_counter()
         with self._observer, contextlib.closing(self._journal):
-            resumed = self._resumption.notes if self._resumption and not self._takeover else ()
+            resumed = () if self._takeover else notes_of_resumption(self._resumption, self._max_steps)
             for text in (*warnings_for(self._config), *notes, *resumed):
                 self._observer.note(text)
             self._secrets = (read_secrets if self._takeover else make_secrets)(self._directory, self._config.tls)
@@ -462,19 +471,6 @@ def _meeting_host(config: RunConfig) -> str:
     if config.policy.num_nodes == 1 or config.run.placement == "external":
         return config.run.bind
     return controller_address(Address(host=config.run.bind), advertise=config.run.advertise).host
-
-
-def planned_steps(config: RunConfig, source: PromptSource) -> int:
-    """Return the steps of the run: [run] max_steps, or the number of whole batches in [prompts] epochs."""
-    whole = None if source.total is None else source.total // config.policy.prompts_per_step
-    if whole == 0:
-        raise UserError(
-            f"{len(source)} rows are fewer than [policy] prompts_per_step = {config.policy.prompts_per_step}: "
-            "too few for one step. Lower it, or raise [prompts] epochs."
-        )
-    limits = [steps for steps in (config.run.max_steps, whole) if steps is not None]
-    assert limits, "the config asks for max_steps or epochs"
-    return min(limits)
 
 
 async def _listen(section: RunSection, secrets: Secrets, on_connect: OnConnect, *, earlier_port: int) -> Server:

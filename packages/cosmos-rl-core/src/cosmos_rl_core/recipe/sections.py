@@ -271,6 +271,8 @@ class CheckpointSection(Strict):
     """Number of additional checkpoints to keep, those with the best `best_metric`."""
     best_metric: str = Field(default="eval/reward_mean", min_length=1)
     """A metric of eval.jsonl or metrics.jsonl; with a minus, as in "-loss", lower is better."""
+    max_failures: int = Field(default=3, ge=0)
+    """Failed saves in a row after which the run ends with an error; 0: it goes on."""
     path: str | None = Field(default=None, min_length=1)
     """A folder that all ranks can access, or "s3://bucket/prefix". Not set: checkpoints/ in the run's directory."""
 
