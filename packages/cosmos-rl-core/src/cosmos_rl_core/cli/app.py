@@ -115,6 +115,26 @@ def init(
 
 
 @app.command()
+def migrate(
+    file: Annotated[Path, typer.Argument(metavar="OLD.toml", help="A recipe of NVIDIA's Cosmos-RL.")],
+    *,
+    out: Annotated[Path | None, typer.Option(metavar="NEW.toml", help="File to write; default: the terminal.")] = None,
+) -> None:
+    """Convert a recipe of NVIDIA's Cosmos-RL; exit code 3 if a key of it has no equivalent."""
+    from cosmos_rl_core.migrate.command import migrate_file
+
+    migrated = migrate_file(file)
+    if out is None:
+        typer.echo(migrated.text, nl=False)
+    else:
+        migrated.write(out)
+        typer.echo(f"wrote {out}; next: cosmos-rl check {out}", err=True)
+    typer.echo(str(migrated), err=True)
+    if migrated.refused:
+        raise typer.Exit(3)
+
+
+@app.command()
 def plugins() -> None:
     """List the installed plug-ins: domains, transports, rewards and so on."""
     from cosmos_rl_core.observe.console import table

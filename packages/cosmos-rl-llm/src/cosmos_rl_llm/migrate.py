@@ -1,0 +1,103 @@
+"""Keys of language models in recipes of NVIDIA's Cosmos-RL, for `cosmos-rl migrate`."""
+
+from __future__ import annotations
+
+from cosmos_rl_core.migrate.common import POLICY, is_supervised
+from cosmos_rl_core.migrate.migration import Migration
+
+MAX_LENGTH, MAX_TOKENS = 4096, 2048
+"""The old defaults of policy.model_max_length and rollout.max_response_length."""
+REWARDS = {
+    "gsm8k": ("numeric", "#### (.*)"),
+    "boxed_math": ("boxed", None),
+}
+"""Old reward -> reward and answer pattern."""
+
+
+def migrate(old: Migration) -> None:
+    """Carry over model, data, rewards, sampling and validation. The common keys are done."""
+    length = old.take("policy.model_max_length") or MAX_LENGTH
+    old.put("model.max_length", length)
+    dataset = f"{POLICY}.dataset"
+    _data(old, dataset)
+    rows = old.take(f"{POLICY}.mini_batch")
+    if is_supervised(old):
+        old.put("data.messages_column", old.take(f"{POLICY}.conversation_column_name") or "conversations")
+        old.notes["data.messages_column"] = "chats as {role, content}; ShareGPT's {from, value} must be renamed"
+        old.put("policy.microbatch_terms", length * rows, f"{rows} rows of {length} tokens")
+    else:
+        _prompts(old, "data", dataset)
+        _rewards(old)
+        _sampling(old, length=length, rows=rows)
+    _validation(old)
+    _missing(old)
+
+
+def _data(old: Migration, dataset: str) -> None:
+    old.ask("data.path", old.take(f"{dataset}.name"), "rows came from a script: a file, or an id of the hub")
+    old.put("data.subset", old.take(f"{dataset}.subset") or None)
+    old.move(f"{dataset}.split", "data.split")
+    no_split = "name the held-out rows in [eval.data]; no part of the training rows is set aside"
+    old.refuse(f"{dataset}.test_size", "validation.dataset.test_size", because=no_split)
+
+
+def _prompts(old: Migration, section: str, dataset: str) -> None:
+    """The columns of a prompt, for training and evaluation."""
+    old.ask(f"{section}.prompt_column", old.take(f"{POLICY}.prompt_column_name"), "column with the prompt")
+    old.put(f"{section}.answer_column", old.take(f"{POLICY}.response_column_name") or None)
+    _, pattern = REWARDS.get(str(old.see(f"{POLICY}.reward_function")), ("", None))
+    old.put(f"{section}.answer_pattern", pattern)
+
+
+def _rewards(old: Migration) -> None:
+    found = old.take(f"{POLICY}.reward_function")
+    weights = found if isinstance(found, dict) else dict.fromkeys([found] if isinstance(found, str) else found or [], 1)
+    functions = [
+        {"name": REWARDS.get(name, (name, None))[0], **({"weight": float(weight)} if weight != 1 else {})}
+        for name, weight in weights.items()
+    ]
+    note = "" if functions else "came from a script: module:attribute of yours, or one of `cosmos-rl plugins`"
+    old.put("reward.functions", functions or [{"name": "FILL_IN:reward"}], note)
+
+
+def _sampling(old: Migration, *, length: int, rows: int) -> None:
+    answer = old.take("rollout.max_response_length") or MAX_TOKENS
+    old.put("rollout.sampling.max_tokens", answer)
+    temperature = old.take("rollout.sampling_config.temperature") or old.see(f"{POLICY}.temperature")
+    old.take(f"{POLICY}.temperature")
+    old.put("rollout.sampling.temperature", temperature)
+    old.move("rollout.sampling_config.top_p", "rollout.sampling.top_p")
+    old.move("rollout.sampling_config.top_k", "rollout.sampling.top_k", lambda value: max(0, value))
+    old.refuse("rollout.sampling_config.repetition_penalty", because="sampling has no such key")
+    old.put("policy.microbatch_terms", max(length * rows, length + 1), f"{rows} sequences of {length} tokens")
+    if (engine := old.take("rollout.backend")) not in ("vllm", "vllm_async"):
+        old.refused["rollout.backend"] = f"{engine}: the engines here are vllm and torch"
+    old.put("rollout.engine", "vllm")
+    old.move("rollout.gpu_memory_utilization", "rollout.options.gpu_memory_utilization")
+    old.move("rollout.quantization", "rollout.options.quantization", lambda value: None if value == "none" else value)
+    old.move("rollout.enforce_eager", "rollout.options.enforce_eager")
+    old.move("rollout.enable_chunked_prefill", "rollout.options.extra.enable_chunked_prefill")
+    old.move("rollout.parallelism.tp_size", "rollout.parallel.tp", lambda value: None if value == 1 else value)
+
+
+def _validation(old: Migration) -> None:
+    if not old.take("validation.enable"):
+        old.ignore("validation.*", because="validation was not enabled")
+        return
+    old.ask("eval.data.path", old.take("validation.dataset.name"), "the held-out rows")
+    old.put("eval.data.subset", old.take("validation.dataset.subset") or None)
+    old.move("validation.dataset.split", "eval.data.split")
+    old.move("validation.freq", "eval.every_steps")
+    old.move("validation.temperature", "eval.temperature")
+    if is_supervised(old):
+        old.put("eval.data.messages_column", old.recipe["data"]["messages_column"])
+    else:
+        _prompts(old, "eval.data", "validation.dataset")
+        old.move("validation.max_response_length", "eval.max_length")
+    old.refuse("validation.top_p", because="[eval] samples from all tokens")
+
+
+def _missing(old: Migration) -> None:
+    old.refuse("rollout.multi_turn_config.*", because="episodes of several turns with tools are not there yet")
+    old.refuse("distillation.*", because="set [teacher] path and the keys of docs/teachers.md by hand")
+    old.ignore("custom.*", because="a key of the entry script")

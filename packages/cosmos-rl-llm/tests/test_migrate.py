@@ -1,0 +1,149 @@
+"""Recipes of NVIDIA's Cosmos-RL for language models become recipes that load."""
+
+import tomllib
+
+import pytest
+
+from cosmos_rl_core.cli.app import app
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.migrate.command import migrate
+from cosmos_rl_core.recipe.load import load_config
+
+GRPO = """
+redis = "1"
+[train]
+output_dir = "out"
+optm_lr = 2e-6
+optm_warmup_steps = 5
+train_batch_per_replica = 64
+async_tp_enabled = true
+[train.ckpt]
+enable_checkpoint = true
+save_freq = 7
+[train.train_policy]
+type = "grpo"
+reward_function = "gsm8k"
+prompt_column_name = "question"
+response_column_name = "answer"
+mini_batch = 4
+min_filter_prefix_tokens = 1
+surprise = 3
+dataset = { name = "openai/gsm8k", subset = "main", split = "train" }
+[policy]
+model_name_or_path = "Qwen/Qwen2.5-3B-Instruct"
+model_max_length = 1024
+parallelism = { n_init_replicas = 2, tp_size = 1, dp_shard_size = 4 }
+[rollout]
+n_generation = 16
+max_response_length = 512
+parallelism = { n_init_replicas = 3, tp_size = 2 }
+sampling_config = { top_k = -1 }
+[validation]
+enable = true
+freq = 30
+dataset = { name = "openai/gsm8k", split = "test" }
+"""
+SFT = """
+[train]
+[train.train_policy]
+type = "sft"
+conversation_column_name = "messages"
+dataset = { name = "chats", test_size = 10 }
+[policy]
+model_name_or_path = "Qwen/Qwen2.5-3B-Instruct"
+"""
+
+
+def value(recipe, key):
+    for part in key.split("."):
+        recipe = recipe[part]
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("run.domain", "llm"),
+        ("policy.prompts_per_step", 8),  # 64 samples of each of 2 replicas, 16 a prompt
+        ("policy.replicas", 2),
+        ("policy.parallel", {"dp_shard": 4, "tp": 1}),
+        ("policy.optimizer.learning_rate", 2e-6),
+        ("policy.optimizer.weight_decay", 0.01),  # a default of theirs that is another one here
+        ("policy.schedule.warmup_steps", 5),
+        ("policy.microbatch_terms", 4096),
+        ("policy.precision.parameters", "float32"),
+        ("algorithm.aggregation", "term_mean"),
+        ("algorithm.dual_clip", 3.0),
+        ("algorithm.old_logprobs", "policy"),
+        ("sync.max_staleness", 4),
+        ("rollout.group_size", 16),
+        ("rollout.replicas", 3),
+        ("rollout.parallel.tp", 2),
+        ("rollout.sampling", {"max_tokens": 512, "top_k": 0}),
+        ("reward.functions", [{"name": "numeric"}]),
+        ("data.answer_pattern", "#### (.*)"),
+        ("eval.data.answer_pattern", "#### (.*)"),
+        ("eval.every_steps", 30),
+        ("checkpoint.every_steps", 7),
+        ("prompts.epochs", 1),
+    ],
+)
+def test_values_keep_their_meaning(key, expected):
+    assert value(migrate(GRPO).recipe, key) == expected
+
+
+def test_the_file_is_the_recipe_and_loads():
+    migrated = migrate(GRPO)
+    assert tomllib.loads(migrated.text) == migrated.recipe
+    config = load_config(migrated.recipe)
+    assert (config.policy.prompts_per_step, config.sync.max_staleness) == (8, 4)
+    assert "prompts_per_step = 8  # 64 samples of each of 2 replicas, 16 a prompt\n" in migrated.text
+    assert "weight_decay = 0.01  # the default of the old recipe\n" in migrated.text
+
+
+def test_every_key_is_carried_over_left_out_or_refused():
+    migrated = migrate(GRPO)
+    assert set(migrated.ignored) == {"redis"}
+    assert set(migrated.refused) == {
+        "train.async_tp_enabled",
+        "train.train_policy.min_filter_prefix_tokens",
+        "train.train_policy.surprise",
+    }
+    assert migrated.refused["train.train_policy.surprise"] == "no rule for this key"
+
+
+def test_chats_of_supervised_training():
+    migrated = migrate(SFT)
+    config = load_config(migrated.recipe)
+    assert (config.algorithm.name, config.policy.prompts_per_step) == ("sft", 8)
+    assert migrated.recipe["data"] == {"path": "chats", "messages_column": "messages"}
+    assert list(migrated.refused) == ["train.train_policy.dataset.test_size"]
+
+
+def test_a_reward_of_a_script_must_be_filled_in():
+    migrated = migrate(GRPO.replace('reward_function = "gsm8k"', ""))
+    assert migrated.recipe["reward"]["functions"] == [{"name": "FILL_IN:reward"}]
+    assert "fill in: 1 values" in str(migrated)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a = ", "not valid TOML"), ("[run]\ndomain = 'llm'\n", "it has no .train. and no .policy.")],
+)
+def test_something_else_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        migrate(text)
+
+
+def test_the_command(tmp_path):
+    from typer.testing import CliRunner
+
+    old, new = tmp_path / "old.toml", tmp_path / "new.toml"
+    old.write_text(GRPO)
+    found = CliRunner().invoke(app, ["migrate", str(old), "--out", str(new)])
+    assert found.exit_code == 3, "keys have no equivalent"
+    assert load_config(new).run.domain == "llm"
+    assert "left out: redis (no broker is needed)" in found.stderr
+    assert "not available: train.train_policy.surprise: no rule for this key" in found.stderr
+    again = CliRunner().invoke(app, ["migrate", str(old), "--out", str(new)])
+    assert isinstance(again.exception, UserError)

@@ -1,0 +1,105 @@
+"""Keys of robot policies in recipes of NVIDIA's Cosmos-RL, for `cosmos-rl migrate`."""
+
+from __future__ import annotations
+
+from cosmos_rl_core.migrate.common import POLICY, is_supervised
+from cosmos_rl_core.migrate.migration import FILL_IN, Migration
+
+MAX_STEPS, NUM_ENVS, CHUNKS = 512, 1, 16
+"""The old defaults of vla.max_steps, vla.num_envs and vla.training_chunk_size."""
+TERMS = 56
+"""Action tokens of one chunk of OpenVLA-OFT: 8 actions of 7 dimensions."""
+FAMILIES = {"openvla-oft": "openvla_oft", "pi05": "pi05"}
+SIMULATORS = {"libero": "libero", "robotwin": "robotwin", "b1k": "behavior"}
+NUM_TASKS = 10
+"""Tasks of a LIBERO suite."""
+
+
+def migrate(old: Migration) -> None:
+    """Carry over model, demonstrations or simulator, and sampling. The common keys are done."""
+    if old.take(f"{POLICY}.trainer_type") == "gym_pg":
+        return _gymnasium(old)
+    family = str(old.take("vla.vla_type") or "pi05")
+    if family not in FAMILIES:
+        old.refused["vla.vla_type"] = f"{family}: there is no such family (docs/vla.md)"
+    old.put("model.family", FAMILIES.get(family, FILL_IN))
+    old.put("model.unnorm_key", old.take("vla.unnorm_key"))
+    if family == "pi05":
+        _flow_policy(old)
+    if is_supervised(old):
+        _demonstrations(old)
+    else:
+        _episodes(old, family)
+    old.put("model.critic.place", "none")
+    old.ignore("policy.model_max_length", because="the model's shape says it")
+    old.ignore("vla.*", "custom.*", because="the model's shape and the simulator's plug-in say it")
+    old.ignore("rollout.*", because="episodes have their own sampling")
+    old.ignore("validation.*", f"{POLICY}.*", because="see [eval], [data] and [rollout.sampling]")
+
+
+def _gymnasium(old: Migration) -> None:
+    """The example of a small network in a Gymnasium environment."""
+    old.recipe["model"] = {"family": "mlp"}
+    old.take("policy.model_name_or_path")
+    old.put("model.action_dim", old.take("model.action_dim"))
+    old.put("model.state_dim", old.take("model.obs_dim"))
+    old.put("model.critic.place", "none")
+    old.put("data.simulator", "gymnasium")
+    old.put("data.tasks", [old.take("env.name")])
+    old.put("reward.functions", [{"name": "return"}])
+    old.put("rollout.sampling.max_steps", old.take("env.max_steps"))
+    old.put("policy.microbatch_terms", old.take(f"{POLICY}.mini_batch"))
+    if old.take("model.discrete"):
+        old.refused["model.discrete"] = "the network has continuous actions"
+    old.refuse("custom.gamma", because="group advantages have no discount; algorithm ppo has")
+    old.ignore("env.*", "model.*", "custom.*", "rollout.*", "validation.*", because="see [model], [data] and [rollout]")
+
+
+def _flow_policy(old: Migration) -> None:
+    """pi0.5: denoising steps, horizon, noise. The keys are in [custom] or [custom.pi05]."""
+    prefix = "custom.pi05" if old.has("custom.pi05.*") else "custom"
+    old.move(f"{prefix}.num_steps", "model.num_steps")
+    old.put("model.horizon", old.take(f"{prefix}.replan_steps") or old.take(f"{prefix}.action_chunk"))
+    old.move(f"{prefix}.action_env_dim", "model.action_dim")
+    method, level = old.take(f"{prefix}.noise_method"), old.take(f"{prefix}.noise_level")
+    if method == "flow_sde":
+        old.put("model.noise.kind", "sde")
+        old.put("model.noise.level", level)
+        old.put("model.noise.steps", "random")
+        old.move(f"{prefix}.ignore_last", "model.noise.ignore_last")
+    if old.take(f"{prefix}.train_expert_only"):
+        old.put("model.train", "expert")
+
+
+def _demonstrations(old: Migration) -> None:
+    demos = old.take(f"{POLICY}.dataset.local_dir")
+    old.ask("data.demos", demos, "a LeRobot dataset")
+    old.move("custom.episodes_index", "data.episodes")
+    chunks = old.take(f"{POLICY}.mini_batch")
+    old.put("policy.microbatch_terms", chunks, f"{chunks} chunks")
+
+
+def _episodes(old: Migration, family: str) -> None:
+    training, held_out = f"{POLICY}.dataset", "validation.dataset"
+    name = old.see(f"{training}.name") or old.see(f"{held_out}.name")
+    suite = old.see(f"{training}.subset") or old.see(f"{held_out}.subset")
+    simulator = SIMULATORS.get(str(name), str(name or "libero"))
+    tasks = [f"{suite}/{i}" for i in range(NUM_TASKS)] if str(suite).startswith("libero") else [suite or FILL_IN]
+    old.put("data.simulator", simulator)
+    old.put("data.tasks", tasks)
+    old.put("reward.functions", [{"name": "success"}])
+    if family == "openvla-oft":
+        temperature = old.take("rollout.sampling_config.temperature") or old.take(f"{POLICY}.temperature")
+        old.put("model.temperature", temperature)
+    old.move("vla.filter_lower_bound", "algorithm.filter_low")
+    old.move("vla.filter_upper_bound", "algorithm.filter_high")
+    old.put("rollout.sampling.max_steps", old.take("vla.max_steps") or MAX_STEPS)
+    old.put("rollout.sampling.terms", "token" if family == "openvla-oft" else "chunk")
+    old.put("rollout.options.processes", old.take("vla.num_envs") or NUM_ENVS, "environments")
+    chunks = old.take("vla.training_chunk_size") or CHUNKS
+    rows = old.take(f"{POLICY}.mini_batch")
+    terms = chunks * TERMS if family == "openvla-oft" else chunks * rows
+    old.put("policy.microbatch_terms", terms, f"{chunks} chunks of an episode")
+    if old.take("validation.enable"):
+        old.move("validation.freq", "eval.every_steps")
+        old.put("eval.data", {"simulator": simulator, "tasks": tasks, "split": "held_out"})

@@ -1,0 +1,84 @@
+"""Recipes of NVIDIA's Cosmos-RL for robot policies become recipes that load."""
+
+import tomllib
+
+from cosmos_rl_core.migrate.command import migrate
+from cosmos_rl_core.recipe.load import load_config
+
+PI05 = """
+mode = "colocated"
+[train]
+train_batch_per_replica = 128
+epoch = 10
+[train.train_policy]
+type = "grpo"
+trainer_type = "grpo_pi05"
+mini_batch = 8
+dataset = { name = "libero", subset = "libero_10" }
+[policy]
+model_name_or_path = "pi05"
+parallelism = { n_init_replicas = 2, tp_size = 1, dp_shard_size = 8 }
+[rollout]
+n_generation = 8
+[vla]
+vla_type = "pi05"
+num_envs = 16
+max_steps = 520
+filter_lower_bound = 0.1
+save_video = true
+[custom.pi05]
+num_steps = 5
+replan_steps = 10
+noise_method = "flow_sde"
+noise_level = 0.5
+train_expert_only = true
+[validation]
+enable = true
+freq = 10
+"""
+GYM = """
+[train]
+[train.train_policy]
+type = "grpo"
+trainer_type = "gym_pg"
+[policy]
+model_name_or_path = "self"
+[rollout]
+n_generation = 1
+[model]
+obs_dim = 4
+action_dim = 2
+discrete = true
+[env]
+name = "CartPole-v1"
+max_steps = 500
+"""
+
+
+def test_a_flow_policy_in_a_simulator():
+    migrated = migrate(PI05)
+    recipe = tomllib.loads(migrated.text)
+    config = load_config(recipe)
+    assert (config.run.domain, config.run.colocate, config.sync.max_staleness) == ("vla", True, 0)
+    assert (config.policy.replicas, config.policy.parallel.dp_replicate) == (1, 2), "a colocated run has one replica"
+    assert recipe["model"]["noise"] == {"kind": "sde", "level": 0.5, "steps": "random"}
+    assert (recipe["model"]["num_steps"], recipe["model"]["horizon"], recipe["model"]["train"]) == (5, 10, "expert")
+    assert recipe["data"] == {"simulator": "libero", "tasks": [f"libero_10/{i}" for i in range(10)]}
+    assert recipe["rollout"]["options"] == {"processes": 16}
+    assert recipe["rollout"]["sampling"] == {"max_steps": 520, "terms": "chunk"}
+    assert recipe["algorithm"]["filter_low"] == 0.1
+    assert recipe["eval"]["every_steps"] == 10
+    assert "vla.save_video" in migrated.ignored and not migrated.refused
+
+
+def test_a_gymnasium_example():
+    migrated = migrate(GYM)
+    load_config(migrated.recipe)
+    assert migrated.recipe["data"] == {"simulator": "gymnasium", "tasks": ["CartPole-v1"]}
+    assert migrated.recipe["rollout"]["group_size"] == 2
+    assert list(migrated.refused) == ["model.discrete"]
+
+
+def test_a_family_that_does_not_exist_is_refused():
+    migrated = migrate(PI05.replace('vla_type = "pi05"', 'vla_type = "other"'))
+    assert migrated.refused == {"vla.vla_type": "other: there is no such family (docs/vla.md)"}

@@ -1,0 +1,116 @@
+"""Keys of world and diffusion models in recipes of NVIDIA's Cosmos-RL, for `cosmos-rl migrate`.
+
+Two layouts: [policy.diffusers] of the newer recipes, and the older ones of Cosmos-Predict2.5 with [trainer] and [job].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cosmos_rl_core.migrate.common import POLICY, is_supervised
+from cosmos_rl_core.migrate.migration import Migration
+
+SIZE, FRAMES, VIDEO = (512, 512), 1, 81
+"""Height and width, frames of a picture and of a video where the old recipe names none."""
+SOLVER_ORDERS = {"dpm2": 2, "euler": 1}
+DECAYS = {0: "none", 1: "slow", 2: "late"}
+"""Old weight_copy_decay_type -> [rollout.sampling] old_decay."""
+PREDICT: Mapping[str, str] = {
+    "job.name": "run.name",
+    "trainer.max_iter": "run.max_steps",
+    "optimizer.lr": "policy.optimizer.learning_rate",
+    "optimizer.weight_decay": "policy.optimizer.weight_decay",
+    "model.fsdp_shard_size": "policy.parallel.dp_shard",
+    "model.dp_replicate_size": "policy.parallel.dp_replicate",
+    "model_parallel.context_parallel_size": "policy.parallel.cp",
+    "checkpoint.save_iter": "checkpoint.every_steps",
+    "model.rl.num_rollout": "rollout.group_size",
+    "model.rl.sample_steps": "rollout.sampling.num_steps",
+}
+"""Keys of the older layout with the same value."""
+PREDICT_PATH, PREDICT_SIZE = "nvidia/Cosmos-Predict2.5-2B", {"frames": 93, "height": 432, "width": 768}
+JUDGE = {"name": "remote", "options": {"reward": "FILL_IN", "url": "FILL_IN", "token_file": "reward.token"}}
+SERVE = "start `cosmos-rl reward-server` with the reward of the old service (docs/wfm_rewards.md)"
+
+
+def migrate(old: Migration) -> None:
+    """Carry over a recipe of [policy.diffusers]. The common keys are done."""
+    for key in ("r", "lora_alpha", "target_modules"):
+        name = {"r": "rank", "lora_alpha": "alpha"}.get(key, key)
+        old.move(f"policy.lora.{key}", f"model.lora.{name}")
+    old.ignore("policy.lora.*", because="adapters start at 0, and nft keeps its second copy by itself")
+    height, width = old.take("policy.diffusers.inference_size") or SIZE
+    is_video = old.take("policy.diffusers.is_video")
+    frames = old.take("policy.diffusers.train_frames") or (VIDEO if is_video else FRAMES)
+    old.put("data.size", {"frames": frames, "height": height, "width": width})
+    old.move("policy.diffusers.max_prompt_length", "model.text.length")
+    folder, name = old.take(f"{POLICY}.dataset.local_dir"), old.take(f"{POLICY}.dataset.name")
+    rows = old.take(f"{POLICY}.mini_batch")
+    old.put("policy.microbatch_terms", rows, f"{rows} samples")
+    if is_supervised(old):
+        old.ask("data.path", folder, "a folder of pictures or videos with captions (docs/wfm_data.md)")
+        old.put("data.noise.density", old.take("policy.diffusers.weighting_scheme"))
+        no_samples = "supervised training measures the loss on [eval.data]; it samples nothing"
+        old.refuse("validation.*", because=no_samples)
+    else:
+        old.ask("data.path", "", f"a file with the prompts of {name}, one a line")
+        old.put("data.kind", "prompts")
+        _contrast(old)
+    if old.take("train.ema_enable"):
+        old.move("train.ema_decay", "model.ema.decay")
+    old.ignore("train.ema_*", because="see [model.ema]")
+    old.ignore("policy.diffusers.*", "rollout.*", f"{POLICY}.*", because="see [model], [data] and [rollout.sampling]")
+    old.ignore("validation.*", because="see [eval]")
+
+
+def _contrast(old: Migration) -> None:
+    """DiffusionNFT: sampling, the second copy of the weights, and the reward service."""
+    sample = "policy.diffusers.sample"
+    old.put("algorithm", {"name": "nft"})  # the common keys of [algorithm] are not its own
+    old.move("policy.diffusers.nft_beta", "algorithm.options.beta")
+    old.move(f"{sample}.num_steps", "rollout.sampling.num_steps")
+    old.move(f"{sample}.eval_num_steps", "rollout.sampling.eval_num_steps")
+    old.move(f"{sample}.guidance_scale", "rollout.sampling.guidance")
+    old.move(f"{sample}.solver", "rollout.sampling.solver_order", SOLVER_ORDERS.get)
+    old.put("rollout.sampling.rule", "ode")
+    old.move("policy.diffusers.weight_copy_decay_type", "rollout.sampling.old_decay", DECAYS.get)
+    old.put("reward.functions", [JUDGE], SERVE)
+    old.put("reward.timeout_s", 900.0)
+    if timesteps := old.take("policy.diffusers.timestep_fraction"):
+        old.refused["policy.diffusers.timestep_fraction"] = f"{timesteps}: [rollout.sampling] low and high bound steps"
+
+
+def migrate_predict(old: Migration) -> None:
+    """Carry over a recipe of the older layout of Cosmos-Predict2.5, which shares no key with the others."""
+    for source, target in PREDICT.items():
+        old.move(source, target)
+    is_regularized = old.has("model.rl.data_beta")
+    old.put("algorithm.name", "ddrl" if is_regularized else "flow_grpo")
+    if is_regularized:
+        old.move("model.rl.data_beta", "data_regularization.coef")
+    old.put("model.path", PREDICT_PATH, "the diffusers folder, in place of checkpoint.load_path")
+    old.put("model.revision", "diffusers/base/post-trained")
+    old.put("model.dtype", "bfloat16")
+    if (steps := old.take("model.rl.train_on")) is not None:
+        old.put("rollout.sampling.window", "fixed")
+        old.put("rollout.sampling.steps", steps)
+    if (warmup := old.take("scheduler.warm_up_steps")) is not None:
+        old.put("policy.schedule.warmup_steps", warmup[0])
+    if old.see("trainer.max_iter") is None:
+        old.put("run.max_steps", 1000, "the old recipe names no end")
+    videos = "dataloader_train.video_dataloader"
+    folder = old.take(f"{videos}.dataset_dir") or old.take("dataloader_train.dataset.dataset_dir")
+    old.ask("data.path", folder, 'a folder of videos with captions, or `kind = "mock"` (docs/wfm_data.md)')
+    size, frames = old.take(f"{videos}.video_size"), old.take(f"{videos}.num_frames")
+    width, height = (int(side) // 16 * 16 for side in size) if size else (PREDICT_SIZE["width"], PREDICT_SIZE["height"])
+    old.put("data.size", {"frames": frames or PREDICT_SIZE["frames"], "height": height, "width": width})
+    old.put("policy.prompts_per_step", 4, "prompts of a step over all ranks: not a key of the old recipe")
+    old.put("policy.microbatch_terms", 1)
+    old.put("reward.functions", [JUDGE], SERVE)
+    old.put("reward.timeout_s", 900.0)
+    old.refuse("profiler.*", because="a run writes its own timeline; there is no window for torch's profiler")
+    callbacks = "metrics, pictures and the monitor take the place of callbacks"
+    old.ignore("trainer.*", because=callbacks)
+    old.ignore("job.*", "defaults*", "scheduler.*", "optimizer.*", because="see [run], [policy.schedule] and [policy]")
+    old.ignore("model.*", "model_parallel.*", "checkpoint.*", "dataloader_*", because="the diffusers folder says it")
+    old.finish()
