@@ -8,7 +8,7 @@ import pytest
 from run_files import write_run
 from starlette.testclient import TestClient
 
-from cosmos_rl_core.dashboard.app import build_app
+from cosmos_rl_core.dashboard.app import Runs, build_app
 from cosmos_rl_core.dashboard.curves import Curves
 from cosmos_rl_core.dashboard.guard import Guard
 from cosmos_rl_core.dashboard.health import health
@@ -31,7 +31,7 @@ def metrics(path, rows):
 
 
 def client(*paths, port=80):
-    app = Guard(build_app(list(paths)), token=TOKEN, port=port)
+    app = Guard(build_app(Runs(paths)), token=TOKEN, port=port)
     return TestClient(app, base_url="http://127.0.0.1", follow_redirects=True)
 
 

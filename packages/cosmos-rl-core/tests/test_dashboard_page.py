@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from run_files import write_run
 
-from cosmos_rl_core.dashboard.app import build_app
+from cosmos_rl_core.dashboard.app import Runs, build_app
 from cosmos_rl_core.dashboard.guard import Guard
 from cosmos_rl_core.observe.sinks import JsonLines
 
@@ -40,7 +40,7 @@ def site(directory):
     """Serves the runs; yields the address."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    app = Guard(build_app([directory]), token=TOKEN, port=port)
+    app = Guard(build_app(Runs([directory])), token=TOKEN, port=port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,11 @@ MOST_POINTS, MOST_GROUPS, MOST_PIXELS = 4000, 100, 4000
 class Runs:
     """The runs in some directories; new ones appear."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-        self._found: dict[str, Run] = {}
-        self._due = 0.0
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Find the runs. Raises UserError as `find_runs`."""
+        self._paths = tuple(paths)
+        self._found = find_runs(self._paths)
+        self._due = time.monotonic() + RESCAN_S
 
     def all(self) -> dict[str, Run]:
         if time.monotonic() >= self._due:
@@ -54,6 +55,11 @@ class Runs:
         if name not in self._found:
             self._scan()
         return self._found.get(name)
+
+    def read_ahead(self) -> None:
+        """Read the metrics of all runs, so that the first view need not wait for it."""
+        for run in self.all().values():
+            run.curves.update()
 
     def _scan(self) -> None:
         with suppress(UserError):  # a directory was removed: its runs stay as they were last seen
@@ -69,9 +75,8 @@ class Refused(Exception):
         self.code = code
 
 
-def build_app(paths: list[Path]) -> Starlette:
-    """Return the application over the runs in these directories."""
-    runs = Runs(paths)
+def build_app(runs: Runs) -> Starlette:
+    """Return the application over these runs."""
 
     def of_run(view: Callable[[Run, Request], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
 
-from cosmos_rl_core.dashboard.app import build_app
+from cosmos_rl_core.dashboard.app import Runs, build_app
 from cosmos_rl_core.dashboard.guard import LOOPBACK, Guard
-from cosmos_rl_core.dashboard.run import find_runs
 from cosmos_rl_core.errors import UserError
 
 PORT = 7861
@@ -36,15 +36,17 @@ def serve(
     Raises UserError for a missing directory, a port that is taken, and a host without a token file.
     """
     token = _token(host, token_file)
-    found = find_runs(paths)
+    runs = Runs(paths)
     listener = listen(host, port)
     bound = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
-    runs = "1 run" if len(found) == 1 else f"{len(found)} runs"
-    say(f"dashboard of {runs}: http://{shown}:{bound}/?token={token}")
+    number = len(runs.all())
+    found = "1 run" if number == 1 else f"{number} runs"
+    say(f"dashboard of {found}: http://{shown}:{bound}/?token={token}")
     say("Ctrl-C ends the dashboard; the runs are not affected.")
     hosts = LOOPBACK if _is_loopback(host) else LOOPBACK | {shown, socket.gethostname(), socket.getfqdn()}
-    app = Guard(build_app(list(paths)), token=token, hosts=hosts, port=bound)
+    threading.Thread(target=runs.read_ahead, daemon=True).start()
+    app = Guard(build_app(runs), token=token, hosts=hosts, port=bound)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_S
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -157,8 +158,11 @@ class Timeline:
         return sorted(found, key=lambda pull: pull["at"])
 
 
+@cache
 def lane_of(name: str) -> str:
-    """Return the lane of a span, by its name."""
+    """Return the lane of a span, by its name; empty for a span of a group."""
+    if name in GROUPS or name in PARTS:
+        return ""
     if name in WEIGHTS:
         return "weights"
     return WAITS if name.startswith("wait for") else "work"
@@ -169,11 +173,14 @@ def _lanes(process: str, spans: list[Span], begin: float, stop: float, pixels: i
     lanes: list[dict[str, Any]] = []
     if flight := [span for span in spans if span.name in GROUPS]:
         lanes.append({"process": process, "lane": "groups in flight", "area": _depth(flight, begin, pixel)})
-    for lane in LANES:
-        chosen = [s for s in spans if s.name not in GROUPS and s.name not in PARTS and lane_of(s.name) == lane]
-        if chosen:
-            lanes.append({"process": process, "lane": lane, "spans": _merged(chosen, begin, pixel)})
-    return lanes
+    chosen: dict[str, list[Span]] = {lane: [] for lane in (*LANES, "")}
+    for span in spans:
+        chosen[lane_of(span.name)].append(span)
+    return lanes + [
+        {"process": process, "lane": lane, "spans": _merged(chosen[lane], begin, pixel)}
+        for lane in LANES
+        if chosen[lane]
+    ]
 
 
 def _merged(spans: list[Span], begin: float, pixel: float) -> list[list[Any]]:
@@ -218,6 +225,7 @@ def _shares(spans: list[Span], begin: float, stop: float) -> dict[str, float]:
 def _union(intervals: list[tuple[float, float]]) -> float:
     total, end = 0.0, float("-inf")
     for low, high in sorted(intervals):
-        total += max(0.0, high - max(low, end))
-        end = max(end, high)
+        if high > end:
+            total += high - (low if low > end else end)
+            end = high
     return total
