@@ -120,6 +120,21 @@ def test_chats_of_supervised_training():
     assert list(migrated.refused) == ["train.train_policy.dataset.test_size"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "loss"),
+    [
+        ("top_k = 0\nkl_discount_factor = 0.5", {"loss": "advantage", "discount": 0.5}),
+        ("top_k = 8", {"loss": "divergence", "top_k": 8, "beta": 0.5}),
+    ],
+)
+def test_a_teacher_alone(keys, loss):
+    distillation = f'[distillation]\nenable = true\nmodel_name_or_path = "teacher"\n{keys}\n'
+    migrated = migrate(GRPO.replace('reward_function = "gsm8k"', "") + distillation)
+    load_config(migrated.recipe)
+    assert migrated.recipe["teacher"] == {"path": "teacher", "task_coef": 0.0, **loss}
+    assert "reward" not in migrated.recipe
+
+
 def test_a_reward_of_a_script_must_be_filled_in():
     migrated = migrate(GRPO.replace('reward_function = "gsm8k"', ""))
     assert migrated.recipe["reward"]["functions"] == [{"name": "FILL_IN:reward"}]

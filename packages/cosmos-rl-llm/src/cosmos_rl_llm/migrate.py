@@ -7,6 +7,8 @@ from cosmos_rl_core.migrate.migration import Migration
 
 MAX_LENGTH, MAX_TOKENS = 4096, 2048
 """The old defaults of policy.model_max_length and rollout.max_response_length."""
+JSD_BETA = 0.5
+"""The old default of distillation.jsd_beta."""
 REWARDS = {
     "gsm8k": ("numeric", "#### (.*)"),
     "boxed_math": ("boxed", None),
@@ -27,7 +29,10 @@ def migrate(old: Migration) -> None:
         old.put("policy.microbatch_terms", length * rows, f"{rows} rows of {length} tokens")
     else:
         _prompts(old, "data", dataset)
-        _rewards(old)
+        if old.take("distillation.enable"):
+            _teacher(old)
+        else:
+            _rewards(old)
         _sampling(old, length=length, rows=rows)
     _validation(old)
     _missing(old)
@@ -58,6 +63,26 @@ def _rewards(old: Migration) -> None:
     ]
     note = "" if functions else "came from a script: module:attribute of yours, or one of `cosmos-rl plugins`"
     old.put("reward.functions", functions or [{"name": "FILL_IN:reward"}], note)
+
+
+def _teacher(old: Migration) -> None:
+    """Distillation. Without a reward in the recipe the teacher is alone."""
+    for source, target in (("model_name_or_path", "path"), ("model_revision", "revision"), ("param_dtype", "dtype")):
+        old.move(f"distillation.{source}", f"teacher.{target}")
+    old.move("distillation.kl_penalty_coef", "teacher.coef")
+    if top_k := old.take("distillation.top_k"):
+        old.put("teacher.loss", "divergence", "was part of the advantage, where it has no effect (docs/teachers.md)")
+        old.put("teacher.top_k", top_k)
+        beta = old.take("distillation.jsd_beta")
+        old.put("teacher.beta", JSD_BETA if beta is None else beta)
+    else:
+        old.put("teacher.loss", "advantage")
+        old.move("distillation.kl_discount_factor", "teacher.discount")
+    if old.see(f"{POLICY}.reward_function") is None:
+        old.put("teacher.task_coef", 0.0)
+    else:
+        _rewards(old)
+    old.ignore("distillation.*", because="the teacher is in the policy's ranks, sharded as the policy")
 
 
 def _sampling(old: Migration, *, length: int, rows: int) -> None:
@@ -99,5 +124,5 @@ def _validation(old: Migration) -> None:
 
 def _missing(old: Migration) -> None:
     old.refuse("rollout.multi_turn_config.*", because="episodes of several turns with tools are not there yet")
-    old.refuse("distillation.*", because="set [teacher] path and the keys of docs/teachers.md by hand")
+    old.ignore("distillation.*", because="distillation was not enabled")
     old.ignore("custom.*", because="a key of the entry script")
