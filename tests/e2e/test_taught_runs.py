@@ -92,6 +92,15 @@ def test_a_policy_comes_near_its_teacher_on_rows(tmp_path, taught):
     assert lines[-1]["loss"] == pytest.approx(lines[-1]["teacher_kl"])
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("advantage", ["group_std", "global_std", "leave_one_out"])
+def test_alone_a_group_may_be_one_rollout(tmp_path, taught, advantage):
+    changes = {**ON_POLICY, "run__max_steps": 1, "rollout__group_size": 1, "algorithm__advantage": advantage}
+    result = run(taught(tmp_path / "run", {"task_coef": 0.0, "loss": "advantage"}, **changes))
+    assert result.steps == 1 and result.metrics[0]["grad_norm"] > 0
+    assert "reward/length" in result.metrics[0]
+
+
 @pytest.mark.ci
 def test_a_policy_of_two_ranks_comes_near_its_teacher_without_rewards(tmp_path, taught):
     changes = {"run__max_steps": 12, "policy__prompts_per_step": 16, "policy__parallel": {"dp_shard": 2}}

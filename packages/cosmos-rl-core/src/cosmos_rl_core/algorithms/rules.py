@@ -40,15 +40,23 @@ class GroupRules:
     """Whether advantages need all groups of a step, so that a group alone has none yet."""
 
 
-def group_rules(config: AlgorithmConfig, *, max_terms: int) -> GroupRules:
-    """Return the rules of a config. Raises UserError for an overlong buffer longer than `max_terms`."""
+def group_rules(config: AlgorithmConfig, *, max_terms: int, compares: bool = True) -> GroupRules:
+    """Return the rules of a config. Raises UserError for an overlong buffer longer than `max_terms`.
+
+    compares: false where rewards are not trained on: all advantages are 0.
+    """
+    waits = build_batch_advantage(config) is not None or build_step_advantages(config) is not None
     return GroupRules(
         keep=build_filter(config),
         shape_reward=_shaping(config, max_terms=max_terms) if config.overlong_buffer_terms else None,
-        advantage=build_advantage(config),
+        advantage=build_advantage(config) if compares else _no_advantage,
         of_steps=_generalized(config) if config.advantage == "gae" else None,
-        waits_for_step=build_batch_advantage(config) is not None or build_step_advantages(config) is not None,
+        waits_for_step=compares and waits,
     )
+
+
+def _no_advantage(rewards: np.ndarray) -> np.ndarray:
+    return np.zeros(len(rewards))
 
 
 def _generalized(config: AlgorithmConfig) -> Callable[[Episode], Episode]:

@@ -59,7 +59,7 @@ class BatchMaker:
             assemble.build_collate(config, assignment.domain, share),
             collate_part=assemble.build_collate(config, assignment.domain, of_replica),
             max_staleness=config.sync.max_staleness,
-            batch_advantage=build_batch_advantage(config.algorithm),
+            batch_advantage=None if config.is_taught_alone else build_batch_advantage(config.algorithm),
             of_steps=build_step_advantages(config.algorithm),
             data_term=assemble.build_data_term(config, assignment.domain, policy, share),
             minibatches=config.policy.minibatches,
