@@ -15,7 +15,7 @@ settings.load_profile("suite")
 
 
 def pytest_configure() -> None:
-    models = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
+    models = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "qwen2_5_vl", "qwen3_vl")
     ranks.preload(*(f"transformers.models.{name}.modeling_{name}" for name in models))
     ranks.preload("cosmos_rl_llm.policy.policy", "peft", "torch._dynamo")
 

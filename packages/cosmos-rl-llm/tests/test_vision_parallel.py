@@ -24,6 +24,8 @@ pytest.importorskip("PIL")
 from tiny_vision import make, write_processing
 
 STEPS = 3
+SEQUENCE = {"sequence_parallel": True}
+INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}
 DATA = LLMDataConfig(path="unused.jsonl")
 
 
@@ -38,12 +40,71 @@ def check(family, dims, *, parallel=None, memory=None, **options):
     parity.assert_equal(alone(family, **options), run_ranks(parity.train_rank, world_size, **spread, **options))
 
 
+def test_fsdp():
+    check("qwen3_vl", {"dp_shard": 2}, packed=False)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("family", "dims", "parallel", "options"),
+    [
+        ("qwen2_5_vl", {"dp_replicate": 2, "dp_shard": 2}, None, {"packed": False}),
+        ("qwen3_vl", {"tp": 2}, SEQUENCE, {}),
+        ("qwen3_vl", {"cp": 2}, None, {}),
+        ("qwen3_vl", {"pp": 2}, None, {}),
+    ],
+)
+def test_each_axis(family, dims, parallel, options):
+    check(family, dims, parallel=parallel, **options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("dims", [{"dp_shard": 2}, {"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}])
-def test_fsdp_and_hsdp(family, dims):
-    check(family, dims, packed=False)
+@pytest.mark.parametrize(
+    ("dims", "parallel", "options"),
+    [
+        ({"dp_shard": 2}, None, {}),
+        ({"dp_replicate": 2}, None, {"algorithm": "sft"}),
+        ({"dp_shard": 4}, {"reshard_after_forward": False}, {"packed": False}),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"reduce_once": True}, {}),
+        ({"tp": 2}, None, {}),
+        ({"cp": 2}, None, {"packed": False}),
+        ({"dp_shard": 2, "tp": 2}, SEQUENCE, {"packed": False}),
+        ({"dp_shard": 2, "cp": 2}, None, {}),
+        ({"cp": 2, "tp": 2}, SEQUENCE, {}),
+        ({"pp": 2, "dp_shard": 2}, None, {"packed": False}),
+        ({"pp": 2, "cp": 2}, None, {}),
+        ({"pp": 2, "tp": 2}, SEQUENCE, {}),
+        ({"pp": 2}, INTERLEAVED, {"num_layers": 4}),
+    ],
+)
+def test_axes_together(family, dims, parallel, options):
+    check(family, dims, parallel=parallel, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe", "idefics3", "smolvlm", "internvl", "llava"])
+@pytest.mark.parametrize(
+    ("dims", "parallel"), [({"dp_shard": 2}, None), ({"tp": 2}, SEQUENCE), ({"cp": 2}, None), ({"pp": 2}, None)]
+)
+def test_other_families(family, dims, parallel):
+    check(family, dims, parallel=parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective", "activation_offload": True},
+        {"parameter_offload": True},
+    ],
+)
+def test_options_of_memory_change_nothing(memory):
+    check("qwen3_vl", {"dp_shard": 2}, memory=memory)
+
+
+@pytest.mark.ci
 def test_frozen_parts():
     check("qwen3_vl", {"dp_shard": 2}, frozen=("tower", "language_model"))
 
@@ -69,6 +130,7 @@ def built(rank, world_size, *, path, dims):
     return {name: tensor.numpy().copy() for name, tensor in found.items()}
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_read_by_parts(tmp_path):
     write(tmp_path)
     expected = built(0, 1, path=str(tmp_path), dims=None)

@@ -17,7 +17,7 @@ from cosmos_rl_core.parallel.lora import base_name, fill_adapters
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.data.chat import Chat
-from cosmos_rl_llm.model.causal_lm import empty_model, load_model, sees
+from cosmos_rl_llm.model.causal_lm import empty_model, load_model
 from cosmos_rl_llm.model.parts import freeze
 from cosmos_rl_llm.model.weights import Weight, find_weights, open_weights
 from cosmos_rl_llm.policy.kernels import log_kernels
@@ -53,14 +53,13 @@ def build_policy(
         whole.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     else:
         whole = empty_model(source, dtype=dtype)
-        cut = [axis for axis in ("pp", "cp", "tp") if getattr(setup.parallel, axis) > 1]
-        if sees(whole.config) and cut:
-            raise UserError(
-                f"model.path = {model.path!r}: [policy.parallel] {cut[0]} is not supported with a vision tower; set it "
-                "to 1, and dp_shard or dp_replicate for the ranks"
-            )
         weights = find_weights(whole, source)
     freeze(whole, model.freeze)
+    if "language_model" in model.freeze and setup.parallel.pp > 1:
+        raise UserError(
+            f'[policy.parallel] pp = {setup.parallel.pp}: model.freeze = ["language_model"] leaves stages without a '
+            "parameter to train; set pp = 1"
+        )
     if model.lora is not None:
         add_adapters(whole, model.lora, base=model.path, seed=seed, without=model.freeze)
     log_kernels(whole, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)

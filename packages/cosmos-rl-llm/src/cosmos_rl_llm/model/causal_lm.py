@@ -194,22 +194,23 @@ class Head:
     scale: float = 1.0
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, banned: Sequence[int] = ()) -> Head:
-        """Read the head of a causal LM. Raises UserError if it has no linear output layer.
-
-        banned: tokens that are never sampled, such as the placeholders of pictures.
-        """
+    def of(cls, model: PreTrainedModel) -> Head:
+        """Read the head of a causal LM. Raises UserError if it has no linear output layer."""
         config = model.config.get_text_config()
         linear = model.get_output_embeddings()
         if not isinstance(linear, nn.Linear):
             raise UserError(f"model.path: {type(model).__name__} has no linear output layer; choose another model")
         caps = [cap for key in _SOFTCAPS if (cap := getattr(config, key, None))]
-        bias = linear.bias
-        if banned:
-            penalty = torch.zeros(len(linear.weight), dtype=linear.weight.dtype, device=linear.weight.device)
-            penalty[list(banned)] = _NEVER
-            bias = penalty if bias is None else bias + penalty
-        return cls(linear.weight, bias, softcap=caps[0] if caps else None, scale=_logit_scale(config))
+        return cls(linear.weight, linear.bias, softcap=caps[0] if caps else None, scale=_logit_scale(config))
+
+    def without(self, banned: Sequence[int]) -> Head:
+        """The head that never samples the tokens `banned`, such as placeholders of pictures; others are left out."""
+        rows = [token for token in banned if 0 <= token < len(self.weight)]
+        if not rows:
+            return self
+        penalty = torch.zeros(len(self.weight), dtype=self.weight.dtype, device=self.weight.device)
+        penalty[rows] = _NEVER
+        return replace(self, bias=penalty if self.bias is None else self.bias + penalty)
 
     def cast(self, dtype: torch.dtype | None) -> Head:
         """The same head in another dtype; gradients flow back to the original."""

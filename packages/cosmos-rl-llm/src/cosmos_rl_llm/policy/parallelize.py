@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -39,7 +40,7 @@ from cosmos_rl_core.parallel.lora import adapter_layers
 from cosmos_rl_core.parallel.memory.float8 import use_float8
 from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_llm.model.causal_lm import decoder_layers
+from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model
 from cosmos_rl_llm.model.parts import tower_blocks
 from cosmos_rl_llm.policy.context import check_heads
 from cosmos_rl_llm.policy.experts import is_experts, spread_experts, use_mixed_experts
@@ -58,11 +59,14 @@ _VOCABULARY = ("embed_tokens", "embedding_rowwise")
 """Handled by `_spread_vocabulary`; until 5.20 transformers plans it for every model with a tied head."""
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_GATED = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 _LATENT_ATTENTION = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {f"layers.*.self_attn.{name}": style for name, style in _LATENT_ATTENTION.items()},
     "gpt_oss": {f"layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()}
     | {"layers.*.self_attn": "per_head"},  # its sinks
+    "qwen3_vl_text": {f"layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()}
+    | {f"layers.*.mlp.{name}": style for name, style in _GATED.items()},
 }
 """By model_type: entries missing in transformers' plans."""
 
@@ -75,7 +79,7 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
     """
     styles = _styles(model)
     check_sizes(model.config.get_text_config(), tp=axis.size)
-    decoder, embedding = model.base_model, model.get_input_embeddings()
+    decoder, embedding = language_model(model), model.get_input_embeddings()
     layers = decoder_layers(model)
     for layer in layers:
         replicate(layer, axis, partial=axis.sequence)
@@ -84,7 +88,13 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
     for module in decoder.children():
         if module is not layers and module is not embedding:
             _hold_all(module, axis, partial=axis.sequence)
-    _spread_vocabulary(embedding, model.get_output_embeddings(), axis)
+    beside = [
+        module for module in model.base_model.children() if decoder is not model.base_model and module is not decoder
+    ]
+    for module in beside:
+        _hold_all(module, axis, partial=False)
+    # The row is whole until pictures are in it: see `context`.
+    _spread_vocabulary(embedding, model.get_output_embeddings(), replace(axis, sequence=axis.sequence and not beside))
 
 
 def check_sizes(config: PreTrainedConfig, *, tp: int) -> None:
@@ -112,7 +122,7 @@ def _styles(model: PreTrainedModel) -> Styles:
             f"({', '.join(unknown) or 'it has none'}); set tp = 1"
         )
     plan = with_adapters(plan)
-    found = {module: plan.get(_pattern(name)) for name, module in model.base_model.named_modules()}
+    found = {module: plan.get(_pattern(name)) for name, module in language_model(model).named_modules()}
     return {module: style for module, style in found.items() if style in _CUT}
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import MicrobatchLoss
@@ -39,12 +39,15 @@ from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.model.causal_lm import named_weights, trained_weights
+from cosmos_rl_llm.model.causal_lm import language_model, named_weights, trained_weights
 from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
 from cosmos_rl_llm.policy.token_model import Row, TermModel
+
+_LEFT_OUT = {"qwen3_vl_text": ("embed_tokens", "layers", "norm")}
+"""By model_type: plans missing in transformers, in order."""
 
 
 class PassThrough(nn.Module):
@@ -81,9 +84,11 @@ def cut_model(model: PreTrainedModel, *, section: ParallelSection, stage: int) -
 
 def _view(model: PreTrainedModel, parts: Mapping[str, set[int]], stage: int) -> PreTrainedModel:
     """A model that shares everything with `model`, but passes through the parts of its other stages."""
-    layers = model.base_model.get_submodule("layers")
-    shared = [model.config, *model.children(), *model.base_model.children(), *layers.children()]
-    copied = {id(model.base_model), id(layers)}
+    decoder = language_model(model)
+    layers = decoder.get_submodule("layers")
+    holders = (model, model.base_model, decoder, layers)
+    shared = [model.config, *(child for holder in holders for child in holder.children())]
+    copied = {id(holder) for holder in holders}
     done: dict[int, object] = {id(one): one for one in shared if id(one) not in copied}
     for name, holders in parts.items():
         if stage not in holders:
@@ -93,8 +98,10 @@ def _view(model: PreTrainedModel, parts: Mapping[str, set[int]], stage: int) -> 
 
 def _parts(model: PreTrainedModel, num_stages: int) -> dict[str, set[int]]:
     """Name of each part with weights -> its stages, in the order of transformers' plan."""
-    decoder, prefix = model.base_model, model.base_model_prefix
-    plan = list(model.config.get_text_config().base_model_pp_plan or ())
+    decoder = language_model(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    prefix, config = names[id(decoder)], model.config.get_text_config()
+    plan = list(config.base_model_pp_plan or _LEFT_OUT.get(config.model_type, ()))
     weighty = [name for name, child in decoder.named_children() if any(True for _ in child.parameters())]
     if "layers" not in plan or not set(weighty) <= set(plan):
         raise UserError(
@@ -102,16 +109,28 @@ def _parts(model: PreTrainedModel, num_stages: int) -> dict[str, set[int]]:
             f"({', '.join(weighty)}); set pp = 1"
         )
     last, at = num_stages - 1, plan.index("layers")
-    parts = {f"{prefix}.{name}": {0} for name in plan[:at]}
+    beside = [name for name, child in model.base_model.named_children() if decoder not in (child, model.base_model)]
+    parts = {f"{model.base_model_prefix}.{name}": {0} for name in beside}  # the vision tower
+    parts |= {f"{prefix}.{name}": {0} for name in plan[:at]}
     num_layers = len(list(decoder.get_submodule("layers").children()))
+    check_deepstack(model.config, layers=len(cut_layers(num_layers, num_stages)[0]))
     for stage, layers in enumerate(cut_layers(num_layers, num_stages)):
         parts |= {f"{prefix}.layers.{i}": {stage} for i in layers}
     parts |= {f"{prefix}.{name}": {last} for name in plan[at + 1 :]}
-    names = {id(module): name for name, module in model.named_modules()}
     if is_tied(model):
         parts[names[id(model.get_input_embeddings())]].add(last)
     parts[names[id(model.get_output_embeddings())]] = {last}
     return parts
+
+
+def check_deepstack(config: PreTrainedConfig, *, layers: int) -> None:
+    """Raise UserError if features of the vision tower go into more layers than the first stage has."""
+    deep = len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", ()))
+    if deep > layers:
+        raise UserError(
+            f"[policy.parallel] pp: the vision tower's features go into the first {deep} layers, and the first stage "
+            f"has {layers}; lower pp or stages_per_rank"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +144,7 @@ class TermStage:
 
     def hidden_shape(self, inputs: Row) -> tuple[int, ...]:
         axis = self.module.axis
-        length = inputs.tokens.shape[1]
+        length = inputs.positions.shape[-1]
         if axis is not None and axis.sequence:
             length //= axis.size
         return (1, length, self.module.config.get_text_config().hidden_size)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -33,12 +33,10 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of
 from cosmos_rl_llm.model.causal_lm import Head, decoder_layers, language_model
+from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
 from cosmos_rl_llm.policy.routing import check_replay, install_replay
-
-if TYPE_CHECKING:
-    from cosmos_rl_llm.policy.context import ContextPart
 
 Compare = Callable[[Tensor, Head, "Row"], Mapping[str, Tensor]]
 """Hidden states [T, H] and head of the policy, with gradient, and the row -> outputs [T] by name."""
@@ -49,7 +47,7 @@ class Row:
     """One rank's part of a microbatch: l of its tokens, t of its T terms."""
 
     tokens: Tensor
-    """[1, l] int64."""
+    """[1, l] int64; [1, L] with `own_rows`."""
     positions: Tensor
     """[1, l] int64; [3, 1, l] where a family counts along time, height and width."""
     layout: Layout
@@ -64,8 +62,15 @@ class Row:
     """With cp: gathers the terms of all ranks."""
     media: Mapping[str, Tensor] | None = None
     """Keywords of the model's forward pass with the pictures of the row."""
+    own_rows: slice | None = None
+    """This rank's part of a row that is cut at the decoder's entrance, after its pictures are in it."""
     teacher: Mapping[str, Tensor] = field(default_factory=dict)
     """Outputs of the teacher for the terms, if there are any."""
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        """Keywords of the model's forward pass."""
+        return {**(self.media or {}), **({} if self.own_rows is None else {"own_rows": self.own_rows})}
 
 
 class TermModel(nn.Module):
@@ -114,6 +119,8 @@ class TermModel(nn.Module):
         self.first, self.last = first, last
         trained = any(parameter.requires_grad for parameter in language_model(model).parameters())
         self._needs_tower = vision is not None and not trained  # a row of text would have no gradient
+        if vision is not None and mesh is not None:
+            cut_at_entrance(language_model(model), self.axis)
         self.temperature = temperature or 1.0
         self.logits_bytes = logits_bytes
         self.returns_hidden = False
@@ -174,10 +181,11 @@ class TermModel(nn.Module):
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
         if missing := -len(kept) % self._multiple:
-            # An additional sequence as padding: its tokens are the first ones, its outputs are not used.
+            # An additional sequence as padding: its tokens are the first of text, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
-            kept = np.concatenate([kept, np.zeros(missing, dtype=kept.dtype)])
-        taken = torch.from_numpy(kept)
+            text = int((inputs["item_index"] < 0).int().argmax()) if "item_index" in inputs else 0
+            kept = np.concatenate([kept, np.full(missing, text, dtype=kept.dtype)])
+        taken, vision = torch.from_numpy(kept), self.vision if self.first else None
         return Row(
             tokens=inputs["tokens"][None, taken],
             positions=inputs["positions"][..., None, taken],
@@ -185,7 +193,8 @@ class TermModel(nn.Module):
             term_rows=term_rows,
             labels=inputs["labels"],
             routes=inputs["routes"][taken] if "routes" in inputs else None,
-            media=self.vision.inputs(items_of(inputs, taken)) if "item_index" in inputs and self.vision else None,
+            media=vision.inputs(items_of(inputs, taken)) if vision is not None and "item_index" in inputs else None,
+            own_rows=slice(None) if vision is not None and self.mesh is not None else None,
         )
 
     def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> Row:
@@ -243,7 +252,8 @@ class TermModel(nn.Module):
         given = row.tokens if self.first else hidden
         assert given is not None
         if not self.unpacked:
-            return self._pass(given, row.positions, row.layout, row.routes, row.media)
+            seen = row.seen if self.first else None  # a rank's stages share a row
+            return self._pass(given, row.positions, row.layout, row.routes, seen)
         assert isinstance(row.layout, PackedLayout)
         outputs = []
         for block in row.layout.blocks:
@@ -258,7 +268,7 @@ class TermModel(nn.Module):
         positions: Tensor,
         layout: Layout,
         routes: Tensor | None,
-        media: Mapping[str, Tensor] | None = None,
+        seen: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """One pass of the decoder: tokens [B, l], or hidden states [B, l, H] -> hidden states [B, l, H]."""
         dtype = self.autocast
@@ -271,23 +281,29 @@ class TermModel(nn.Module):
                 use_cache=False,
                 layout=layout,
                 **replayed,
-                **(media or {}),
+                **(seen or {}),
             )
         return output.last_hidden_state
 
     def head(self) -> Head:
         """Return the output head with its parameters as they are sharded now."""
-        return Head.of(self.causal_lm, banned=() if self.vision is None else tuple(self.vision.token_ids.values()))
+        return Head.of(self.causal_lm).without(self._banned)
 
     def _own_head(self) -> tuple[Head, Vocabulary | None]:
         """The output head: this rank's part of it over tp, and the vocabulary of that part."""
-        head = self.head()
+        head = Head.of(self.causal_lm)
         if self.axis is None:
-            return head, None
+            return head.without(self._banned), None
         assert isinstance(head.weight, DTensor) and isinstance(head.bias, DTensor | None)
         bias = None if head.bias is None else own_slice(self.axis)(head.bias)
         own = replace(head, weight=own_part(head.weight), bias=bias)
-        return own, Vocabulary.part(head.weight.shape[0], self.axis)
+        vocabulary = Vocabulary.part(head.weight.shape[0], self.axis)
+        return own.without([token - vocabulary.start for token in self._banned]), vocabulary
+
+    @property
+    def _banned(self) -> tuple[int, ...]:
+        """Placeholders of pictures, which are never sampled."""
+        return () if self.vision is None else tuple(self.vision.token_ids.values())
 
     @property
     def _context(self) -> DeviceMesh | None:
@@ -317,23 +333,23 @@ def _lengths(inputs: Mapping[str, Tensor]) -> list[int]:
 
 def _cut(row: Row, axis: DeviceMesh) -> Row:
     """This rank's part of a row over cp."""
-    from cosmos_rl_llm.policy.context import cut
-
     assert isinstance(row.layout, PackedLayout)
     part = cut(
         tokens=row.tokens[0],
-        positions=row.positions[0],
+        positions=row.positions.squeeze(-2),
         layout=row.layout,
         term_rows=row.term_rows,
         labels=row.labels,
         axis=axis,
     )
-    return Row(
-        tokens=part.tokens,
+    return replace(
+        row,
+        tokens=part.tokens if row.own_rows is None else row.tokens,
         positions=part.positions,
         layout=part.layout,
         term_rows=part.term_rows,
         labels=part.labels,
         routes=None if row.routes is None else row.routes[part.rows],
         context=part,
+        own_rows=None if row.own_rows is None else part.rows,
     )

@@ -137,7 +137,7 @@ class RunningBatch:
         self.sequences: list[RunningSequence] = []
         self._model, self._head, self._decode, self._vision = (
             model,
-            Head.of(model, banned=() if vision is None else tuple(vision.token_ids.values())),
+            Head.of(model).without(() if vision is None else tuple(vision.token_ids.values())),
             decode,
             vision,
         )
