@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.monitor import HackMonitor, Metrics, MonitorConfig, Rule, State, beyond
+from cosmos_rl_core.monitor.monitor import TrainingSteps
 
 BASE = Metrics(step=0, reward=0.080, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
 
@@ -237,3 +238,32 @@ def test_beyond_is_the_share_above_the_best():
     assert beyond([0.1, 0.2, 0.3, 0.4], 0.2) == 0.5
     with pytest.raises(ValueError, match="no rewards"):
         beyond([], 0.2)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "said"),
+    [
+        ({"reward": 0.75}, {"reward": 0.0}, "held-out reward 0.75 -> 0"),
+        ({"entropy": 1.5}, {"entropy": 0.1}, "entropy 1.5 -> 0.1"),
+        ({"response_length": 200.0}, {"response_length": 20.0}, "response length 200 -> 20"),
+        ({"response_length": 200.0}, {"response_length": 1100.0}, "response length 200 -> 1.1e+03"),
+        ({"skipped_steps": 0.0}, {"skipped_steps": 0.5}, "fraction of skipped steps 0 -> 0.5"),
+        ({"mismatch": 0.001}, {"mismatch": 0.3}, "mismatch of engine and policy 0.001 -> 0.3"),
+    ],
+)
+def test_a_collapse_is_a_warning_of_the_default_rules(first, later, said):
+    def metrics(step, values):
+        training = {name: value for name, value in values.items() if name != "reward"}
+        return Metrics(step=step, reward=values.get("reward", 0.5), training=training)
+
+    quiet, verdict = watch(metrics(1, first), metrics(2, later))
+    assert quiet.action is None
+    assert (verdict.action, verdict.text) == ("warn", f"step 2: {said}")
+
+
+def test_training_metrics_are_means_between_checks_without_the_steps_that_were_skipped():
+    steps = TrainingSteps()
+    steps.add({"entropy": 1.0, "grad_norm": 2.0, "loss": 5.0})
+    steps.add({"entropy": float("nan"), "grad_norm": float("inf")})
+    assert steps.metrics() == {"entropy": 1.0, "grad_norm": 2.0, "skipped_steps": 0.5}
+    assert steps.metrics() == {}

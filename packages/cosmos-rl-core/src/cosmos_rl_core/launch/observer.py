@@ -11,6 +11,7 @@ best reward of real rows        the recipe, or the first rollout replica
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from collections.abc import Callable
 from cosmos_rl_core.control.reports import Observer
 from cosmos_rl_core.monitor.config import DIVERSITY
 from cosmos_rl_core.monitor.data_rewards import BEST
-from cosmos_rl_core.monitor.monitor import HackMonitor, History, Metrics, Verdict, beyond
+from cosmos_rl_core.monitor.monitor import HackMonitor, History, Metrics, TrainingSteps, Verdict, beyond, read_alarms
 
 _REASONS_SHOWN = 3
 """Rows of rows_dropped.jsonl in the closing table."""
@@ -208,6 +209,7 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
         rows["reward"] = f"{result.metrics[0]['reward_mean']:.3f} -> {result.metrics[-1]['reward_mean']:.3f}"
     elif result.metrics:
         rows["loss"] = f"{result.metrics[0]['loss']:.4f} -> {result.metrics[-1]['loss']:.4f}"
+    rows |= _alarms(result)
     terms = sum(m.get("terms", 0.0) for m in result.metrics)
     rows["steps"] = f"{result.trained}" + (" (interrupted)" if result.interrupted else "")
     if result.steps < result.trained:
@@ -225,6 +227,16 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
     elif result.checkpoint_url:
         rows["checkpoint"] = result.checkpoint_url
         rows["model"] = f"cosmos-rl export {result.checkpoint_url} DIR"
+    return rows
+
+
+def _alarms(result: RunResult) -> dict[str, str]:
+    """Rows of a run that did not go well."""
+    rows = {}
+    if alarms := read_alarms(result.run_dir):
+        rows["alarms"] = "; ".join(alarms)
+    if skipped := sum(not math.isfinite(line.get("grad_norm", 0.0)) for line in result.metrics):
+        rows["skipped steps"] = f"{skipped} of {len(result.metrics)}, as their gradients were not finite"
     return rows
 
 
@@ -261,6 +273,7 @@ class Watch:
         self._judges = config.monitor.judges
         self._best = config.monitor.best_of_data
         self._diversity: float | None = None
+        self._training = TrainingSteps()
         self._needs_loss = config.eval.loss_data is not None
         self._known: dict[int, dict[str, float]] = {}
 
@@ -273,6 +286,9 @@ class Watch:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._observer.step(step, metrics)
         self._stepped(metrics)
+        self._training.add(metrics)
+        early = {"entropy": "entropy", "response_length": "response_length_mean"}
+        self._monitor.begin(**{name: metrics[source] for name, source in early.items() if source in metrics})
         self._diversity = metrics.get(f"reward/{DIVERSITY}")
         if self._diversity is not None:
             self._monitor.begin(diversity=self._diversity)
@@ -298,6 +314,7 @@ class Watch:
         self._observer.rolled_back(version)
         self._history.roll_back(version + 1)
         self._monitor.state = self._history.state
+        self._training = TrainingSteps()
         self._known = {each: metrics for each, metrics in self._known.items() if each <= version}
 
     def _check(self, version: int, known: Mapping[str, float]) -> None:
@@ -308,6 +325,7 @@ class Watch:
             held_out_loss=known.get(LOSS),
             diversity=self._diversity,
             beyond=known.get(BEYOND),
+            training=self._training.metrics(),
         )
         verdict = self._monitor.observe(metrics)
         self._history.add(metrics, verdict, self._monitor.state)

@@ -13,7 +13,9 @@ from cosmos_rl_core.settings.base import Strict
 Action = Literal["warn", "rollback", "stop"]
 DIVERSITY = "diversity"
 """Label of the reward whose mean over training groups is the metric `diversity`."""
-WATCHED = ("reward", "held_out_loss", "diversity", "beyond", "judges")
+TRAINING = ("entropy", "grad_norm", "skipped_steps", "response_length", "mismatch")
+"""Metrics of the training steps since the last check."""
+WATCHED = ("reward", "held_out_loss", "diversity", "beyond", "judges", *TRAINING)
 
 
 def strongest(actions: Iterable[Action]) -> Action | None:
@@ -30,7 +32,8 @@ class Rule(Strict):
     """
 
     watch: str
-    """"held_out_loss", "diversity", "beyond", "reward", "judge/NAME" for one judge, or "judges" for every judge."""
+    """"held_out_loss", "diversity", "beyond", "reward", "judge/NAME" for one judge, or "judges" for every judge; of the
+    training steps "entropy", "grad_norm", "skipped_steps", "response_length" and "mismatch"."""
     above: float | None = None
     """Upper bound of the metric. Set exactly one of `above` and `below`."""
     below: float | None = None
@@ -102,11 +105,18 @@ DEFAULT_RULES = (
     Rule(watch="judges", below=0.5, if_reward_rose=True, action="stop"),
     Rule(watch="diversity", below=0.5),
     Rule(watch="beyond", above=0.5, of_start=False),
+    Rule(watch="reward", below=0.5),
+    Rule(watch="entropy", below=0.1),
+    Rule(watch="grad_norm", above=20.0, patience=2),
+    Rule(watch="skipped_steps", above=0.1, of_start=False),
+    Rule(watch="response_length", below=0.2),
+    Rule(watch="response_length", above=5.0),
+    Rule(watch="mismatch", above=0.1, of_start=False),
 )
 
 
 class MonitorConfig(Strict):
-    """[monitor]: detection of reward hacking, and the action: a warning, a stop or a rollback."""
+    """[monitor]: detection of collapse and reward hacking, and the action: a warning, a stop or a rollback."""
 
     judges: tuple[str, ...] = ()
     """Labels of rewards of weight 0 against which the trained reward is checked; higher is better."""

@@ -1,4 +1,4 @@
-"""The reward-hacking monitor: detects a gamed reward from the metrics of each check; and its file, monitor.jsonl.
+"""The monitor: detects collapse and a gamed reward from the metrics of each check; and its file, monitor.jsonl.
 
 metrics --compared with first values and bounds--> crossed? --patience--> alarm active --release--> alarm over
                                                                 |
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,11 +39,14 @@ class Metrics:
     """Mean distance between samples of a group in training: the reward labelled `diversity`."""
     beyond: float | None = None
     """`beyond` of the rewards: the fraction above the highest reward of real data."""
+    training: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of `config.TRAINING`, of the steps since the last check: `TrainingSteps.metrics`."""
 
     def named(self) -> dict[str, float]:
         """Return the measured metrics by the names used in rules; a judge is "judge/NAME"."""
         optional = {"held_out_loss": self.held_out_loss, "diversity": self.diversity, "beyond": self.beyond}
         measured = {name: value for name, value in optional.items() if value is not None}
+        measured |= self.training
         return {"reward": self.reward, **measured, **{f"judge/{name}": value for name, value in self.judges.items()}}
 
 
@@ -57,6 +60,41 @@ def beyond(rewards: Sequence[float] | np.ndarray, best: float) -> float:
     if values.size == 0:
         raise ValueError("a fraction of no rewards is not defined")
     return float((values > best).mean())
+
+
+class TrainingSteps:
+    """Means of the training metrics between two checks.
+
+    steps.add(metrics)          # of each step
+    steps.metrics()             # at a check; begins the next interval
+    """
+
+    SOURCES: ClassVar[Mapping[str, str]] = {
+        "entropy": "entropy",
+        "grad_norm": "grad_norm",
+        "response_length": "response_length_mean",
+        "mismatch": "mismatch_kl",
+    }
+    """Metrics of metrics.jsonl by their names in rules."""
+
+    def __init__(self) -> None:
+        self._steps: list[Mapping[str, float]] = []
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of one step."""
+        self._steps.append({name: metrics[source] for name, source in self.SOURCES.items() if source in metrics})
+
+    def metrics(self) -> dict[str, float]:
+        """Return the means over the finite values of each metric, and the fraction of skipped steps."""
+        steps, self._steps = self._steps, []
+        found: dict[str, float] = {}
+        for name in self.SOURCES:
+            values = [step[name] for step in steps if math.isfinite(step.get(name, math.nan))]
+            if values:
+                found[name] = float(np.mean(values))
+        if steps:  # the optimizer skips a step whose gradients are not finite
+            found["skipped_steps"] = float(np.mean([not math.isfinite(step.get("grad_norm", 0.0)) for step in steps]))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +252,14 @@ def _check_judges(config: MonitorConfig, metrics: Metrics) -> None:
         )
 
 
-_NAMES = {"held_out_loss": "held-out loss", "diversity": "diversity", "reward": "reward"}
+_NAMES = {
+    "held_out_loss": "held-out loss",
+    "reward": "held-out reward",
+    "grad_norm": "gradient norm",
+    "skipped_steps": "fraction of skipped steps",
+    "response_length": "response length",
+    "mismatch": "mismatch of engine and policy",
+}
 
 
 def sentence(
@@ -248,7 +293,7 @@ def _moved(name: str, value: float, start: Mapping[str, float]) -> str:
     if name == "beyond":
         return f"{value:.0%} of the rewards are above the best of the data"
     begun = f"{start[name]:.3g} -> " if name in start else ""
-    return f"{_NAMES[name]} {begun}{value:.3g}"
+    return f"{_NAMES.get(name, name)} {begun}{value:.3g}"
 
 
 def _from_to(value: float, begun: float | None) -> str:
@@ -295,6 +340,12 @@ def read_healthy(run_dir: Path) -> int | None:
     """Return the step of the last check without a crossed bound, or None. The run may still be active."""
     state = _last_state(run_dir / NAME)
     return state.last_good if state else None
+
+
+def read_alarms(run_dir: Path) -> tuple[str, ...]:
+    """Return the alarms that are active after the last check, such as "reward below 0.5 of start"."""
+    state = _last_state(run_dir / NAME)
+    return tuple(key.rpartition(": ")[0] for key in state.standing) if state else ()
 
 
 def _last_state(path: Path) -> State | None:
