@@ -5,7 +5,8 @@ import struct
 
 import pytest
 
-from cosmos_rl_core.observe.sinks import Grids, Wandb, build_sinks, size_of
+from cosmos_rl_core.observe.services import RunLabels, Wandb, size_of
+from cosmos_rl_core.observe.sinks import Grids, build_sinks
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + struct.pack(">II", 320, 200)
 GIF = b"GIF89a" + struct.pack("<HH", 48, 36)
@@ -150,7 +151,7 @@ class FakeWandb:
 
 def test_weights_and_biases_is_shown_films_and_images_beside_the_newest_metrics(tmp_path):
     wandb = FakeWandb()
-    sink = Wandb(tmp_path / "run", wandb)
+    sink = Wandb(tmp_path / "run", RunLabels(name="run", project="adding", group="seeds"), wandb)
     video, image = tmp_path / "grid.gif", tmp_path / "grid.png"
     sink.show(0, "samples/eval/rollout-0", video)
     sink.log(4, {"loss": 0.5})
@@ -158,7 +159,11 @@ def test_weights_and_biases_is_shown_films_and_images_beside_the_newest_metrics(
     sink.show(5, "samples/rollout-0", image)
     sink.log(5, {"loss": 0.4})
     sink.close()
-    assert wandb.settings["name"] == "run"
+    assert {key: wandb.settings[key] for key in ("name", "project", "group")} == {
+        "name": "run",
+        "project": "adding",
+        "group": "seeds",
+    }
     assert wandb.dropped == []
     assert wandb.logged == [
         (0, {"samples/eval/rollout-0": ("video", str(video), "step 0")}),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.services import RunLabels
 from cosmos_rl_core.observe.sinks import JsonLines, build_sinks, set_damage_aside
 
 
@@ -66,6 +67,38 @@ def test_tensorboard_curves_can_be_read_back(tmp_path):
     assert points == {0: 0.0, 1: 0.25, 2: 0.5}
 
 
+def test_mlflow_has_the_curve_and_the_pictures(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grid.png").write_bytes(b"\x89PNG")
+    (sink,) = build_sinks(["mlflow"], tmp_path, labels=RunLabels(name="sums", project="adding", group="seeds"))
+    for step in range(3):
+        sink.log(step, {"held-out/reward_mean": step / 4})
+    sink.show(2, "samples/rollout-0", tmp_path / "grid.png")
+    sink.close()
+    client = mlflow.MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name("adding").experiment_id])
+    assert (run.info.run_name, run.info.status, run.data.tags["group"]) == ("sums", "FINISHED", "seeds")
+    history = client.get_metric_history(run.info.run_id, "held-out/reward_mean")
+    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+    [picture] = client.list_artifacts(run.info.run_id, "samples/rollout-0/step_000002")
+    assert picture.path.endswith("grid.png")
+
+
+def test_trackio_has_the_curve(tmp_path, monkeypatch):
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path)
+    (sink,) = build_sinks(["trackio"], tmp_path, labels=RunLabels(name="sums", project="adding"))
+    for step in range(3):
+        sink.log(step, {"reward_mean": step / 4})
+    sink.close()
+    from trackio.sqlite_storage import SQLiteStorage
+
+    points = SQLiteStorage.get_logs("adding", "sums")
+    assert [(point["step"], point["reward_mean"]) for point in points] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_missing_extra_names_the_line_that_installs_it(tmp_path):
     with pytest.raises(UserError) as caught:
@@ -87,7 +120,7 @@ def test_where_one_cannot_be_opened_the_others_are_closed(tmp_path):
 
 
 def test_an_unknown_sink_is_named_with_the_known_ones_before_any_is_opened(tmp_path):
-    with pytest.raises(UserError, match="'mlfow': choose from jsonl, tensorboard, wandb"):
+    with pytest.raises(UserError, match="'mlfow': choose from jsonl, tensorboard, wandb, trackio, mlflow"):
         build_sinks(["jsonl", "mlfow"], tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from cosmos_rl_core.observe.record import Events, resume_command
 from cosmos_rl_core.observe.rollouts import DROPPED, first_reasons, write_rollouts
+from cosmos_rl_core.observe.services import RunLabels
 from cosmos_rl_core.observe.sinks import Grids, JsonLines, build_sinks, keep_earlier
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import RolloutGroup
@@ -82,7 +83,8 @@ class RunObserver:
         self._metrics: list[Mapping[str, float]] = []
         self._evaluations: dict[int, Mapping[str, float]] = {}
         sinks = [name for name in config.logging.sinks if name != "console"]
-        self._sinks = build_sinks(sinks, directory, first_step=first_step)
+        labels = RunLabels(name=config.run.name, project=config.logging.project, group=config.logging.group)
+        self._sinks = build_sinks(sinks, directory, labels=labels, first_step=first_step)
         self._grids = Grids(directory / "media", self._sinks)
         keep_earlier(directory / DROPPED, first_step)
         self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_evaluated)

@@ -76,6 +76,8 @@ MOVED: Mapping[str, str] = {
     "policy.model_name_or_path": "model.path",
     "policy.model_revision": "model.revision",
     "logging.log_interval": "run.log_every",
+    "logging.project_name": "logging.project",
+    "logging.group_name": "logging.group",
     "logging.multi_modal_log_interval": "logging.media_every",
 }
 """Old key -> new key with the same value."""
@@ -104,7 +106,6 @@ IGNORED: Mapping[str, str] = {
     f"{POLICY}.max_retry_for_on_policy": "prompts are requested until a step has enough groups",
     f"{POLICY}.enable_dataset_cache": "rows are read by their offsets",
     f"{POLICY}.dataloader_*": "rows are read ahead",
-    "logging.project_name": "the project of a metrics service is set as [logging] says",
     "validation.batch_size": "the engine limits its own batches",
     "validation.val_before_train": "a run evaluates before its first step",
 }

@@ -1,4 +1,4 @@
-"""Sinks of metrics and images of samples: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Sinks of metrics and images of samples: metrics.jsonl, and those of observe/services.py."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import contextlib
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from importlib import import_module
 from itertools import count
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.services import MLflow, RunLabels, TensorBoard, Trackio, Wandb
 
 
 class Sink(Protocol):
@@ -77,101 +75,36 @@ class JsonLines:
         self._file.close()
 
 
-class TensorBoard:
-    """Curves and images for `tensorboard --logdir`, which plays .gif files. Needs no torch."""
-
-    def __init__(self, run_dir: Path) -> None:
-        _extra("tensorboard", "tensorboard")
-        self._event_pb2 = import_module("tensorboard.compat.proto.event_pb2")
-        self._summary_pb2 = import_module("tensorboard.compat.proto.summary_pb2")
-        writer = import_module("tensorboard.summary.writer.event_file_writer")
-        self._writer: Any = writer.EventFileWriter(str(run_dir / "tensorboard"))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        value = self._summary_pb2.Summary.Value
-        self._add(step, [value(tag=name, simple_value=number) for name, number in metrics.items()])
-
-    def show(self, step: int, name: str, picture: Path) -> None:
-        data = picture.read_bytes()
-        width, height = size_of(data)
-        image = self._summary_pb2.Summary.Image(encoded_image_string=data, width=width, height=height, colorspace=3)
-        self._add(step, [self._summary_pb2.Summary.Value(tag=name, image=image)])
-
-    def roll_back(self, step: int) -> None:
-        """Do nothing: the curves show the undone steps too."""
-
-    def _add(self, step: int, values: list[Any]) -> None:
-        summary = self._summary_pb2.Summary(value=values)
-        self._writer.add_event(self._event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """A Weights & Biases run named after the run directory, configured by WANDB_* variables."""
-
-    def __init__(self, run_dir: Path, wandb: Any = None) -> None:
-        """wandb: the package; default: the installed one."""
-        self._wandb: Any = wandb or _extra("wandb", "wandb")
-        self._run = self._wandb.init(project="cosmos-rl", name=run_dir.name, dir=str(run_dir), resume="allow")
-        self._step = 0
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step = step
-        self._run.log(dict(metrics), step=step)
-
-    def show(self, step: int, name: str, picture: Path) -> None:
-        """Log it at the newest step, with its own step as caption: wandb accepts nothing for an earlier step."""
-        media = self._wandb.Video if picture.suffix == ".gif" else self._wandb.Image
-        self._run.log({name: media(str(picture), caption=f"step {step}")}, step=max(step, self._step))
-        self._step = max(step, self._step)
-
-    def roll_back(self, step: int) -> None:
-        """Do nothing: wandb accepts nothing for an earlier step, and ignores the steps that are done again."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-_SINKS: dict[str, Callable[[Path, int | None], Sink]] = {
-    "jsonl": lambda run_dir, first_step: JsonLines(run_dir / "metrics.jsonl", first_step=first_step),
-    "tensorboard": lambda run_dir, first_step: TensorBoard(run_dir),
-    "wandb": lambda run_dir, first_step: Wandb(run_dir),
+_SERVICES: dict[str, Callable[[Path, RunLabels], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "mlflow": MLflow,
 }
 
 
-def build_sinks(names: Sequence[str], run_dir: Path, *, first_step: int | None = None) -> list[Sink]:
-    """Return the sinks by name, each writing into `run_dir` from `first_step` on.
+def build_sinks(
+    names: Sequence[str], run_dir: Path, *, labels: RunLabels | None = None, first_step: int | None = None
+) -> list[Sink]:
+    """Return the sinks by name, each writing into `run_dir` or to its service from `first_step` on.
 
-    Raises `UserError` for an unknown name, or with the `pip install` command for a missing extra.
+    labels: of the run in a service; default: the folder's name. Raises `UserError` for an unknown name, or with the
+    `pip install` command for a missing extra.
     """
-    unknown = [name for name in names if name not in _SINKS]
-    if unknown:
-        raise UserError(f"unknown metrics sink {unknown[0]!r}: choose from {', '.join(_SINKS)}")
+    known = ("jsonl", *_SERVICES)
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"unknown metrics sink {unknown[0]!r}: choose from {', '.join(known)}")
+    labels = labels or RunLabels(name=run_dir.name)
+
+    def build(name: str) -> Sink:
+        if name == "jsonl":
+            return JsonLines(run_dir / "metrics.jsonl", first_step=first_step)
+        return _SERVICES[name](run_dir, labels)
+
     with ExitStack() as opened:  # closes the opened ones if one fails
-        sinks = [opened.enter_context(closing(_SINKS[name](run_dir, first_step))) for name in dict.fromkeys(names)]
+        sinks = [opened.enter_context(closing(build(name))) for name in dict.fromkeys(names)]
         opened.pop_all()
     return sinks
-
-
-def size_of(picture: bytes) -> tuple[int, int]:
-    """Return width and height of a GIF or PNG, from its header."""
-    if picture.startswith(b"GIF8"):
-        return int.from_bytes(picture[6:8], "little"), int.from_bytes(picture[8:10], "little")
-    assert picture.startswith(b"\x89PNG"), "samples are shown as .gif or .png"
-    return int.from_bytes(picture[16:20], "big"), int.from_bytes(picture[20:24], "big")
-
-
-def _extra(module: str, extra: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise UserError(
-            f"the {extra} sink needs a package that is not installed: pip install 'cosmos-rl-core[{extra}]'"
-        ) from error
 
 
 def keep_earlier(path: Path, first_step: int | None) -> None:

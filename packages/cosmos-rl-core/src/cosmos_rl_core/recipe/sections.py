@@ -311,8 +311,12 @@ class EvalSection(Strict):
 class LoggingSection(Strict):
     """[logging]: destinations of metrics, and intervals at which rollouts and media are written."""
 
-    sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
-    """Destinations of metrics; "tensorboard" and "wandb" also show grids of samples that are images or videos."""
+    sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow"], ...] = ("console", "jsonl")
+    """Destinations of metrics; the services after "jsonl" also show grids of samples that are images or videos."""
+    project: str = Field(default="cosmos-rl", min_length=1)
+    """Project of the run in wandb and trackio, experiment in mlflow; [run] name is its name there."""
+    group: str = ""
+    """Group of the run in that project."""
     rollouts_every: int = Field(default=1, ge=0)
     """Steps between files of rollouts; 0 writes none."""
     media_every: int = Field(default=10, ge=0)

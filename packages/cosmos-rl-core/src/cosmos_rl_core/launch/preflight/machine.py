@@ -13,6 +13,7 @@ from pathlib import Path
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.observe.services import INSTALL
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.run import RunConfig
@@ -39,12 +40,12 @@ def machine_problems(config: RunConfig, domain: Domain) -> Iterator[Problem]:
 
 def _sinks(config: RunConfig) -> Iterator[Problem]:
     for place, name in enumerate(config.logging.sinks):
-        if name in ("tensorboard", "wandb") and find_spec(name) is None:
+        if name in INSTALL and find_spec(name) is None:
             yield Problem(
                 key=f"logging.sinks.{place}",
                 given=as_toml(name),
                 wrong="needs a package that is not installed",
-                suggestion=f"pip install 'cosmos-rl-core[{name}]'",
+                suggestion=INSTALL[name],
             )
 
 
