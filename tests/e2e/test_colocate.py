@@ -175,6 +175,7 @@ def test_the_side_without_a_turn_has_no_memory_on_the_gpu(device, sums, tmp_path
     with pretend_cuda() if device == "cuda" else nullcontext() as record:
         result = run(sums(tmp_path / "run", checkpoint__every_steps=2, **changes))
     assert len(result.metrics) == 3
+    assert [line["ratio_mean"] for line in result.metrics] == pytest.approx([1.0] * 3, abs=1e-6)  # the engine's weights
     assert len(memory["policy at work"]) >= 3 and memory["engine at work"]
     assert min(memory["policy at work"]) > 0 and min(memory["engine at work"]) > 0
     assert max(memory["cache"]) == 0

@@ -59,6 +59,10 @@ class VLADomain(DomainBase):
 
         return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 
+    def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The engine sleeps. Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
+        return options
+
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
         """The policy and the engine of this package. Implements `cosmos_rl_core.optional.NamesModules`."""
         return ("cosmos_rl_vla.build", "cosmos_rl_vla.engines.torch") if config.rollout.engine == "torch" else ()

@@ -48,8 +48,11 @@ def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _memory(name: str, whole: Tensor, part: Tensor, kinds: Mapping[int, set[object]]) -> object:
-    """Return a key that is equal for tensors in the same memory; a tensor without memory, or in a pool, has its own."""
-    if not part.is_meta and part.numel():
+    """Return a key that is equal for tensors in the same memory; a tensor without memory, or in a pool, has its own.
+
+    Storages whose memory is freed for a while, as those of an engine that sleeps, have no address.
+    """
+    if not part.is_meta and part.numel() and part.untyped_storage().nbytes():
         return part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
     if not whole.numel() or len(kinds[_storage(part)]) > 1:
         return name

@@ -22,6 +22,7 @@ from pydantic import Field
 from torch import nn
 
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
@@ -118,7 +119,7 @@ class TorchEngineOptions(Strict):
 
 
 class SimulationEngine(ThreadedEngine[Request]):
-    """Implements `interfaces.RolloutEngine` over simulators and an action model."""
+    """Implements `interfaces.Sleeps` over simulators and an action model."""
 
     def __init__(
         self,
@@ -132,7 +133,9 @@ class SimulationEngine(ThreadedEngine[Request]):
         """weights: returns the live tensors that the trainer publishes. observer: converts observations to inputs."""
         super().__init__("simulate")
         self._model, self._weights, self._observer, self._pool = model, weights, observer, pool
-        self._device = next(cast(nn.Module, model).parameters()).device
+        module = cast(nn.Module, model)
+        self._device = next(module.parameters()).device
+        self._swap = Swap(lambda: [*module.parameters(), *module.buffers()])
         self._max_attempts = options.max_attempts
         self._steady_rows = options.slots if options.steady else 0
         self._episodes: deque[Running] = deque()
@@ -154,6 +157,13 @@ class SimulationEngine(ThreadedEngine[Request]):
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._weights()
+
+    async def sleep(self) -> None:
+        """Move the model to host memory. The simulators keep theirs."""
+        await self._call(self._swap.out)
+
+    async def wake(self) -> None:
+        await self._call(self._swap.back)
 
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: VLASampling, seed: int
