@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import msgspec
 import pytest
@@ -16,6 +17,8 @@ from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.status import live_controller
 from cosmos_rl_core.observe.record import Outcome, record_outcome
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel
 
 RECIPE = """
 [run]
@@ -89,6 +92,44 @@ def test_help_lists_the_commands(cosmos_rl):
     assert (done.returncode, done.stderr) == (0, "")
     for command in ("run", "check", "plan", "init", "plugins", "status"):
         assert f"\n  {command} " in done.stdout
+
+
+def test_version_is_that_of_the_installed_packages(cosmos_rl):
+    done = cosmos_rl("--version")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, f"cosmos-rl-core {version('cosmos-rl-core')}")
+
+
+def test_keys_shows_type_default_and_meaning(cosmos_rl):
+    done = cosmos_rl("keys", "rollout", "--domain", "cosmos_rl_core.testing.tiny:TINY")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "group_size  integer  (default 8)\n    Number of rollouts generated for each prompt." in done.stdout
+    model = cosmos_rl("keys", "[model]", "--domain", "cosmos_rl_core.testing.tiny:TINY").stdout
+    assert "actions  integer  (default 5)\n    V: actions to choose from." in model
+
+
+def test_keys_of_a_misspelt_section_suggests_one(cosmos_rl):
+    tiny = ("--domain", "cosmos_rl_core.testing.tiny:TINY")
+    assert "no section is called 'rollot'; did you mean 'rollout'?" in refused(cosmos_rl("keys", "rollot", *tiny))
+    assert "[rollout] has no 'samplin'; did you mean 'sampling'?" in refused(
+        cosmos_rl("keys", "rollout.samplin", *tiny)
+    )
+
+
+def test_the_schema_has_the_keys_of_core_and_domain_and_no_others(cosmos_rl):
+    schema = json.loads(cosmos_rl("schema", "cosmos_rl_core.testing.tiny:TINY").stdout)
+
+    def table(at):
+        found = schema["properties"][at]
+        return schema["$defs"][found["$ref"].rpartition("/")[2]] if "$ref" in found else found
+
+    assert set(schema["properties"]) == set(RunConfig.model_fields)
+    assert (set(table("model")["properties"]), table("model")["additionalProperties"]) == (
+        set(TinyModel.model_fields),
+        False,
+    )
+    assert set(table("data")["properties"]) == set(TinyData.model_fields)
+    assert table("rollout")["additionalProperties"] is False
+    assert '"null"' not in json.dumps(schema)
 
 
 def test_an_unknown_command_is_a_users_error(cosmos_rl):

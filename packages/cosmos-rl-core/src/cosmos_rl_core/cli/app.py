@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cosmos_rl_core.cli import elastic, inference, scale
+from cosmos_rl_core.cli import elastic, inference, reference, scale
 from cosmos_rl_core.cli.inference import Overrides, Recipe
 from cosmos_rl_core.imports import add_folders, import_from
 
@@ -18,10 +18,14 @@ app = typer.Typer(
     name="cosmos-rl",
     help="Asynchronous reinforcement learning for Physical AI, from TOML recipes.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def options(version: reference.Version = False) -> None:
+    """Asynchronous reinforcement learning for Physical AI, from TOML recipes."""
 
 
 @app.command()
@@ -224,6 +228,8 @@ def dashboard(
     serve(runs or [Path("runs")], host=host, port=port, token_file=token_file, say=typer.echo)
 
 
+app.command()(reference.keys)
+app.command()(reference.schema)
 app.command()(inference.generate)
 app.command("eval")(inference.evaluate)
 
