@@ -2,10 +2,13 @@
 
     .venv/bin/python benchmarks/launch.py [--quick] [--rounds N]
 
-Slurm and Ray run on the loopback interface (tests/cluster/README.md) and are up before the first run. A platform that
-is not installed is left out. A launcher adds the CPU time and the memory of its processes: for Slurm `cosmos-rl
-launch`, sbatch, the batch scripts, srun and slurmstepd; for Ray `cosmos-rl launch` and the actors. Daemons of the
-cluster, which are there without a run, are not counted.
+Slurm and Ray run on the loopback interface and are up before the first run. Slurm needs slurmctld, slurmd and the
+client's commands, and root; Ray needs the package in this environment (tests/cluster/README.md has the install lines).
+A platform that is not installed is left out. The timings need a machine without other work.
+
+A launcher adds the CPU time and the memory of its processes: for Slurm `cosmos-rl launch`, sbatch, the batch scripts,
+srun and slurmstepd; for Ray `cosmos-rl launch` and the actors. Daemons of the cluster, which are there without a run,
+are not counted.
 """
 
 from __future__ import annotations

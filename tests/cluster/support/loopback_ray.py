@@ -21,6 +21,7 @@ SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_health_check_period_ms": "1000",
+    "RAY_raylet_start_wait_time_s": "240",  # 30 by default; a busy machine needs longer
     "OMP_NUM_THREADS": "1",
 }
 OBJECT_STORE = 80 << 20
