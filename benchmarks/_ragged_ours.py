@@ -1,4 +1,4 @@
-"""Our side of train_step.py: the objects that a recipe builds, and for "overhead" also a loop without the trainer."""
+"""Our side of both benchmarks: the objects that a recipe builds, and for "overhead" also a loop without the trainer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import _ragged
+import _ragged_pictures
 import numpy as np
 import torch
 from _ragged import Sample, StepFile
@@ -16,15 +18,20 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
+from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View, VisionFamily, view_of
 
 Step = Callable[[], float]
 
 
-def groups(work: list[Sample]) -> list[RolloutGroup]:
+def groups(work: list[Sample], family: VisionFamily | None) -> list[RolloutGroup]:
     """The samples as rollouts of version 0."""
     rollouts = [
         Rollout(
-            arrays={"prompt_tokens": np.array(s.prompt, np.int32), "tokens": np.array(s.answer, np.int32)},
+            arrays={
+                "prompt_tokens": np.array(s.prompt, np.int32),
+                "tokens": np.array(s.answer, np.int32),
+                **_view(s, family).arrays,
+            },
             rollout_logprobs=np.zeros(len(s.answer), np.float32),
             versions=np.zeros(len(s.answer), np.int32),
             loss_mask=np.ones(len(s.answer), bool),
@@ -39,7 +46,17 @@ def groups(work: list[Sample]) -> list[RolloutGroup]:
     ]
 
 
-def build(kind: str, model: Path, *, longest: int, microbatch_terms: int) -> tuple[Trainer, Callable[[], TrainBatch]]:
+def _view(sample: Sample, family: VisionFamily | None) -> View:
+    if sample.picture is None:
+        return EMPTY_VIEW
+    assert family is not None
+    item = Item(kind="image", pixels=sample.picture.patches, grid=sample.picture.grid)
+    return view_of(np.array(sample.prompt), [item], family)
+
+
+def build(
+    kind: str, model: Path, *, work: list[Sample], microbatch_terms: int
+) -> tuple[Trainer, Callable[[], TrainBatch]]:
     """A trainer as a recipe makes it, and the function that collates the step's batch."""
     algorithm = {
         "sft": {"name": "sft", "aggregation": "term_mean"},
@@ -61,8 +78,9 @@ def build(kind: str, model: Path, *, longest: int, microbatch_terms: int) -> tup
     )
     domain = load_domain("llm")
     collate = assemble.build_collate(config, domain, Share())
-    held = groups(_ragged.samples(longest=longest))
-    return assemble.build_trainer(config, domain), lambda: collate(held)
+    trainer = assemble.build_trainer(config, domain)
+    held = groups(work, trainer.policy.module.vision)
+    return trainer, lambda: collate(held)
 
 
 def framework(trainer: Trainer, collate: Callable[[], TrainBatch]) -> float:
@@ -91,6 +109,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=["sft", "grpo", "overhead"], required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--longest", type=int, required=True)
+    parser.add_argument("--pictures", choices=get_args(_ragged.Pictures), required=True)
     parser.add_argument("--microbatch-terms", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
@@ -98,7 +117,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     kind = "sft" if given.kind == "overhead" else given.kind
-    trainer, collate = build(kind, given.model, longest=given.longest, microbatch_terms=given.microbatch_terms)
+    work = _ragged.samples(longest=given.longest, pictures=given.pictures)
+    trainer, collate = build(kind, given.model, work=work, microbatch_terms=given.microbatch_terms)
+    seen = _ragged_pictures.count_pictures(trainer.policy.module.causal_lm) if given.pictures != "none" else lambda: 0
     steps: list[Step] = [lambda: framework(trainer, collate)]
     if given.kind == "overhead":
         batch = collate()
@@ -108,7 +129,7 @@ def main() -> None:
         step = steps[number % len(steps)]
         started = time.perf_counter()
         loss = step()
-        out.write(step_s=time.perf_counter() - started, loss=loss)
+        out.write(step_s=time.perf_counter() - started, loss=loss, pictures=seen())
 
 
 if __name__ == "__main__":

@@ -1,16 +1,26 @@
-"""The peers of train_step.py, in TRL's environment: transformers' Trainer for SFT, GRPOTrainer's own loss for GRPO."""
+"""The peers in TRL's environment: transformers' Trainer for SFT, GRPOTrainer's own loss for GRPO."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import _ragged
+import _ragged_pictures
+import numpy as np
 import torch
 from _ragged import Sample, StepFile
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from _ragged_pictures import SIGNS, Picture
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainingArguments,
+)
 
 ROWS = 8
 """Sequences in one forward pass, padded to the longest of them."""
@@ -18,7 +28,12 @@ ROWS = 8
 
 def sft(model: Path, work: list[Sample], steps: int, out: StepFile, scratch: Path) -> None:
     """Train with transformers' Trainer; a step is all samples, in accumulated passes of 8 padded rows."""
-    rows = [{"input_ids": s.prompt + s.answer, "labels": [-100] * len(s.prompt) + s.answer} for s in work] * steps
+    rows = [
+        {"input_ids": s.prompt + s.answer, "labels": [-100] * len(s.prompt) + s.answer, "picture": s.picture}
+        for s in work
+    ] * steps
+    network = _load(model, work)
+    seen = _ragged_pictures.count_pictures(network) if work[0].picture else lambda: 0
     arguments = TrainingArguments(
         output_dir=str(scratch),
         use_cpu=True,
@@ -32,6 +47,7 @@ def sft(model: Path, work: list[Sample], steps: int, out: StepFile, scratch: Pat
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
+        remove_unused_columns=False,
     )
     from transformers import TrainerCallback
 
@@ -46,16 +62,35 @@ def sft(model: Path, work: list[Sample], steps: int, out: StepFile, scratch: Pat
 
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             if "loss" in logs:
-                out.write(step_s=self.step_s, loss=logs["loss"])
+                out.write(step_s=self.step_s, loss=logs["loss"], pictures=seen())
 
-    trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        args=arguments,
-        train_dataset=rows,
-        data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(model)),
-        callbacks=[Lines()],
-    )
+    padded = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(model))
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        texts = [{name: value for name, value in row.items() if name != "picture"} for row in rows]
+        batch = padded(texts)
+        return {**batch, **_shown([row["picture"] for row in rows], batch["input_ids"])}
+
+    trainer = Trainer(model=network, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[Lines()])
     trainer.train()
+
+
+def _load(model: Path, work: list[Sample]) -> Any:
+    kind = AutoModelForImageTextToText if work[0].picture else AutoModelForCausalLM
+    return kind.from_pretrained(model, dtype=torch.float32)
+
+
+def _shown(pictures: list[Picture | None], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The keywords of a model's forward pass that the processors of Qwen make of pictures; none without pictures."""
+    shown = [picture for picture in pictures if picture is not None]
+    if not shown:
+        return {}
+    image = _ragged.VOCABULARY - len(SIGNS) + SIGNS.index("<|image_pad|>")
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([picture.patches for picture in shown])),
+        "image_grid_thw": torch.tensor([picture.grid for picture in shown]),
+        "mm_token_type_ids": (tokens == image).int(),
+    }
 
 
 def grpo(model: Path, work: list[Sample], steps: int, out: StepFile, scratch: Path) -> None:
@@ -77,23 +112,34 @@ def grpo(model: Path, work: list[Sample], steps: int, out: StepFile, scratch: Pa
         report_to=[],
     )
     rows = Dataset.from_list([{"prompt": "1"}])  # never read
-    trainer = GRPOTrainer(model=str(model), reward_funcs=lambda **_: [0.0], args=config, train_dataset=rows)
+    trainer = GRPOTrainer(
+        model=str(model),
+        reward_funcs=lambda **_: [0.0],
+        args=config,
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
     trainer.current_gradient_accumulation_steps = len(work) // ROWS
     network = trainer.model
     network.train()
+    seen = _ragged_pictures.count_pictures(network) if work[0].picture else lambda: 0
     optimizer = torch.optim.AdamW(network.parameters(), lr=_ragged.LEARNING_RATE, weight_decay=0.0, fused=True)
     batch = _padded(work)
     for _ in range(steps):
         started = time.perf_counter()
         total = 0.0
         for first in range(0, len(work), ROWS):
-            loss = trainer.compute_loss(network, {name: value[first : first + ROWS] for name, value in batch.items()})
+            rows_of = {name: value[first : first + ROWS] for name, value in batch.items()}
+            tokens = torch.cat([rows_of["prompt_ids"], rows_of["completion_ids"]], dim=1)
+            shown = _shown([s.picture for s in work[first : first + ROWS]], tokens)
+            shown |= {"num_images": [1] * ROWS} if shown else {}
+            loss = trainer.compute_loss(network, {**rows_of, **shown})
             loss.backward()
             total += float(loss)
         torch.nn.utils.clip_grad_norm_(network.parameters(), _ragged.MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        out.write(step_s=time.perf_counter() - started, loss=total)
+        out.write(step_s=time.perf_counter() - started, loss=total, pictures=seen())
 
 
 def _padded(work: list[Sample]) -> dict[str, torch.Tensor]:
@@ -114,12 +160,13 @@ def main() -> None:
     parser.add_argument("--kind", choices=["sft", "grpo"], required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--longest", type=int, required=True)
+    parser.add_argument("--pictures", choices=get_args(_ragged.Pictures), required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    work = _ragged.samples(longest=given.longest)
+    work = _ragged.samples(longest=given.longest, pictures=given.pictures)
     run = {"sft": sft, "grpo": grpo}[given.kind]
     run(given.model, work, given.steps, StepFile(given.out), given.out.parent / "scratch")
 

@@ -106,3 +106,19 @@ def test_vla_quickstart_shortened(tmp_path):
     for evaluated in ("before", "after"):
         metrics = json.loads((tmp_path / "run" / evaluated / "eval.json").read_text())["metrics"]
         assert metrics["reward/success perturb=grey_images"]["count"] == 6
+
+
+@pytest.mark.slow
+def test_vlm_quickstart_shortened(tmp_path):
+    """All its ways; so few steps teach it nothing, but the losses fall and every metric is there."""
+    short = ["--sft-steps", 25, "--rl-steps", 6, "--boards", 400, "--held-out", 12]
+    printed = python("vlm_quickstart/recipe.py", "--dir", tmp_path / "run", *short)
+    evaluated = [line["eval/loss"] for line in lines(tmp_path / "run/sft/eval.jsonl")]
+    assert len(evaluated) == 6
+    assert evaluated[-1] < 0.5 * evaluated[0]
+    assert "on from step_25" in printed
+    assert [line["step"] for line in lines(tmp_path / "run/grpo/metrics.jsonl")] == list(range(6))
+    for folder in ("before", "after"):
+        metrics = json.loads((tmp_path / "run" / folder / "eval.json").read_text())["metrics"]
+        for asked in ("as it is", "with a grey picture", "with another question"):
+            assert metrics[f"reward/exact asked={asked}"]["count"] == 12
