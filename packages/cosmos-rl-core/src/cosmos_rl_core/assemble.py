@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,7 @@ from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.optional import HasTeachers, PutsEnginesToSleep, SpreadsEngines
+from cosmos_rl_core.optional import HasTeachers, PutsEnginesToSleep, ShowsPrompts, SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.shape import check_fit
@@ -253,7 +254,18 @@ def build_rollouter(
         recorder=recorder,
         eval_recorder=eval_recorder,
         timeline=timeline,
+        show=partial(with_prompt_media, config, domain),
     )
+
+
+def with_prompt_media(config: RunConfig, domain: Domain, group: RolloutGroup) -> RolloutGroup:
+    """Return the group with the pictures and videos of its prompt, for rewards and files."""
+    if not isinstance(domain, ShowsPrompts):
+        return group
+    locations, media = domain.prompt_media(config.data, group.prompt.row)
+    if not locations:
+        return group
+    return replace(group, media=locations, rollouts=tuple(replace(each, media=media) for each in group.rollouts))
 
 
 def build_mesh(config: RunConfig) -> ReplicaMesh | None:

@@ -188,6 +188,18 @@ class ShowsRows(Protocol):
 
 
 @runtime_checkable
+class ShowsPrompts(Protocol):
+    """A domain whose prompts may have pictures and videos, which rewards see and files name."""
+
+    def prompt_media(self, data: Any, row: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, np.ndarray]]:
+        """Return `RolloutGroup.media` and `Rollout.media` of a row's prompt; empty for a prompt of text.
+
+        data: the [data] section. Arrays are decoded when they are read, which may raise SampleError.
+        """
+        ...
+
+
+@runtime_checkable
 class HasCapacity(Protocol):
     """An engine with a fixed capacity, such as a number of simulators."""
 

@@ -112,6 +112,8 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
     prompt_text: str = ""
     """The prompt as the model saw it."""
+    media: Mapping[str, str] = field(default_factory=dict)
+    """Locations of the prompt's pictures and videos by their names in `Rollout.media`, for files."""
 
     @property
     def min_policy_version(self) -> int:

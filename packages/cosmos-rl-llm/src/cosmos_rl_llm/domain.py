@@ -82,6 +82,15 @@ class LLMDomain(DomainBase):
 
         return specimen(config, row, origin=origin)
 
+    def prompt_media(
+        self, data: LLMDataConfig, row: Mapping[str, Any]
+    ) -> tuple[Mapping[str, str], Mapping[str, np.ndarray]]:
+        """Pictures and videos of a row's prompt. Implements `cosmos_rl_core.optional.ShowsPrompts`."""
+        from cosmos_rl_llm.media.source import PromptMedia
+
+        found = PromptMedia(row, data.media)
+        return found.locations, found
+
     def build_policy(
         self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int, setup: ModelSetup
     ) -> TextPolicy | PipelinedPolicy:

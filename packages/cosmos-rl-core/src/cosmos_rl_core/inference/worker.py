@@ -192,6 +192,7 @@ class Answerer:
             seed=request_seed(self.config.run.seed, stream=EVALUATION, sample_id=prompt.sample_id),
         )
         group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text)
+        group = assemble.with_prompt_media(self.config, load_domain(self.config.run.domain), group)
         return group if self.rubric is None else await self.rubric.score(group)
 
     def _write_media(self, group: RolloutGroup) -> list[list[str]]:
@@ -216,6 +217,8 @@ class Answerer:
             "num_terms": rollout.num_terms,
             "policy_version": self.task.version,
         }
+        if group.media:
+            line["prompt_media"] = dict(group.media)
         if files:
             line["media"] = files
         if self.rubric is not None:

@@ -1,6 +1,7 @@
 """Files of a run for reading: rollouts, and rows of the data that were not trained on.
 
-rollouts/step_000012.jsonl      one line per rollout; the prompt is in the first line of its group
+rollouts/step_000012.jsonl      one line per rollout; the prompt, with the locations of its
+                                pictures and videos, is in the first line of its group
 rows_dropped.jsonl              one line per row, with its reason and the step that first needed it"""
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, An
     return {
         "sample": group.prompt.sample_id,
         **({"prompt": group.prompt_text} if first else {}),
+        **({"prompt_media": dict(group.media)} if first and group.media else {}),
         "response": rollout.text,
         "reward": _finite(rollout.reward),
         "rewards": {name: _finite(value) for name, value in rollout.reward_breakdown.items()},

@@ -61,6 +61,7 @@ class _Group(msgspec.Struct, frozen=True, array_like=True):
     rollouts: tuple[_Rollout, ...]
     shared: dict[str, _Array]
     """Arrays of each rollout."""
+    media: dict[str, str] = {}
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -77,6 +78,7 @@ def encode_group(group: RolloutGroup) -> bytes:
             prompt_text=group.prompt_text,
             rollouts=tuple(_pack_rollout(rollout, without=shared) for rollout in group.rollouts),
             shared={name: _pack(array, name) for name, array in shared.items()},
+            media=dict(group.media),
         )
     )
 
@@ -103,6 +105,7 @@ def decode_group(payload: bytes | memoryview) -> RolloutGroup:
         prompt=Prompt(sample_id=group.sample_id, row={}, origin=group.origin),
         rollouts=tuple(_unpack_rollout(rollout, shared) for rollout in group.rollouts),
         prompt_text=group.prompt_text,
+        media=group.media,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +40,9 @@ class Rollouter:
         recorder: Recorder | None = None,
         eval_recorder: Recorder | None = None,
         timeline: Timeline | None = None,
+        show: Callable[[RolloutGroup], RolloutGroup] = lambda group: group,
     ) -> None:
-        """recorder, eval_recorder: save training and evaluation samples to a gallery."""
+        """recorder, eval_recorder: save training and evaluation samples to a gallery. show: adds the prompt's media."""
         self._engine = engine
         self._rubric = rubric
         self._rules = rules
@@ -51,6 +53,7 @@ class Rollouter:
         self._recorder, self._eval_recorder = recorder, eval_recorder
         self._recording = asyncio.Lock()
         self._timeline = timeline or Timeline("rollout")
+        self._show = show
 
     async def run(self, prompt: Prompt) -> RolloutGroup:
         scored = await self._scored(prompt, num_samples=self._group_size, sampling=self._sampling, stream=0)
@@ -77,7 +80,8 @@ class Rollouter:
         with self._timeline.span("generate", sample=prompt.sample_id):
             text, rollouts = await self._engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
         with self._timeline.span("score", sample=prompt.sample_id):
-            return await self._rubric.score(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
+            group = self._show(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
+            return await self._rubric.score(group)
 
     def _with_advantages(self, group: RolloutGroup) -> RolloutGroup:
         rewards = np.array([r.reward for r in group.rollouts])

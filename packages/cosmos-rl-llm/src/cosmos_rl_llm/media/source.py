@@ -15,7 +15,8 @@ import binascii
 import hashlib
 import io
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,3 +182,45 @@ def decode_video(data: bytes, limits: MediaSection) -> Video:
 def parts_of(content: Any) -> list[Mapping[str, Any]]:
     """Return the parts of a message's content: a string is one part of text."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+class PromptMedia(Mapping[str, np.ndarray]):
+    """Pictures and videos of a row's prompt, for rewards and files, decoded when they are read.
+
+    image [H, W, 3], image_1 [H, W, 3], ..., video [T, H, W, 3], uint8, in the order of the prompt. Reading one raises
+    MediaError if it cannot be decoded.
+    """
+
+    def __init__(self, row: Mapping[str, Any], limits: MediaSection) -> None:
+        self._limits = limits
+        self._parts: dict[str, Mapping[str, Any]] = {}
+        self._decoded: dict[str, np.ndarray] = {}
+        prompt = row.get("prompt")
+        seen: Counter[str] = Counter()
+        for message in prompt if isinstance(prompt, list) else ():
+            for part in parts_of(message["content"]):
+                kind = part["type"]
+                if kind != "text":
+                    self._parts[f"{kind}_{seen[kind]}" if seen[kind] else kind] = part
+                    seen[kind] += 1
+
+    @property
+    def locations(self) -> dict[str, str]:
+        """The path or URL of each, or a digest of its bytes."""
+        return {name: location(part[part["type"]]) for name, part in self._parts.items()}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._decoded:
+            part = self._parts[name]
+            data = read_bytes(part[part["type"]], self._limits)
+            if part["type"] == "image":
+                self._decoded[name] = np.asarray(decode_picture(data, self._limits))
+            else:
+                self._decoded[name] = decode_video(data, self._limits).frames
+        return self._decoded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)

@@ -1,4 +1,4 @@
-"""Rule-based rewards of a response: equality with the reference answer, format, length."""
+"""Rule-based rewards of a response: equality with the reference answer, choice, format, length."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ExactReward(Strict):
 class FormatReward(Strict):
     """1 if the regular expression matches the response, else 0."""
 
-    pattern: str
-    """Python regular expression; "." also matches line ends: "<think>.*</think>.*<answer>.*</answer>"."""
+    pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
+    """Python regular expression; "." also matches line ends. Not set: the format of Cosmos-Reason."""
     whole: bool = False
     """Match the whole response instead of a part of it."""
 
@@ -48,6 +48,34 @@ class FormatReward(Strict):
         pattern = re.compile(self.pattern, re.DOTALL)
         match = pattern.fullmatch if self.whole else pattern.search
         return [float(match(rollout.text.strip()) is not None) for rollout in group.rollouts]
+
+
+class MultipleChoiceReward(Strict):
+    """1 if the response has the letter of the reference answer, else 0; 0 without a letter, or with several.
+
+    Read are the last <answer>...</answer>, or else the whole response: "B", "(B)", "B. a cup", "the answer is B".
+    """
+
+    letters: str = Field(default="ABCDEFGHIJ", pattern="^[A-Z]+$")
+    """Letters of the options."""
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        reference = reference_answer(group)
+        wanted = self._letter(reference)
+        if wanted is None:
+            raise UserError(
+                f"the reference answer {reference[:80]!r} has no letter of an option; see data.answer_column"
+            )
+        return [float(self._letter(tagged(rollout.text)) == wanted) for rollout in group.rollouts]
+
+    def _letter(self, text: str) -> str | None:
+        one = f"[{self.letters}]"
+        alone = re.fullmatch(rf"\W*({one})(?:[).:,].*|\W*)", text.strip(), re.DOTALL | re.IGNORECASE)
+        if alone is not None:
+            return alone[1].upper()
+        named = re.findall(rf"(?i:answer|option|choice)(?i:\s+is)?\W*?({one})\b|\(({one})\)", text)
+        found = {first or second for first, second in named}
+        return found.pop() if len(found) == 1 else None
 
 
 class LengthReward(Strict):
@@ -76,6 +104,15 @@ class LengthReward(Strict):
     def _score(self, num: int) -> float:
         outside = max(self.min_tokens - num, num - self.max_tokens, 0)
         return max(0.0, 1.0 - outside / self.slack_tokens)
+
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def tagged(text: str) -> str:
+    """Return the last <answer>...</answer> of a response, without its tags, or the whole response."""
+    answers = _ANSWER.findall(text)
+    return answers[-1] if answers else text
 
 
 def reference_answer(group: RolloutGroup) -> str:

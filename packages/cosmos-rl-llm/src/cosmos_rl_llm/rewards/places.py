@@ -1,0 +1,125 @@
+"""Rewards of places in a picture: boxes by their overlap, points by their distance.
+
+    "<answer>[{"bbox_2d": [10, 20, 110, 220]}]</answer>"       boxes [x1, y1, x2, y2]: every list of four numbers
+    "<point>(40, 60)</point>", "[40, 60]"                      points [x, y]: every pair of numbers
+
+The response's <answer>...</answer> is read, or else all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
+from cosmos_rl_core.storage.json_files import shown
+from cosmos_rl_core.types import Rollout, RolloutGroup
+from cosmos_rl_llm.rewards.rules import tagged
+
+_NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
+_BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])]")
+_POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]|\bx=\"{_NUMBER}\"\s*y=\"{_NUMBER}\"")
+
+
+class IouReward(Strict):
+    """Intersection over union of the response's boxes with those of the row, in [0, 1]; 0 without a box.
+
+    Boxes are matched one to one, largest overlap first. The reward is the sum over the matches divided by the number of
+    boxes, of the response or of the row, whichever is larger.
+    """
+
+    column: str = "boxes"
+    """Column of the row with its box [x1, y1, x2, y2], or a list of boxes."""
+    scale: float | None = Field(default=None, gt=0)
+    """The response's unit is the picture's side divided by this, and the row's the pixel: 1000 for Qwen3-VL. Not set:
+    both have the same unit."""
+    threshold: float | None = Field(default=None, gt=0, le=1)
+    """Count a match with at least this overlap as 1, and any other as 0. Not set: the overlap itself."""
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        wanted = _numbers_of_row(group, self.column, sizes=(4,))
+        return [self._score(rollout, wanted) for rollout in group.rollouts]
+
+    def _score(self, rollout: Rollout, wanted: np.ndarray) -> float:
+        found = np.array([match.groups() for match in _BOX.finditer(tagged(rollout.text))], np.float64).reshape(-1, 4)
+        if not len(found):
+            return 0.0
+        overlap = overlaps(found * _units(rollout, self.scale), wanted)
+        total = 0.0
+        for _ in range(min(overlap.shape)):
+            row, column = np.unravel_index(int(overlap.argmax()), overlap.shape)
+            best = float(overlap[row, column])
+            total += best if self.threshold is None else float(best >= self.threshold)
+            overlap[row], overlap[:, column] = -1.0, -1.0
+        return total / max(overlap.shape)
+
+
+class PointReward(Strict):
+    """1 for a point in the row's box, or by its distance to the row's point; 0 without a point, or with several.
+
+    With a point in the row the reward is max(0, 1 - distance / radius).
+    """
+
+    column: str = "point"
+    """Column of the row with its point [x, y], or a box [x1, y1, x2, y2]."""
+    radius: float = Field(default=50.0, gt=0)
+    """Distance at which the reward is 0, in the row's unit."""
+    scale: float | None = Field(default=None, gt=0)
+    """The response's unit is the picture's side divided by this, and the row's the pixel: 1000 for Qwen3-VL. Not set:
+    both have the same unit."""
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        wanted = _numbers_of_row(group, self.column, sizes=(2, 4))
+        if len(wanted) != 1:
+            raise UserError(f"column {self.column!r} of a row must have one point or one box; it has {len(wanted)}")
+        return [self._score(rollout, wanted[0]) for rollout in group.rollouts]
+
+    def _score(self, rollout: Rollout, wanted: np.ndarray) -> float:
+        matches = _POINT.finditer(tagged(rollout.text))
+        points = {tuple(float(number) for number in match.groups() if number is not None) for match in matches}
+        if len(points) != 1:
+            return 0.0
+        point = np.array(points.pop()) * _units(rollout, self.scale)[:2]
+        if len(wanted) == 4:
+            return float(bool(((point >= wanted[:2]) & (point <= wanted[2:])).all()))
+        return max(0.0, 1.0 - float(np.linalg.norm(point - wanted)) / self.radius)
+
+
+def overlaps(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return the intersection over union [n, m] of boxes [n, 4] and [m, 4]; a box without an area has none."""
+    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    common = np.clip(high - low, 0, None).prod(axis=-1)
+    areas, of_others = (np.clip(each[:, 2:] - each[:, :2], 0, None).prod(axis=-1) for each in (boxes, others))
+    union = areas[:, None] + of_others[None, :] - common
+    return np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+
+
+def _units(rollout: Rollout, scale: float | None) -> np.ndarray:
+    """[4]: pixels of a unit of the response along x, y, x, y."""
+    if scale is None:
+        return np.ones(4)
+    if "image" not in rollout.media:
+        raise UserError("the option scale needs the prompt's picture, and this prompt has none")
+    height, width = rollout.media["image"].shape[:2]
+    return np.array([width, height, width, height]) / scale
+
+
+def _numbers_of_row(group: RolloutGroup, column: str, *, sizes: tuple[int, ...]) -> np.ndarray:
+    """Return the row's places [n, 2 or 4]. Raises UserError for a column of another form."""
+    row = group.prompt.row
+    if column not in row:
+        raise UserError(f"the row has no column {column!r}; name the column of its places in the reward's options")
+    value: Any = row[column]
+    try:
+        found = np.atleast_2d(np.asarray(value, np.float64))
+    except (TypeError, ValueError):
+        found = np.zeros((0, 0))
+    if found.ndim != 2 or not len(found) or found.shape[1] not in sizes or not np.isfinite(found).all():
+        wanted = " or ".join(str(size) for size in sizes)
+        raise UserError(f"column {column!r} must have {wanted} numbers, or a list of these, not {shown(value)}")
+    return found
