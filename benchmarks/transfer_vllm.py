@@ -35,6 +35,7 @@ from torch import Tensor
 
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
@@ -182,8 +183,8 @@ def train(weights: Mapping[str, Tensor], *, seed: int) -> None:
         tensor.mul_(1 + 1e-3 * torch.randn_like(tensor))
 
 
-def _tokens(prompt: Prompt) -> np.ndarray:
-    return np.array(prompt.row["tokens"], np.int32)
+def _tokens(prompt: Prompt) -> Encoded:
+    return Encoded(text="", tokens=np.array(prompt.row["tokens"], np.int32))
 
 
 def metrics(times: Mapping[str, Sequence[Taken]], *, differ: int, size: int) -> list[Figure]:

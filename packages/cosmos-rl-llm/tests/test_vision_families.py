@@ -9,9 +9,13 @@ import pytest
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
 from cosmos_rl_core.errors import MediaError, UserError
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.media.vision import FAMILIES, find_family
 from cosmos_rl_llm.model.miniature import shrink
 from cosmos_rl_llm.policy.probe import compare, family_miniature
+from cosmos_rl_llm.tiny import write_tiny_model
 
 pytest.importorskip("PIL")
 
@@ -129,6 +133,20 @@ def test_a_processing_is_also_read_from_the_file_of_newer_checkpoints(tmp_path):
 def test_a_family_that_is_not_supported_is_named(name, tmp_path):
     with pytest.raises(UserError, match=f"pictures of {name} are not supported, only of qwen2_vl, "):
         find_family(str(tmp_path), config_of(name))
+
+
+@pytest.mark.parametrize(
+    ("model", "column"), [("text", "image_column"), ("text", "video_column"), ("smolvlm", "video_column")]
+)
+def test_a_column_that_the_model_cannot_take_is_refused(model, column, tmp_path):
+    if model == "text":
+        write_tiny_model(tmp_path, num_layers=1)
+    else:
+        make(model).save_pretrained(tmp_path)
+        write_processing(tmp_path, model)
+    data = LLMDataConfig(path="rows.jsonl", chat_template="{{ messages }}", **{column: "shown"})
+    with pytest.raises(UserError, match=rf"data\.{column} = 'shown': the model of .* takes no {column[:5]}s"):
+        LLM.build_policy(LLMModelConfig(path=str(tmp_path)), data=data, sampling=None, seed=0, setup=ModelSetup())
 
 
 def test_a_llava_with_a_tower_of_another_kind_is_refused(tmp_path):

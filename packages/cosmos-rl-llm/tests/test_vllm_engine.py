@@ -13,6 +13,7 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero, is_seeded, wakes_as_it_was
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import OwnsSubscriber, SyncSettings
+from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
@@ -76,7 +77,7 @@ def decode(tokens):
 
 def engine_of(llm, **options):
     options = {"stop_ids": [], "version": 0, **options}
-    encode = lambda prompt: np.array(prompt.row["tokens"], np.int32)  # noqa: E731
+    encode = lambda prompt: Encoded(text="", tokens=np.array(prompt.row["tokens"], np.int32))  # noqa: E731
     return VllmEngine(llm, encode=encode, decode=decode, decode_prompt=decode, **options)
 
 

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import quiet_torchao
@@ -321,21 +319,34 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
         raise UserError(f'rollout.engine = "vllm" takes whole weights; set it to "torch", or remove {key}')
     quiet_torchao()
     from cosmos_rl_llm.engines.vllm.engine import VllmEngine
+    from cosmos_rl_llm.engines.vllm.media import check_supported
     from cosmos_rl_llm.engines.vllm.start import read_config, start
+    from cosmos_rl_llm.model.causal_lm import sees
 
     source = resolve(_checkpoint(model))
-    generation, limit = read_config(source)
-    chat = _chat(source, data, generation=generation, limit=limit, max_length=options.max_model_len or model.max_length)
+    config, generation = read_config(source)
+    pictures = sees(config)
+    if pictures:
+        check_supported(config.model_type)
+    chat = _chat(
+        source,
+        data,
+        generation=generation,
+        limit=getattr(config.get_text_config(), "max_position_embeddings", None),
+        max_length=options.max_model_len or model.max_length,
+        seeing=config if pictures else None,
+    )
 
-    def encode(prompt: Prompt) -> np.ndarray:
-        return chat.encode_prompt(prompt.row, where=prompt.origin).tokens
+    def encode(prompt: Prompt) -> Encoded:
+        return chat.encode_prompt(prompt.row, where=prompt.origin)
 
     return VllmEngine(
-        start(source, options=options, dtype=model.dtype, max_length=chat.max_length),
+        start(source, options=options, dtype=model.dtype, max_length=chat.max_length, pictures=pictures),
         encode=encode,
         decode=chat.decode,
         decode_prompt=chat.decode_prompt,
         stop_ids=chat.end_ids,
+        vision=None if chat.vision is None else chat.vision.family,
         recompute_kv=options.recompute_kv,
         version=-1,  # nothing is served before the policy's weights have arrived
     )
@@ -376,14 +387,22 @@ def _chat(
         end_ids=find_end_ids(tokenizer, None if generation is None else generation.eos_token_id),
         max_length=max_length or limit,
         overlong=data.overlong,
-        vision=None if seeing is None else _vision(source, seeing, data),
+        vision=_vision(source, seeing, data),
     )
 
 
-def _vision(source: str, config: PreTrainedConfig, data: LLMDataConfig) -> Vision:
+def _vision(source: str, config: PreTrainedConfig | None, data: LLMDataConfig) -> Vision | None:
+    """Read the processing of a vision-language model. Raises UserError for columns that the model cannot take."""
     from cosmos_rl_llm.media.vision import Vision, find_family
 
-    return Vision(family=find_family(resolve(source), config), limits=data.media)
+    family = None if config is None else find_family(resolve(source), config)
+    for kind, column in (("image", data.image_column), ("video", data.video_column)):
+        if column is not None and (family is None or kind not in family.token_ids):
+            raise UserError(
+                f"data.{kind}_column = {column!r}: the model of model.path = {source!r} takes no {kind}s; choose "
+                "another model (docs/vision.md), or remove the column"
+            )
+    return None if family is None else Vision(family=family, limits=data.media)
 
 
 def _checkpoint(model: LLMModelConfig) -> str:

@@ -88,6 +88,7 @@ _SIGLIP = {
 }
 _PLAIN = {**_TEXT, "model_type": "qwen3", "head_dim": 12}
 _TILED = {"text_config": _PLAIN, "image_token_id": WORDS.index("<image>"), "pad_token_id": 0, "bos_token_id": None}
+_IDEFICS = {**_TILED, "text_config": {**_TEXT, "model_type": "llama", "head_dim": 32}}  # as vLLM wants it
 _INTERN = {**_SIGLIP, "image_size": [16, 16], "patch_size": [4, 4], "num_channels": 3}
 CONFIGS: dict[str, dict[str, object]] = {
     "qwen2_vl": {
@@ -124,8 +125,8 @@ CONFIGS: dict[str, dict[str, object]] = {
         "vision_config": {**_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
         **_QWEN,
     },
-    "idefics3": {"vision_config": _SIGLIP, "scale_factor": 2, **_TILED},
-    "smolvlm": {"vision_config": _SIGLIP, "scale_factor": 2, **_TILED},
+    "idefics3": {"vision_config": _SIGLIP, "scale_factor": 2, **_IDEFICS},
+    "smolvlm": {"vision_config": _SIGLIP, "scale_factor": 2, **_IDEFICS},
     "internvl": {"vision_config": _INTERN, **_TILED, "image_token_id": WORDS.index("<IMG_CONTEXT>")},
     "llava": {"vision_config": {**_SIGLIP, "model_type": "clip_vision_model"}, **_TILED},
 }
@@ -169,9 +170,11 @@ def write_processing(directory: Path, name: str = "qwen3_vl") -> None:
         unk_token="<unk>",
         additional_special_tokens=[word for word in WORDS[3:] if word[0] == "<" and word[1:]],
     )
-    fast.chat_template = TEMPLATE
+    fast.chat_template = TEMPLATE.replace(SIGNS[2], WORDS[CONFIGS[name]["image_token_id"]])
     fast.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSING[name]))
+    if name in ("idefics3", "smolvlm"):  # read by transformers' processor, which vLLM makes
+        (directory / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
     videos = {"size": {"shortest_edge": 64, "longest_edge": 8192}}
     (directory / "video_preprocessor_config.json").write_text(json.dumps(videos))
 

@@ -165,6 +165,10 @@ class VisionFamily(Protocol):
         """Return the keywords of the model's forward pass with these items, in the order of their tokens."""
         ...
 
+    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """Return what the model's processor in vLLM returns for these items, before it is split by item."""
+        ...
+
 
 def expand(text: str, items: Sequence[Item], family: VisionFamily) -> str:
     """Replace the placeholders in a rendered chat by the expansions of `items`, in order.

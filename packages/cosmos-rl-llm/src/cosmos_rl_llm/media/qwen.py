@@ -150,6 +150,9 @@ class QwenVision:
                 made[grids] = torch.tensor([item.grid for item in of_kind])
         return made
 
+    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        return self.inputs(items)
+
     def blank(self, kind: Kind) -> Item:
         """Return the patches of one merged square."""
         width = 3 * self.frames_per_step * self.patch**2

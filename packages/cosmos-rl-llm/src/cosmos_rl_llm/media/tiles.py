@@ -90,6 +90,9 @@ class TiledVision(ABC):
             return {}
         return {"pixel_values": torch.from_numpy(np.concatenate([item.pixels for item in items]))}
 
+    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        return self.inputs(items)
+
     def blank(self, kind: Kind) -> Item:
         """Return one black tile, or nearly: transformers leaves tiles of zeros out."""
         return Item(kind=kind, pixels=np.full((1, 3, *self.tile), -1.0, np.float32), grid=(1, 0, 0))
@@ -133,6 +136,14 @@ class IdeficsVision(TiledVision):
 
     def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
         return {name: tiles[None] for name, tiles in super().inputs(items).items()}
+
+    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        (tiles,) = self.inputs(items)["pixel_values"]
+        return {
+            "pixel_values": tiles,
+            "pixel_attention_mask": torch.ones(len(tiles), *self.tile, dtype=torch.int64),
+            "num_patches": torch.tensor([len(item.pixels) for item in items]),
+        }
 
     def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
         found = self.image_processor(picture, return_tensors="np", return_row_col_info=True)

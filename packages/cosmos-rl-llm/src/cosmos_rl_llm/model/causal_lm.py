@@ -40,8 +40,8 @@ _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Config keys of the soft cap of logits: Gemma 2 and others, RecurrentGemma, xLSTM."""
 
-_NEVER = -1e4
-"""Added to the logit of a token that is never sampled."""
+NEVER = -1e4
+"""Added to the logit of a token that is never sampled, in policy and engines."""
 
 LOADING = threading.Lock()
 """transformers changes global defaults while it builds a model; policy and engine may load theirs in two threads."""
@@ -209,7 +209,7 @@ class Head:
         if not rows:
             return self
         penalty = torch.zeros(len(self.weight), dtype=self.weight.dtype, device=self.weight.device)
-        penalty[rows] = _NEVER
+        penalty[rows] = NEVER
         return replace(self, bias=penalty if self.bias is None else self.bias + penalty)
 
     def cast(self, dtype: torch.dtype | None) -> Head:

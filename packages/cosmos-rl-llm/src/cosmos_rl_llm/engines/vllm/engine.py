@@ -22,11 +22,16 @@ import numpy as np
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling
+from cosmos_rl_llm.data.chat import Encoded
+from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
+from cosmos_rl_llm.media.item import VisionFamily
+from cosmos_rl_llm.model.causal_lm import NEVER
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm import SamplingParams
+    from vllm.inputs.engine import EngineInput
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -40,8 +45,10 @@ _STOP_MARGIN = 4
 """Tokens decoded before those that could contain a stop string: a character may span several."""
 
 
-def parameters(sampling: Sampling, seed: int, number: int, stop_ids: Sequence[int]) -> SamplingParams:
-    """Return the sampling parameters of sample `number` of a group."""
+def parameters(
+    sampling: Sampling, seed: int, number: int, stop_ids: Sequence[int], banned: Sequence[int] = ()
+) -> SamplingParams:
+    """Return the sampling parameters of sample `number` of a group. banned: tokens that are never sampled."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -52,6 +59,7 @@ def parameters(sampling: Sampling, seed: int, number: int, stop_ids: Sequence[in
         max_tokens=sampling.max_terms,
         seed=int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1),
         stop_token_ids=list(stop_ids),
+        logit_bias=dict.fromkeys(banned, NEVER) or None,
         ignore_eos=True,  # they are in `stop_ids`
         logprobs=0,  # only of the sampled token
         flat_logprobs=True,
@@ -64,9 +72,8 @@ def parameters(sampling: Sampling, seed: int, number: int, stop_ids: Sequence[in
 class Sample:
     """A sequence during generation."""
 
-    def __init__(self, prompt_tokens: np.ndarray, *, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]):
-        self.prompt_tokens = prompt_tokens
-        """[prompt] int32."""
+    def __init__(self, prompt: Encoded, *, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]):
+        self.prompt = prompt
         self._decode, self._stop = decode, stop
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -114,7 +121,11 @@ class Sample:
         text = self._decode(self._tokens)
         ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         return Rollout(
-            arrays={"prompt_tokens": self.prompt_tokens, "tokens": np.array(self._tokens, dtype=np.int32)},
+            arrays={
+                "prompt_tokens": self.prompt.tokens,
+                "tokens": np.array(self._tokens, dtype=np.int32),
+                **self.prompt.view.arrays,
+            },
             rollout_logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=np.array(self._versions[:num_terms], dtype=np.int32),
             loss_mask=np.ones(num_terms, dtype=bool),
@@ -136,23 +147,27 @@ class VllmEngine:
         self,
         llm: AsyncLLM,
         *,
-        encode: Callable[[Prompt], np.ndarray],
+        encode: Callable[[Prompt], Encoded],
         decode: Callable[[Sequence[int]], str],
         decode_prompt: Callable[[Sequence[int]], str],
         stop_ids: Collection[int],
+        vision: VisionFamily | None = None,
         recompute_kv: bool = False,
         version: int = -1,
     ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
-        encode: a prompt's tokens [prompt] int32, or PromptError. decode: text of a response's tokens.
+        encode: a prompt's tokens and pictures, or PromptError. decode: text of a response's tokens.
         decode_prompt: text of a prompt's tokens for display. stop_ids: tokens that end a response and are part of it.
+        vision: family of a vision-language model; None: prompts are text.
         recompute_kv: recompute the keys and values of running sequences at a switch.
         version: policy version of the current weights.
         """
         self._llm = llm
         self._encode, self._decode, self._decode_prompt = encode, decode, decode_prompt
         self._stop_ids = sorted(stop_ids)
+        self._media = None if vision is None else VllmMedia(llm, vision)
+        self._banned = () if self._media is None else self._media.banned
         self._recompute_kv = recompute_kv
         self._first_version = self._version = version
         self._names = count()
@@ -183,11 +198,13 @@ class VllmEngine:
         `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
         stop string. The same seed gives the same rollouts if vLLM's batches give the same bits.
         """
-        tokens = np.asarray(self._encode(prompt), dtype=np.int32)
-        self._check(prompt, tokens, sampling)
-        samples = [Sample(tokens, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
+        encoded = self._encode(prompt)
+        self._check(prompt, encoded, sampling)
+        samples = [Sample(encoded, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
         tasks = [
-            asyncio.create_task(self._generate_one(sample, parameters(sampling, seed, number, self._stop_ids)))
+            asyncio.create_task(
+                self._generate_one(sample, parameters(sampling, seed, number, self._stop_ids, self._banned))
+            )
             for number, sample in enumerate(samples)
         ]
         self._running.update(tasks)
@@ -202,7 +219,7 @@ class VllmEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._running.difference_update(tasks)
-        return self._decode_prompt(tokens.tolist()), [sample.rollout() for sample in samples]
+        return self._decode_prompt(encoded.tokens.tolist()), [sample.rollout() for sample in samples]
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         """Run `apply` in a thread while vLLM is paused between two tokens; running sequences continue afterwards.
@@ -215,6 +232,7 @@ class VllmEngine:
             try:
                 await asyncio.to_thread(apply)
                 if self._recompute_kv:
+                    await self._call(self._llm.reset_encoder_cache())
                     await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
                 await self._call(self._llm.update_weight_version(str(version)))
             except ConnectionError:  # the publisher is lost
@@ -283,12 +301,12 @@ class VllmEngine:
         for task in self._running:
             task.cancel()
 
-    def _check(self, prompt: Prompt, tokens: np.ndarray, sampling: Sampling) -> None:
-        """Raise PromptError for an empty or too long prompt."""
+    def _check(self, prompt: Prompt, encoded: Encoded, sampling: Sampling) -> None:
+        """Raise PromptError for an empty or too long prompt, and for a picture of too many tokens."""
         if self._stopped is not None:
             raise RuntimeError("the engine has stopped") from self._stopped
         where = prompt.origin or f"prompt {prompt.sample_id}"
-        length, most, limit = len(tokens), sampling.max_terms, self._llm.model_config.max_model_len
+        length, most, limit = len(encoded.tokens), sampling.max_terms, self._llm.model_config.max_model_len
         if length == 0:
             raise PromptError(f"{where}: the prompt has no tokens; check its column and the chat template")
         if length + most > limit:
@@ -296,17 +314,16 @@ class VllmEngine:
                 f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
                 f"of {limit}; shorten it, lower rollout.sampling.max_tokens or raise model.max_length"
             )
+        if self._media is not None:
+            self._media.check(encoded.view, where=where)
 
     async def _generate_one(self, sample: Sample, params: Any) -> None:
         """Fill `sample` with vLLM's outputs."""
-        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         name = f"sample-{next(self._names)}"
-        # the cache must not share keys and values of other weights: the version is part of its key
-        tokens = tokens_input(sample.prompt_tokens.tolist(), cache_salt=str(self._version))
         try:
-            async with aclosing(self._llm.generate(tokens, params, name)) as answers:
+            async with aclosing(self._llm.generate(self._input(sample.prompt), params, name)) as answers:
                 async for answer in answers:
                     self._progress += 1
                     if sample.add(answer.outputs[0], first_version=self._first_version):
@@ -314,6 +331,15 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             self._stop(error)
             raise RuntimeError("the engine has stopped") from error
+
+    def _input(self, prompt: Encoded) -> EngineInput:
+        """The cache must not share keys and values of other weights: the version is part of its key."""
+        from vllm.inputs.engine import tokens_input
+
+        if not prompt.view.items:
+            return tokens_input(prompt.tokens.tolist(), cache_salt=str(self._version))
+        assert self._media is not None, "a prompt with pictures for a model of text"
+        return self._media.prompt(prompt.tokens, prompt.view, version=self._version)
 
     async def _call(self, work: Awaitable[T]) -> T:
         """Await `work`. Raises RuntimeError if vLLM has died, which leaves its own calls waiting."""

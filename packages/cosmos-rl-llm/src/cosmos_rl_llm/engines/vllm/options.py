@@ -23,6 +23,7 @@ OURS = frozenset({
     "kv_cache_memory_bytes",
     "logprobs_mode",
     "max_num_seqs",
+    "mm_processor_cache_gb",
     "model",
     "revision",
     "seed",

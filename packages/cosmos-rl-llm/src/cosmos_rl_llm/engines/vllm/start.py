@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 CPU_CACHE_BYTES = 1 << 30
 
 
-def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: int | None) -> AsyncLLM:
+def start(
+    source: str, *, options: VllmEngineOptions, dtype: str, max_length: int | None, pictures: bool = False
+) -> AsyncLLM:
     """Start vLLM with the model of `source`; takes from seconds to minutes.
 
-    dtype, max_length: those of [model], defaults of the options. Raises UserError without vLLM, and for arguments that
-    it rejects.
+    dtype, max_length: those of [model], defaults of the options. pictures: whether prompts may have some.
+
+    Raises UserError without vLLM, and for arguments that it rejects.
     """
     if find_spec("vllm") is None:
         raise UserError(
@@ -37,7 +40,7 @@ def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: in
             f"a replica of this size (tp x pp of [rollout.parallel], or the options of vLLM) needs {options.num_gpus} "
             f"GPUs, and this one has only {torch.cuda.device_count()}"
         )
-    arguments = engine_arguments(source, options=options, dtype=dtype, max_length=max_length)
+    arguments = engine_arguments(source, options=options, dtype=dtype, max_length=max_length, pictures=pictures)
     with environment(_defaults()):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -49,8 +52,8 @@ def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: in
         return AsyncLLM.from_engine_args(parsed)
 
 
-def read_config(source: str) -> tuple[GenerationConfig, int | None]:
-    """Return the generation config of the model of `source` and its context length, without loading the model.
+def read_config(source: str) -> tuple[PreTrainedConfig, GenerationConfig]:
+    """Return the configurations of the model of `source` and of its generation, without loading the model.
 
     Raises UserError if there is no such model.
     """
@@ -62,17 +65,24 @@ def read_config(source: str) -> tuple[GenerationConfig, int | None]:
         generation = GenerationConfig.from_pretrained(source)
     except OSError:  # no such file: transformers reads the model's own config instead
         generation = GenerationConfig.from_model_config(config)
-    return generation, getattr(config.get_text_config(), "max_position_embeddings", None)
+    return config, generation
 
 
 def engine_arguments(
-    source: str, *, options: VllmEngineOptions, dtype: str, max_length: int | None, on_gpu: bool | None = None
+    source: str,
+    *,
+    options: VllmEngineOptions,
+    dtype: str,
+    max_length: int | None,
+    pictures: bool = False,
+    on_gpu: bool | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's AsyncEngineArgs. on_gpu: None detects one."""
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     arguments: dict[str, Any] = {
         "model": source,
-        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "skip_tokenizer_init": not pictures,  # tokens in, tokens out; vLLM sizes its memory with a picture's text
+        "mm_processor_cache_gb": 0 if pictures else None,  # pictures arrive processed
         "generation_config": "vllm",  # only the recipe's sampling parameters
         "trust_remote_code": False,
         "dtype": options.dtype or dtype,

@@ -1,0 +1,101 @@
+"""Pictures and videos of a prompt in the form of vLLM's requests: processed tensors and their places among the tokens.
+
+    Encoded.tokens   <bos> <image> <image> ... what is it ?      as they are: vLLM expands nothing and tokenises nothing
+    Encoded.view     items, and the item of each token    --->   placeholders: offset, length, and which tokens of these
+                     pixels, grids                        --->   mm_kwargs, batched as the model's class in vLLM says
+
+The name under which vLLM caches a tower's output, and keys and values after it, is a hash of the pixels and the version
+of the weights: equal texts with other pictures differ, and so do equal pictures after the weights have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_llm.media.item import View, VisionFamily
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import EngineInput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+SUPPORTED = ("idefics3", "smolvlm")
+"""The model_type of families whose pictures vLLM is tested with."""
+
+
+def check_supported(kind: str) -> None:
+    """Raise UserError for a family whose pictures vLLM is not given."""
+    if kind not in SUPPORTED:
+        raise UserError(
+            f'rollout.engine = "vllm" takes pictures of {", ".join(SUPPORTED)}, and not of {kind}; set it to "torch"'
+        )
+
+
+class VllmMedia:
+    """Makes requests with the pictures of one model."""
+
+    def __init__(self, llm: AsyncLLM, family: VisionFamily) -> None:
+        self._llm = llm
+        self._processor = llm.renderer.get_mm_processor()
+        self._dtype: torch.dtype = llm.model_config.dtype
+        self._family = family
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        """Tokens that are never sampled: the placeholders, which would ask for further pictures."""
+        return tuple(self._family.token_ids.values())
+
+    def check(self, view: View, *, where: str) -> None:
+        """Raise PromptError for an item with more tokens than vLLM keeps of a tower's outputs."""
+        most = max(map(self._family.num_tokens, view.items), default=0)
+        limit = self._llm.input_processor.mm_encoder_cache_size
+        if most > limit:
+            raise PromptError(
+                f"{where}: a picture of {most} tokens, and vLLM takes up to {limit}; raise "
+                "max_num_batched_tokens in rollout.options.extra"
+            )
+
+    def prompt(self, tokens: np.ndarray, view: View, *, version: int) -> EngineInput:
+        """Return a request's prompt of tokens [prompt] that show the items of `view`, at least one."""
+        from transformers import BatchFeature
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        given = {name: self._cast(name, value) for name, value in self._family.vllm_inputs(view.items).items()}
+        fields = self._processor._get_mm_fields_config(BatchFeature(given), {})
+        kinds = [item.kind for item in view.items]
+        return mm_input(
+            tokens.tolist(),
+            mm_kwargs=MultiModalKwargsItems.from_hf_inputs(BatchFeature(given), fields),
+            mm_hashes=_by_kind(kinds, [f"{item.digest:x}-{version}" for item in view.items]),
+            mm_placeholders=_by_kind(kinds, placeholders(view)),
+            cache_salt=str(version),
+        )
+
+    def _cast(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self._dtype) if name.startswith("pixel_values") else value
+
+
+def placeholders(view: View) -> list[Any]:
+    """Return vLLM's range of each item of a view: from its first token to its last, and which of these it replaces."""
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    assert view.index is not None
+    found = []
+    for number in range(len(view.items)):
+        places = np.flatnonzero(view.index == number)
+        first, length = int(places[0]), int(places[-1] - places[0]) + 1
+        shown = torch.from_numpy(view.index[first : first + length] == number)
+        found.append(PlaceholderRange(offset=first, length=length, is_embed=None if shown.all() else shown))
+    return found
+
+
+def _by_kind(kinds: Sequence[str], values: Sequence[Any]) -> Mapping[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for kind, value in zip(kinds, values, strict=True):
+        found.setdefault(kind, []).append(value)
+    return found
