@@ -204,9 +204,9 @@ def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, h
 
 def _text(row: Mapping[str, Any], *, sft: bool) -> str | None:
     """The row's characters, to compare lengths; None if it has pictures or videos."""
-    parts = [row["prompt"]] if isinstance(row["prompt"], str) else [each["content"] for each in row["prompt"]]
+    parts = [row["prompt"]] if isinstance(row["prompt"], str) else [each.get("content") for each in row["prompt"]]
     if sft:
-        parts += [row["response"]] if "response" in row else [each["content"] for each in row.get("messages", ())]
+        parts += [row["response"]] if "response" in row else [each.get("content") for each in row.get("messages", ())]
     return "".join(parts) if all(isinstance(part, str) for part in parts) else None
 
 
