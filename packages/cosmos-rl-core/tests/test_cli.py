@@ -371,6 +371,7 @@ def test_status_of_a_run_that_failed_has_the_reason_and_the_command_that_continu
 def test_status_of_a_killed_run_has_the_command_that_continues(run_dir, cosmos_rl):
     (run_dir / "run.lock").unlink()
     (run_dir / "checkpoints" / "step_5").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step_5" / "manifest.json").write_text("{}")
     shown = cosmos_rl("status", run_dir).stdout
     assert f"continue: cosmos-rl run {run_dir}/resolved.toml --resume auto" in shown
 

@@ -126,9 +126,12 @@ def test_a_chart_is_read_and_a_step_opened_by_keyboard(page):
 def test_rollouts_are_read_filtered_and_followed_through_time(page):
     text = read(page, "good/rollouts?step=9", "Rollouts of step 9")
     playwright.expect(page.locator("article")).to_have_count(3)
-    text = page.locator("article").first.inner_text()
-    assert "0 + 1 =" in text and "×2" in text and "advantage 0.5" in text and "2 terms, version 1" in text
+    text = page.locator("article").nth(1).inner_text()
+    assert "1 + 1 =" in text and "×2" in text and "advantage 0.5" in text and "2 terms, version 1" in text
     assert "<b>2</b>" in text  # text of the model is never markup
+    token = page.locator("article").first.locator(".token").first
+    playwright.expect(token).to_have_text("2")
+    playwright.expect(token).to_have_attribute("title", '"2": probability 0.368, version 1')
     page.get_by_role("button", name="reward 0.95 to 1: 6 rollouts").click()
     playwright.expect(page.get_by_text("6 of 12 rollouts")).to_be_visible()
     search = page.get_by_role("searchbox", name="Filter by text")

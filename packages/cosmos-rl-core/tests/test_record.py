@@ -16,7 +16,7 @@ from cosmos_rl_core.observe.record import (
     record_start,
     resume_command,
 )
-from cosmos_rl_core.observe.reporting import HISTORY_S, MOST_LINES, StatusLog, worker_changes
+from cosmos_rl_core.observe.reporting import HISTORY_S, MOST_LINES, Ending, StatusLog, worker_changes
 
 
 def start(run_dir, *, command=("/bin/cosmos-rl", "run", "a.toml"), monkeypatch, parent=""):
@@ -84,6 +84,19 @@ def test_the_traceback_of_a_worker_is_the_last_of_its_log(tmp_path):
 
 def test_a_second_interrupt_is_an_interrupt(tmp_path):
     assert failure(KeyboardInterrupt("stopped at once"), tmp_path).state == "interrupted"
+
+
+def test_a_run_whose_last_controller_was_killed_names_its_newest_whole_checkpoint(tmp_path, monkeypatch):
+    start(tmp_path, monkeypatch=monkeypatch)
+    for step in (9, 10, 11):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    for step in (9, 10):  # that of step 11 is not whole
+        (tmp_path / "checkpoints" / f"step_{step}" / "manifest.json").write_text("{}")
+    Ending(tmp_path).killed("the controller died (signal SIGKILL)")
+    found = read_outcome(tmp_path)
+    assert (found.state, found.message) == ("failed", "the controller died (signal SIGKILL)")
+    assert (found.step, found.checkpoint) == (10, f"{tmp_path}/checkpoints/step_10")
+    assert found.resume.endswith("--resume auto")
 
 
 def test_events_after_a_torn_line_are_on_lines_of_their_own(tmp_path):

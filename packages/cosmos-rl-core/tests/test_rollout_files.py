@@ -57,6 +57,14 @@ def test_all_rollouts_of_all_groups_are_written_in_order(tmp_path):
     assert [(line["sample"], line["num_terms"]) for line in written] == [(3, 1), (3, 2), (1, 1)]
 
 
+def test_terms_of_the_first_groups_have_text_log_probability_and_version(tmp_path):
+    first = rollout([4, 5], rollout_logprobs=np.array([-0.123456, -np.inf], np.float32))
+    groups = [group(first, rollout([])), group(rollout([1]), sample_id=1)]
+    path = write_rollouts(tmp_path, step=0, groups=groups, term_texts=lambda r: ["a"] * r.num_terms, term_groups=1)
+    terms = [json.loads(line).get("terms") for line in path.read_text().splitlines()]
+    assert terms == [{"texts": ["a", "a"], "logprobs": [-0.1235, None], "versions": [4, 5]}, None, None]
+
+
 def test_a_prompt_is_written_once_per_group(tmp_path):
     groups = [group(rollout([1]), rollout([1]), sample_id=3), group(rollout([2]), rollout([2]), sample_id=1)]
     path = write_rollouts(tmp_path, step=0, groups=groups)

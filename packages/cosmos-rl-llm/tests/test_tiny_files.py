@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import torch
 
+from cosmos_rl_core.types import Rollout
+from cosmos_rl_llm.config import LLMModelConfig
+from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, load_tokenizer, named_weights
 from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
@@ -47,3 +52,16 @@ def test_models_can_be_loaded_in_several_threads(tmp_path):
         models = list(pool.map(lambda _: load_model(directory, dtype=torch.float32), range(16)))
     first = named_weights(models[0])
     assert all(torch.equal(first[name], weight) for m in models for name, weight in named_weights(m).items())
+
+
+def test_tokens_of_a_rollout_have_their_text(tmp_path):
+    model = LLMModelConfig(path=str(write_tiny_model(tmp_path / "base")))
+    tokens = load_tokenizer(model.path).encode("47+38=", add_special_tokens=False)
+    rollout = Rollout(
+        arrays={"tokens": np.array(tokens, np.int32)},
+        rollout_logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.zeros(len(tokens), np.int32),
+        loss_mask=np.ones(len(tokens), bool),
+    )
+    assert LLM.term_texts(model, rollout) == list("47+38=")
+    assert LLM.term_texts(model, replace(rollout, arrays={})) == ()

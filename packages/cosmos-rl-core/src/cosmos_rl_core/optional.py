@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
-    from cosmos_rl_core.types import RolloutGroup
+    from cosmos_rl_core.types import Rollout, RolloutGroup
 
 
 @runtime_checkable
@@ -31,6 +31,15 @@ class ReadsPrompts(Protocol):
 
         Raises UserError for one that lacks a part every prompt must have.
         """
+        ...
+
+
+@runtime_checkable
+class ShowsTerms(Protocol):
+    """A domain whose terms have texts, for the files of rollouts."""
+
+    def term_texts(self, model: Any, rollout: Rollout) -> Sequence[str]:
+        """Return the text of each term; empty for a rollout without its arrays. model: the [model] section."""
         ...
 
 

@@ -53,7 +53,8 @@ def write_run(path: Path, *, steps: int = 20, rate: float = 0.001, groups: int =
         idle = {"policy_idle_fraction": 0.6, "rollout_idle_fraction": 0.0}
         values = {"reward_mean": reward, "loss": 1.0 - reward, "entropy": 1.0, "terms": 100.0, **idle}
         metrics.log(step, {"policy_version": step + 1, "time_s": 2.0 * step, "terms_per_s": 50.0, **values})
-        write_rollouts(path / "rollouts", step=step, groups=[group(n, right=reward) for n in range(groups)])
+        made = [group(n, right=reward) for n in range(groups)]
+        write_rollouts(path / "rollouts", step=step, groups=made, term_texts=lambda r: [r.text, "."], term_groups=1)
     evaluations.log(0, {"policy_version": 0, "eval/reward_mean": 0.1})
     evaluations.log(steps, {"policy_version": steps, "eval/reward_mean": 0.9})
     for sink in (metrics, evaluations):
@@ -82,7 +83,7 @@ def group(sample: int, *, right: float, rollouts: int = 4) -> RolloutGroup:
         made.append(
             Rollout(
                 arrays={},
-                rollout_logprobs=np.zeros(2, np.float32),
+                rollout_logprobs=np.array([-1.0, 0.0], np.float32),
                 versions=np.array([1, 1], np.int32),
                 loss_mask=np.ones(2, bool),
                 text="2" if good else f"<b>{number}</b>",

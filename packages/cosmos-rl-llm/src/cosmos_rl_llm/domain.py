@@ -6,7 +6,7 @@ Importing this module loads configs and data only; torch and transformers come w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from cosmos_rl_core.parallel.held import Held
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.storage.json_files import read_json_object
-from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
@@ -29,7 +29,7 @@ from cosmos_rl_llm.teacher.check import check_teacher, held_by_teacher
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
@@ -156,6 +156,14 @@ class LLMDomain(DomainBase):
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Both engines sleep. Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
         return {**options, "sleep_mode": True} if name == "vllm" else options
+
+    def term_texts(self, model: LLMModelConfig, rollout: Rollout) -> Sequence[str]:
+        """The text of each token. Implements `cosmos_rl_core.optional.ShowsTerms`."""
+        tokens = rollout.arrays.get("tokens")
+        if tokens is None:  # an outline
+            return ()
+        tokenizer = _tokenizer(resolve(_checkpoint(model)))
+        return [str(tokenizer.decode([token])) for token in tokens.tolist()]
 
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
         """The policy, the torch engine and the model's module of transformers; none with vLLM, which starts processes.
@@ -350,6 +358,13 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
         recompute_kv=options.recompute_kv,
         version=-1,  # nothing is served before the policy's weights have arrived
     )
+
+
+@cache
+def _tokenizer(source: str) -> PreTrainedTokenizerBase:
+    from cosmos_rl_llm.model.causal_lm import load_tokenizer
+
+    return load_tokenizer(source)
 
 
 def _module_chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_length: int | None) -> Chat:

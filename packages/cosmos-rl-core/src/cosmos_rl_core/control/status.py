@@ -15,7 +15,7 @@ import msgspec
 from cosmos_rl_core.control.address_file import read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.console import duration, table
-from cosmos_rl_core.observe.record import Outcome, resume_command
+from cosmos_rl_core.observe.record import Outcome, last_checkpoint, resume_command
 from cosmos_rl_core.processes import ProcessName
 
 if TYPE_CHECKING:
@@ -192,8 +192,7 @@ def render(run_dir: Path, status: RunStatus, *, controller: str, now: float, out
     if outcome is not None and (end := _end(run_dir, outcome)):
         parts.append(end)
     elif outcome is None and status.phase not in ENDED and not controller:
-        again = resume_command(run_dir, checkpoint="any" if any((run_dir / "checkpoints").glob("step_*")) else "")
-        parts.append(f"continue: {again}")
+        parts.append(f"continue: {resume_command(run_dir, checkpoint=last_checkpoint(run_dir))}")
     if status.members:
         rows = [
             (m.name, m.role, m.state, duration(m.since_s), "-" if m.version < 0 else m.version, duration(m.age_s))

@@ -160,6 +160,13 @@ def failure(error: BaseException, run_dir: Path, *, worker: str = "") -> Outcome
     return Outcome(state="failed", message=message, worker=worker, traceback=text, exit_code=1)
 
 
+def last_checkpoint(run_dir: Path) -> str:
+    """Return the newest whole checkpoint in a run's directory, by its step; empty if there is none."""
+    found = {path.parent.name[5:]: path.parent for path in (run_dir / "checkpoints").glob("step_*/manifest.json")}
+    steps = sorted((int(step) for step in found if step.isdecimal()), reverse=True)
+    return str(found[str(steps[0])]) if steps else ""
+
+
 def resume_command(run_dir: Path, *, checkpoint: str) -> str:
     """Return the command that continues the run from its newest checkpoint; without one, that starts it anew."""
     start = read_start(run_dir)

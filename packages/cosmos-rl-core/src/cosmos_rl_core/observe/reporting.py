@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cosmos_rl_core.observe.record import Events, Outcome, append_lines, failure, record_outcome, resume_command
+from cosmos_rl_core.observe.record import (
+    Events,
+    Outcome,
+    append_lines,
+    failure,
+    last_checkpoint,
+    read_outcome,
+    read_start,
+    record_outcome,
+    resume_command,
+)
 from cosmos_rl_core.observe.trace import merge
 
 STATUS_S = 1.0
@@ -148,6 +158,16 @@ class Ending:
             outcome = Outcome(state="stopped", message=self.stopped)
         else:
             outcome = Outcome(state="done")
+        self._write(outcome, LastState(step=step, checkpoint=checkpoint), started=started)
+
+    def killed(self, text: str) -> None:
+        """Write outcome.json for a run whose last controller was killed, unless the run had ended before."""
+        if read_outcome(self.directory) is not None:
+            return
+        checkpoint, start = last_checkpoint(self.directory), read_start(self.directory)
+        step = int(checkpoint.rpartition("_")[2]) if checkpoint else 0
+        outcome = Outcome(state="failed", message=text, exit_code=1)
+        started = time.time() if start is None else start.started
         self._write(outcome, LastState(step=step, checkpoint=checkpoint), started=started)
 
     def _write(self, outcome: Outcome, position: LastState, *, started: float) -> None:

@@ -1,31 +1,48 @@
 """Files of a run for reading: rollouts, and rows of the data that were not trained on.
 
 rollouts/step_000012.jsonl      one line per rollout; the prompt, with the locations of its
-                                pictures and videos, is in the first line of its group
+                                pictures and videos, is in the first line of its group. Some groups have
+                                "terms": text, log-probability at sampling, and weights' version of each term
 rows_dropped.jsonl              one line per row, with its reason and the step that first needed it"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
 
-def write_rollouts(directory: Path, *, step: int, groups: Iterable[RolloutGroup], name: str = "step") -> Path:
+def no_texts(rollout: Rollout) -> Sequence[str]:
+    """Texts of the terms in a domain that has none."""
+    return ()
+
+
+def write_rollouts(
+    directory: Path,
+    *,
+    step: int,
+    groups: Iterable[RolloutGroup],
+    name: str = "step",
+    term_texts: Callable[[Rollout], Sequence[str]] = no_texts,
+    term_groups: int = 0,
+) -> Path:
     """Write the groups of one step to `directory`/step_NNNNNN.jsonl and return the path.
 
-    `name` replaces "step" for groups that were not trained on, such as "eval".
+    `name` replaces "step" for groups that were not trained on, such as "eval". term_texts: the text of each term of a
+    rollout, which is written for the first `term_groups` groups.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}_{step:06d}.jsonl"
     with path.open("w", encoding="utf-8") as file:
-        for group in groups:
+        for place, group in enumerate(groups):
             for number, rollout in enumerate(group.rollouts):
                 line = _line(group, rollout, first=number == 0)
+                if place < term_groups and (texts := term_texts(rollout)):
+                    line["terms"] = _terms(texts, rollout)
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
     return path
 
@@ -43,6 +60,14 @@ def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, An
         "versions": [int(versions.min()), int(versions.max())] if rollout.num_terms else [],
         "finish_reason": rollout.finish_reason,
         "num_terms": rollout.num_terms,
+    }
+
+
+def _terms(texts: Sequence[str], rollout: Rollout) -> dict[str, Any]:
+    return {
+        "texts": list(texts),
+        "logprobs": [_finite(round(value, 4)) for value in rollout.rollout_logprobs.tolist()],
+        "versions": rollout.versions.tolist(),
     }
 
 

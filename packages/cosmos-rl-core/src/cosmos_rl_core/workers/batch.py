@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -18,7 +19,8 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.algorithms.advantages import build_batch_advantage, build_step_advantages
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.interfaces import Policy
-from cosmos_rl_core.observe.rollouts import write_dropped, write_rollouts
+from cosmos_rl_core.observe.rollouts import no_texts, write_dropped, write_rollouts
+from cosmos_rl_core.optional import ShowsTerms
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.run import RunConfig
@@ -95,7 +97,11 @@ class BatchMaker:
     def _write_rollouts(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """Write the rollouts after their advantages are final, which may depend on all groups of the step."""
         if self._writes and self._is_written(step):
-            write_rollouts(self._at.run_dir / "rollouts", step=step, groups=groups)
+            at, domain, texts = self._at, self._at.domain, no_texts
+            if isinstance(domain, ShowsTerms):
+                texts = partial(domain.term_texts, at.config.model)
+            shown = at.config.logging.term_groups
+            write_rollouts(at.run_dir / "rollouts", step=step, groups=groups, term_texts=texts, term_groups=shown)
 
     def _is_written(self, step: int) -> bool:
         every = self._at.config.logging.rollouts_every

@@ -109,11 +109,10 @@ export async function rollouts(view, [id], state) {
 const nearest = (steps, wanted) => steps.reduce((best, step) => Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best, steps[0])
 
 // Tokens of a rollout, shaded by how improbable each one was.
-function terms({ pieces, logprobs, versions, advantages }) {
-  return el('div', { class: 'text' }, pieces.map((piece, i) => {
-    const probability = Math.exp(logprobs[i])
+function terms({ texts, logprobs, versions }) {
+  return el('div', { class: 'text' }, texts.map((text, i) => {
+    const probability = logprobs[i] == null ? 1 : Math.exp(logprobs[i])
     const shade = probability > .9 ? 0 : probability > .6 ? 1 : probability > .3 ? 2 : probability > .1 ? 3 : 4
-    const more = [versions ? `version ${versions[i]}` : '', advantages ? `advantage ${number(advantages[i], 3)}` : ''].filter(Boolean).join(', ')
-    return el('span', { class: `token p${shade}`, title: `probability ${number(probability, 3)}${more ? `, ${more}` : ''}` }, piece)
+    return el('span', { class: `token p${shade}`, title: `${JSON.stringify(text)}: probability ${logprobs[i] == null ? 'unknown' : number(probability, 3)}, version ${versions[i]}` }, text)
   }))
 }

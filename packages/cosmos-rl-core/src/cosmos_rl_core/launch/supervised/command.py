@@ -26,6 +26,7 @@ from cosmos_rl_core.launch.placement import STOP_GRACE_S
 from cosmos_rl_core.launch.run import control, prepared, run_given
 from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
 from cosmos_rl_core.launch.supervised.link import CRASHED, Supervised, link, serve_controllers
+from cosmos_rl_core.observe.reporting import Ending
 from cosmos_rl_core.processes import end_with
 from cosmos_rl_core.workers.fork_server import ForkServer
 
@@ -113,6 +114,7 @@ def _next_controller(theirs: socket.socket, restarts: int, directory: Path) -> t
             break
         _say(f"the controller {status}; starting it again")
     _say(f"error: the controller {status}. Its workers leave; go on with --resume auto")
+    Ending(directory).killed(f"the controller {status}")
     os._exit(1)
 
 
