@@ -76,6 +76,15 @@ def test_llm_quickstart_shortened(tmp_path):
 
 
 @pytest.mark.slow
+def test_llm_distill_shortened(tmp_path):
+    """Too short to learn: every run trains, and the table has a line for each."""
+    printed = python("llm_distill/recipe.py", "--dir", tmp_path, "--short", "run.placement=inline")
+    assert len(re.findall(r"^.{40} +[\d.]+ +\d+ s$", printed, re.MULTILINE)) == 7
+    names = ("reverse_KL_over_the_vocabulary", "advantage_of_sampled_tokens")
+    assert all("teacher_kl" in line for name in names for line in lines(tmp_path / name / "metrics.jsonl"))
+
+
+@pytest.mark.slow
 def test_elastic_llm(tmp_path):
     printed = python("elastic_llm/recipe.py", "--dir", tmp_path, "policy.prompts_per_step=8")
     assert printed.count("was killed; two steps were done within") == 3

@@ -31,10 +31,13 @@ def write_sums(directory: Path, *, below: int = 100, held_out: int = 200, seed: 
     return train, test
 
 
-def write_tiny_model(directory: Path, *, num_layers: int = 4, initializer_range: float = 0.02, seed: int = 0) -> Path:
+def write_tiny_model(
+    directory: Path, *, num_layers: int = 4, hidden_size: int = 128, initializer_range: float = 0.02, seed: int = 0
+) -> Path:
     """Write a Qwen3 with random weights and a tokenizer of single characters; return the directory.
 
-    Four layers make 0.8 million parameters. The context is 64 tokens.
+    Four layers of hidden size 128 make 0.8 million parameters. The context is 64 tokens. `hidden_size` is a multiple
+    of 8.
     """
     quiet_torchao()
     import torch
@@ -45,12 +48,12 @@ def write_tiny_model(directory: Path, *, num_layers: int = 4, initializer_range:
     write_tokenizer(directory)
     config = Qwen3Config(
         vocab_size=3 + len(CHARACTERS),
-        hidden_size=128,
-        intermediate_size=384,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=hidden_size // 4,
         max_position_embeddings=64,
         initializer_range=initializer_range,
         tie_word_embeddings=True,
