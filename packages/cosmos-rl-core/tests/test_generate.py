@@ -270,6 +270,14 @@ def test_generate_says_where_the_rollouts_are(recipe, base, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("_path")
+def test_generate_prints_the_answer_to_a_single_prompt(recipe, base, tmp_path, capsys):
+    lines = [json.loads(line) for line in (base / "rollouts.jsonl").read_text().splitlines()]
+    code, out, _ = command(capsys, "generate", recipe, "eval.limit=1", "--out", tmp_path)
+    assert code == 0
+    assert out.splitlines() == [lines[0]["response"], f"1 of 1 prompts: {tmp_path / 'rollouts.jsonl'}"]
+
+
+@pytest.mark.usefixtures("_path")
 def test_eval_prints_a_table(finished, tmp_path, capsys):
     recipe, run_dir = finished
     code, out, _ = command(capsys, "eval", recipe, "--checkpoint", run_dir, "--out", tmp_path)

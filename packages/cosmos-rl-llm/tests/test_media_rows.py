@@ -229,6 +229,10 @@ def test_pictures_need_a_chat_template():
         LLMDataConfig(path="rows.jsonl", image_column="picture", chat_template="none")
 
 
+def brightness(group):
+    return [float(rollout.media["image"].mean()) / 255 for rollout in group.rollouts]
+
+
 @pytest.mark.ci
 def test_chats_with_pictures_train_beside_damaged_rows(tmp_path):
     base = tmp_path / "base"
@@ -265,6 +269,8 @@ def test_chats_with_pictures_train_beside_damaged_rows(tmp_path):
         "model": {"path": str(taught.checkpoint / "policy")},
         "algorithm": {"name": "grpo"},
         "rollout": {"group_size": 2, "sampling": {"max_tokens": 3}},
-        "reward": {"functions": [{"name": "length", "options": {"max_tokens": 2}}]},
-    })  # fmt: skip
-    assert drawn.metrics[0]["reward_mean"] > 0.9  # a colour and the end
+    }, rewards=[brightness])  # fmt: skip
+    assert 0 < drawn.metrics[0]["reward_mean"] < 1
+    lines = [json.loads(line) for line in (tmp_path / "grpo/rollouts/step_000000.jsonl").read_text().splitlines()]
+    shown_files = [line["prompt_media"]["image"] for line in lines if "prompt_media" in line]
+    assert len(shown_files) == len(lines) / 2 and all((tmp_path / name).is_file() for name in shown_files)

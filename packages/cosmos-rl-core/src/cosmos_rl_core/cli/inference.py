@@ -72,6 +72,9 @@ def generate(
     )
     with _exit_on_failure():
         generated = generate_rollouts(file, overrides or (), request=request, python_path=folders, say=_say)
+    for line in generated.lines if generated.num_rows == 1 else ():
+        if line.get("response"):
+            typer.echo(line["response"])
     typer.echo(f"{generated.num_done} of {generated.num_rows} prompts: {generated.directory / 'rollouts.jsonl'}")
     _end(generated.failed, none_left=not generated.num_done, interrupted=generated.interrupted)
 
