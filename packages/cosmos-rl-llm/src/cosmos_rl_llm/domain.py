@@ -28,6 +28,7 @@ from cosmos_rl_llm.rewards import REWARDS
 from cosmos_rl_llm.teacher.check import check_teacher, held_by_teacher
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
