@@ -8,15 +8,19 @@ import pytest
 import torch
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.config import ParallelSection
+from cosmos_rl_core.parallel.axes.traffic import traffic
+from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.dtensor import whole
+from cosmos_rl_core.parallel.dtensor import local_part, whole
+from cosmos_rl_core.parallel.estimate import estimate
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.fake_ranks import Collectives
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
+from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.model.parts import freeze
 
 pytest.importorskip("PIL")
@@ -152,3 +156,32 @@ def test_frozen_parts_stay_and_are_not_sent(tmp_path):
     assert engine.weights().keys() == projector
     with pytest.raises(UserError, match="no tower"):
         freeze(parity.make_tiny("qwen3"), ["tower"])
+
+
+def held_and_sent(rank, world_size, *, path, dims):
+    policy = build(path, dims=dims)
+    parameters = [local_part(parameter) for parameter in policy.module.parameters()]
+    found = {"parameters": sum(each.numel() * each.element_size() for each in parameters)}
+    if "dp_shard" in dims:
+        shown = parity.vision_of(policy.module.causal_lm)
+        batch = parity.make_batch(1, share=Share(), supervised=True, microbatch_terms=1000, vision=shown)
+        with Collectives(policy.module.mesh) as seen:
+            policy.forward(batch.microbatches[0]).logprobs.sum().backward()
+        for kind in ("all-gather", "reduce-scatter"):
+            found[f"{kind} calls"], found[f"{kind} bytes"] = seen.found["fsdp", kind]
+    return found
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dims", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}])
+def test_a_rank_holds_and_sends_what_is_planned(tmp_path, dims):
+    write(tmp_path)
+    shape = read_shape(tmp_path, LLMModelConfig(path=str(tmp_path)))
+    policy, sizes = PolicySection(parallel=ParallelSection(**dims)), ParallelDims(**dims)
+    planned = {"parameters": estimate(shape, dims=sizes, policy=policy, tokens=100).parameters}
+    if "dp_shard" in dims:
+        for one in traffic(shape, dims=sizes, policy=policy, tokens=100):
+            for name, number in ((f"{one.kind} calls", one.calls), (f"{one.kind} bytes", one.bytes)):
+                planned[name] = planned.get(name, 0) + number
+    ranks = run_ranks(held_and_sent, 2, path=str(tmp_path), dims=dims)
+    assert {name: max(int(found[name]) for found in ranks) for name in planned} == planned

@@ -209,8 +209,11 @@ class LLMDomain(DomainBase):
         return False
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """The start of a rank of several, and a teacher. Implements `cosmos_rl_core.optional.CountsMemory`."""
-        return (*while_loading(config, rank), *held_by_teacher(config, rank))
+        """The start of a rank of several, a teacher, pictures. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        shape = self.model_shape(config.model, data=config.data, sampling=None)
+        sees = shape is not None and bool(shape.tower)
+        pictures = [Held(name="activations of the vision tower", bytes=None)] if sees else []
+        return (*while_loading(config, rank), *held_by_teacher(config, rank), *pictures)
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
         """Keys and values, activations, and logits. Implements `cosmos_rl_core.optional.CountsMemory`."""

@@ -132,7 +132,7 @@ class Rank:
         self.first, self.last = place == 0, place == dims.pp - 1
         self.tokens = -(-tokens // dims.cp)
         self.bytes = BYTES[shape.compute_dtype]
-        self.tied = _is_tied(shape.weights)
+        self.tied = _is_tied([spec for spec in shape.weights if spec.name not in shape.tower])
         self.specs = [spec for spec in shape.weights if self._holds(spec)]
 
     def estimate(self) -> MemoryEstimate:
@@ -174,7 +174,9 @@ class Rank:
 
     def _holds(self, spec: WeightSpec) -> bool:
         if self.first and self.last:
-            return True  # towers beside the decoder may have more layers than it
+            return True
+        if spec.name in self.shape.tower:
+            return self.first
         layer = layer_of(spec.name)
         if layer is not None:
             return any(layer in stage for stage in self.stages)
@@ -185,13 +187,20 @@ class Rank:
     def _cut(self, spec: WeightSpec) -> tuple[int, int]:
         """Rows and numbers a row of a weight after tp and ep; vectors are whole on every rank of them."""
         rows, row = (spec.shape[0] if spec.shape else 1), math.prod(spec.shape[1:])
-        if is_expert(spec.name) or len(spec.shape) < 2 or self.is_router(spec):
+        if is_expert(spec.name) or len(spec.shape) < 2 or self.is_router(spec) or spec.name in self.shape.tower:
             return rows, row
         return -(-rows // self.dims.tp), row
 
     def is_router(self, spec: WeightSpec) -> bool:
         """Whether a weight scores the experts for each token."""
         return self.shape.experts > 0 and spec.shape[0] == self.shape.experts and len(spec.shape) == 2
+
+    def block(self, spec: WeightSpec) -> int | None:
+        """Return the number of the layer that FSDP gathers a weight with, the tower's after the decoder's; or None."""
+        if spec.name not in self.shape.tower:
+            return layer_of(spec.name)
+        layer = self.shape.tower[spec.name]
+        return None if layer is None else self.shape.num_layers + layer
 
     def shard(self, spec: WeightSpec) -> int:
         """Numbers of a weight that this rank holds."""
@@ -211,7 +220,7 @@ class Rank:
     def _largest_block(self) -> int:
         sizes: Counter[int | str] = Counter()
         for spec in self.specs:
-            layer = layer_of(spec.name)
+            layer = self.block(spec)
             sizes[spec.name if layer is None else layer] += math.prod(spec.shape)
         return max(sizes.values())
 
@@ -224,7 +233,7 @@ class Rank:
         experts: Counter[int] = Counter()
         root = 0
         for spec in self.specs:
-            layer = layer_of(spec.name)
+            layer = self.block(spec)
             if layer is None:
                 root += self.gathered(spec)
             else:

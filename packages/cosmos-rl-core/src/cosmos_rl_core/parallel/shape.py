@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cosmos_rl_core.errors import UserError
@@ -68,6 +68,9 @@ class ModelShape:
     """Inputs of a layer's linear layers that have no adapters, in numbers a token: its backward pass needs none."""
     frozen: frozenset[str] = frozenset()
     """Names of weights that are not trained, where the others are."""
+    tower: Mapping[str, int | None] = field(default_factory=dict)
+    """Names of weights beside the decoder, of a vision tower: on the first stage, and whole along tp; with the tower's
+    layer that a weight belongs to, None outside of its layers."""
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers

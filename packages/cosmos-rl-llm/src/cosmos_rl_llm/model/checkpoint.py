@@ -87,6 +87,9 @@ def read_shape(
     layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
     latent_head = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
     head_dim = latent_head or config.get("head_dim") or hidden // heads
+    parts = {spec.name: part_of(spec.name) for spec in weights}
+    beside = {name: part for name, part in parts.items() if part != "language_model"}
+    tower = {name: layer_of(name) if part == "tower" else None for name, part in beside.items()}
     are_frozen = partial(_are_frozen, weights, model.lora)
     return ModelShape(
         num_layers=layers,
@@ -97,7 +100,9 @@ def read_shape(
         intermediate=config.get("intermediate_size") or 0,
         vocabulary=vocabulary,
         stream_norms=sum(
-            "norm" in spec.name and spec.shape == (hidden,) for spec in weights if layer_of(spec.name) == 0
+            "norm" in spec.name and spec.shape == (hidden,)
+            for spec in weights
+            if layer_of(spec.name) == 0 and spec.name not in tower
         ),
         head_norms=any("q_norm" in spec.name for spec in weights),
         latent=(config.get("q_lora_rank") or 0) + config.get("kv_lora_rank", 0) if latent_head else 0,
@@ -106,7 +111,8 @@ def read_shape(
         compute_dtype=model.dtype,
         reference_dtype=model.dtype,
         weights=tuple(weights),
-        frozen=frozenset(spec.name for spec in weights if part_of(spec.name) in model.freeze),
+        frozen=frozenset(name for name, part in parts.items() if part in model.freeze),
+        tower=tower,
         adapter_parameters=_adapter_parameters(weights, model.lora, experts=_first(config, EXPERT_KEYS)),
         unread_inputs=heads * head_dim * are_frozen("o_proj")
         + hidden * are_frozen("gate_proj", "up_proj", "gate_up_proj"),

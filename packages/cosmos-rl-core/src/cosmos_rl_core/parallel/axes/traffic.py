@@ -96,7 +96,7 @@ class _Traffic:
         groups = {"fsdp": dims.dp_shard * dims.cp, "efsdp": dims.dp_shard * dims.cp * dims.tp // dims.ep}
         adapters = round(self.shape.adapter_parameters / self.shape.num_layers / dims.tp)
         for spec in self.rank.specs:
-            layer = layer_of(spec.name)
+            layer = self.rank.block(spec)
             unit = layer, layer is not None and is_expert(spec.name)
             padded = self.rank.shard(spec) * groups["efsdp" if unit[1] else "fsdp"]  # every rank sends as much
             gathered[unit] += padded
@@ -164,7 +164,8 @@ class _Traffic:
         parts: Counter[str] = Counter()  # dims of the widest parameter of each part of a layer
         for spec in self.rank.specs:
             parts[_part(spec.name)] = max(parts[_part(spec.name)], len(spec.shape))
-        vectors = [spec for spec in self.rank.specs if len(spec.shape) < 2 or self.rank.is_router(spec)]
+        decoder = [spec for spec in self.rank.specs if spec.name not in self.shape.tower]
+        vectors = [spec for spec in decoder if len(spec.shape) < 2 or self.rank.is_router(spec)]
         inside = [spec for spec in vectors if layer_of(spec.name) is not None and parts[_part(spec.name)] > 1]
         return vectors if self.sequence else inside
 
@@ -214,7 +215,9 @@ class _Traffic:
             yield _collective("pp", kind, "their gradients", gradients, gradients * size)
         if rank.tied and (rank.first or rank.last) and not self.shape.adapter_parameters:
             size = BYTES[self.policy.precision.parameters] * sum(
-                rank.shard(spec) for spec in rank.specs if layer_of(spec.name) is None and len(spec.shape) == 2
+                rank.shard(spec)
+                for spec in rank.specs
+                if layer_of(spec.name) is None and len(spec.shape) == 2 and spec.name not in self.shape.tower
             )
             for kind, *_ in directions:
                 yield _collective("pp", kind, "gradients of embedding and head", 1, size, each="step")
