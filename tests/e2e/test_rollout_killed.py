@@ -99,6 +99,6 @@ def test_a_killed_policy_process_ends_the_run_with_its_last_words(
 
     assert process.returncode == 1
     assert "policy-0 died (signal SIGKILL); the run cannot continue without it" in errors
-    assert "logs/policy-0.log:\nthe policy is built" in errors
+    assert "\nthe policy is built\n" in errors.partition("logs/policy-0.log:")[2]
     assert "Traceback" not in errors
     assert pid_of(run_dir, "rollout-0") is None
