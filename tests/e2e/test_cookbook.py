@@ -103,6 +103,15 @@ def test_sft_on_chats(tmp_path):
     assert {line["rows_dropped"] for line in lines(tmp_path / "sft/metrics.jsonl")} == {0.0}
 
 
+@pytest.mark.slow
+def test_sft_on_chats_with_pictures(tmp_path):
+    python("vlm_sft_chat/recipe.py", "--dir", tmp_path, "--chats", 600, "run.max_steps=20", "run.placement=inline")
+    before, after = before_and_after(tmp_path / "sft", metric="eval/loss")
+    assert before > 2.5
+    assert after < 1.2
+    assert {line["rows_dropped"] for line in lines(tmp_path / "sft/metrics.jsonl")} == {0.0}
+
+
 def test_vla_quickstart_shortened(tmp_path):
     """All its ways in seconds: so few steps teach it nothing, but the loss falls and every metric is there."""
     short = ["--sft-steps", 40, "--rl-steps", 2, "--episodes", 6, "--inits", 3]

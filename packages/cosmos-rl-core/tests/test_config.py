@@ -155,7 +155,8 @@ def test_a_misspelt_section_is_told_without_complaints_about_what_it_should_have
 
 def test_a_key_like_nothing_known_lists_what_is_known():
     problem = only_problem(recipe(checkpoint={"zzz": 1}))
-    assert problem.suggestion == "known here: every_steps, asynchronous, keep, keep_best, best_metric, path"
+    known = "every_steps, asynchronous, keep, keep_best, best_metric, max_failures, path"
+    assert problem.suggestion == f"known here: {known}"
 
 
 def test_a_choice_is_suggested():

@@ -87,7 +87,7 @@ def test_every_answer_of_a_chat_with_pictures_is_learnt(chat, model):
     other = encode_row({"messages": CHAT[:2]}, chat=chat)
     module = TermModel(model, vision=chat.vision.family)
     batch = pack_batch([sample, other], microbatch_terms=10_000, share=Share(), metrics={})
-    found, _ = module(None, module.row(batch.microbatches[0].inputs))
+    found, *_ = module(None, module.row(batch.microbatches[0].inputs))
     mask = torch.from_numpy(sample.loss_mask)
     torch.testing.assert_close(found[: len(mask)][mask], wanted[mask], rtol=0, atol=1e-5)
 
