@@ -124,6 +124,20 @@ def test_a_rank_that_fails_takes_its_replica_alone(
     assert trained(run_dir, rows_of) == trained(undisturbed, rows_of)
 
 
+@pytest.mark.slow
+def test_nothing_is_left_of_a_run_that_is_killed_while_a_rank_hangs(
+    tmp_path, bandit, write_recipe, start, wait_for, rank_pids, rows_of
+):
+    run_dir = tmp_path / "run"
+    tables = recipe(bandit, run_dir, replicas=1, steps=10_000, policy__parallel={"dp_shard": 2})
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps")
+    ranks = rank_pids(run_dir, "policy-0")
+    os.kill(ranks[1], signal.SIGSTOP)
+    process.kill()
+    wait_for(lambda: not rank_pids(run_dir, "policy-0"), "the end of the ranks")
+
+
 def test_a_policy_that_hangs_is_left_behind_and_ends_when_it_wakes(
     tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
 ):

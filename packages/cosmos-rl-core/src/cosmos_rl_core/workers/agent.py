@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +36,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.connection.interfaces import use_interface
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
@@ -45,6 +48,8 @@ SHUTDOWN_S = 5
 """Maximum seconds for a rank to exit after another one failed."""
 JOIN_S = 24 * 3600
 """Maximum wait for the other machines, in seconds."""
+ORPHANED_S = 20.0
+"""Maximum seconds for the ranks to end after the launcher."""
 PASSED_ON = {signal.SIGTERM: signal.SIGUSR2, signal.SIGUSR1: signal.SIGUSR1}
 """Signals to the agent -> to a rank. The agent itself ends ranks by SIGTERM."""
 OTHERS_FIRST_S = 2.0
@@ -84,9 +89,13 @@ class OneMachine(RendezvousHandler):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which passes SIGTERM and SIGUSR1 on. A second SIGTERM, or SIGHUP, ends the ranks at once."""
+    """torch's agent, which passes SIGTERM and SIGUSR1 on. A second SIGTERM, or SIGHUP, ends the ranks at once; so does
+    the end of the launcher, after ORPHANED_S in which the ranks can end by themselves."""
 
+    launcher = 0
+    """Process without which no controller comes back; 0: there is none."""
     _leaving = False
+    _orphaned_at = math.inf
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         for passed in PASSED_ON.values():
@@ -100,6 +109,10 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._leaving:  # again and again: the rank may have been starting
             self._pass_on(signal.SIGTERM)
+        if self.launcher and not is_alive(self.launcher):
+            self._orphaned_at = min(self._orphaned_at, time.monotonic())
+        if time.monotonic() - self._orphaned_at > ORPHANED_S:  # a rank hangs
+            raise SignalException("the run was killed", sigval=signal.SIGTERM)
         return super()._monitor_workers(worker_group)  # type: ignore[call-arg]
 
     def _leave(self, *_: object) -> None:
@@ -156,6 +169,7 @@ def _run_ranks(worker: WorkerAddress, node: Node, folder: Path) -> Mapping[int, 
         log_line_prefix_template="[rank ${rank}] ",
         shutdown_timeout=SHUTDOWN_S,
     )
+    agent.launcher = worker.launcher
     result: RunResult = agent.run()  # type: ignore[assignment]  # torch's decorator hides the type
     return result.failures
 
