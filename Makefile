@@ -1,5 +1,5 @@
 # Each target sets up .venv by itself; the second time that takes a moment.
-.PHONY: help setup demo test test-ci test-slow test-times lint bench gpu-first-hour wheels lock clean
+.PHONY: help setup demo test test-ci test-slow test-times lint docs bench gpu-first-hour wheels lock clean
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
@@ -9,6 +9,7 @@ help:
 	@echo "make test    the default tests; test-ci: whole runs and kills, as in CI; test-slow: fuzzers and sweeps"
 	@echo "             test-times: the thirty slowest of the default tests"
 	@echo "make lint    ruff, pyright, import contracts"
+	@echo "make docs    the documentation as a site, in dist/site"
 	@echo "make bench   the quick form of every benchmark"
 	@echo "make gpu-first-hour  steps with targets on a machine with GPUs; benchmarks/out/gpu.json and gpu.md"
 	@echo "make wheels  the packages, in dist/"
@@ -38,6 +39,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
+
+docs: setup
+	scripts/site
 
 bench: setup
 	@for name in benchmarks/[a-z]*.py; do echo "== $$name"; $(BIN)/python $$name --quick || exit 1; done
