@@ -207,13 +207,13 @@ class Removals:
         """Return a message for each removal since the last check."""
         if self.lost:
             return []
+        there = {name for name in WATCHED if _holds_anything(self._path / name)}
         try:
             self.lost = not os.path.samestat(os.stat(self._path / "run.lock"), self._lock)
         except FileNotFoundError:
             self.lost = True
         if self.lost:
             return [f"{self._path} was removed or renamed during the run; the current step is finished and saved"]
-        there = {name for name in WATCHED if _holds_anything(self._path / name)}
         gone, self._seen = self._seen - there, there
         return [f"{self._path / name} was removed during the run; the run continues" for name in sorted(gone)]
 
@@ -227,4 +227,9 @@ class Removals:
 
 
 def _holds_anything(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else path.exists()
+    try:
+        return any(path.iterdir())
+    except NotADirectoryError:
+        return True
+    except FileNotFoundError:  # also if it is removed at this moment
+        return False
