@@ -2,12 +2,12 @@
 
 import asyncio
 import copy
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from sent_weights import sent_weights
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero, is_seeded, wakes_as_it_was
@@ -17,8 +17,7 @@ from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
-from cosmos_rl_llm.model.causal_lm import make_model, named_weights
-from cosmos_rl_transfer.publish.publisher import Publisher
+from cosmos_rl_llm.model.causal_lm import make_model
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 
@@ -84,25 +83,6 @@ def engine_of(llm, **options):
 async def draw(engine, prompt=PROMPT, *, num_samples=2, max_terms=24, seed=3, **sampling):
     sampling = Sampling(max_terms=max_terms, **sampling)
     return (await engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed))[1]
-
-
-@asynccontextmanager
-async def trained(engine, model):
-    """Yield a coroutine function that sends the model's weights to the engine as a version."""
-    publisher = Publisher(named_weights(model), token=SETTINGS.token)
-    subscriber = await engine.subscriber(publisher.address, backend="transfer", settings=SETTINGS)
-
-    async def send(version):
-        await publisher.publish(version, named_weights(model))
-        assert await subscriber.stage(after=version - 1) == version
-        await engine.switch(version, subscriber.apply)
-        await publisher.fence()
-
-    try:
-        yield send
-    finally:
-        await subscriber.close()
-        await publisher.close()
 
 
 @torch.no_grad()
@@ -211,7 +191,7 @@ def test_new_weights_arrive_from_a_publisher(llm, runner):
     async def work():
         engine = engine_of(llm)
         assert isinstance(engine, OwnsSubscriber)
-        async with trained(engine, new) as send:
+        async with sent_weights(engine, new, SETTINGS) as send:
             await send(1)
             return await draw(engine), await draw(engine, temperature=0.0)
 
@@ -229,7 +209,7 @@ def test_a_running_sequence_survives_a_switch_and_each_token_keeps_its_version(l
     async def work():
         engine = engine_of(llm, recompute_kv=recompute_kv)
         model = copy.deepcopy(old)
-        async with trained(engine, model) as send:
+        async with sent_weights(engine, model, SETTINGS) as send:
             await send(4)
             running = asyncio.create_task(draw(engine, num_samples=4, max_terms=250 - len(PROMPT.row["tokens"])))
             start = engine.progress
@@ -256,7 +236,7 @@ def test_prompts_of_another_version_share_no_keys_and_values(llm, runner):
     async def work():
         engine = engine_of(llm)
         model = copy.deepcopy(old)
-        async with trained(engine, model) as send:
+        async with sent_weights(engine, model, SETTINGS) as send:
             await send(1)
             keeps = asyncio.create_task(draw(engine, prompt, num_samples=1, max_terms=100))  # holds its blocks
             await draw(engine, prompt, num_samples=1, max_terms=2)

@@ -6,11 +6,11 @@ The files of vLLM for Qwen-VL, InternVL and Llava import torchvision, which the 
 import asyncio
 import copy
 import json
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 import torch
+from sent_weights import sent_weights
 from transformers import PreTrainedTokenizerFast
 
 from cosmos_rl_core import run
@@ -24,8 +24,6 @@ from cosmos_rl_llm.engines.vllm.media import SUPPORTED, placeholders
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.media.item import View
-from cosmos_rl_llm.model.causal_lm import named_weights
-from cosmos_rl_transfer.publish.publisher import Publisher
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 pytest.importorskip("PIL")
@@ -216,31 +214,12 @@ def test_a_run_with_pictures(tmp_path):
     assert all(line["mismatch_kl"] < 1e-5 for line in metrics)  # drawn with the weights that are trained
 
 
-@asynccontextmanager
-async def trained(engine, model):
-    """Yield a coroutine function that sends the model's weights to the engine as a version."""
-    publisher = Publisher(named_weights(model), token=SETTINGS.token)
-    subscriber = await engine.subscriber(publisher.address, backend="transfer", settings=SETTINGS)
-
-    async def send(version):
-        await publisher.publish(version, named_weights(model))
-        assert await subscriber.stage(after=version - 1) == version
-        await engine.switch(version, subscriber.apply)
-        await publisher.fence()
-
-    try:
-        yield send
-    finally:
-        await subscriber.close()
-        await publisher.close()
-
-
 def test_weights_of_the_tower_arrive_and_its_cached_outputs_do_not_stay(llm, runner, family, prompts):
     """Ten versions, in each of which every weight differs; the same picture is shown in all."""
     model, engine = copy.deepcopy(tiny()), engine_of(llm, family, prompts)
 
     async def work():
-        async with trained(engine, model) as send:
+        async with sent_weights(engine, model, SETTINGS) as send:
             for version in range(1, SYNCS + 1):
                 generator = torch.Generator().manual_seed(version)
                 with torch.no_grad():

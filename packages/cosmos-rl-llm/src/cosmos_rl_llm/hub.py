@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import threading
-import time
 import urllib.error
 import urllib.request
 from functools import cache
@@ -76,10 +75,9 @@ def must_be_quiet() -> None:
 def _ask(address: str) -> None:
     """Raise OSError without an answer, HTTPError for a refusal. In a thread: a look-up of a name has no time limit."""
     answers: list[Exception | None] = []
-    threading.Thread(target=lambda: answers.append(_answer(address)), name="hub", daemon=True).start()
-    deadline = time.monotonic() + ANSWER_S
-    while not answers and time.monotonic() < deadline:
-        time.sleep(0.01)
+    thread = threading.Thread(target=lambda: answers.append(_answer(address)), name="hub", daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
     if not answers:
         raise TimeoutError("no answer")
     if answers[0] is not None:

@@ -156,7 +156,7 @@ class LocalWorkers:
         return name in present or self.is_taken(name) or (self.log_dir / f"{name}.log").exists()
 
     def address(self, role: str, name: str, *, threads: int | None) -> WorkerAddress:
-        """Return the command-line parameters of a worker of this run; its controller is the keeper's."""
+        """Return the command-line parameters of a worker of this run; the keeper adds the controller's address."""
         return WorkerAddress(
             role=role,
             name=name,

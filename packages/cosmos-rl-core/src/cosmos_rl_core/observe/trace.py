@@ -31,7 +31,7 @@ _MICROSECONDS = 1e6
 FLUSH_S = 1.0
 """Interval of writing."""
 FILE_BYTES = 32 * 2**20
-"""Size at which a file becomes NAME.earlier.jsonl, in place of the one before, and a new one begins."""
+"""Maximum size of a file. A full one is renamed to NAME.earlier.jsonl, which it replaces, and a new one begins."""
 EARLIER = ".earlier"
 WAITS = "waits"
 """Row of the spans in which a process waits for others."""

@@ -81,7 +81,7 @@ class VllmMedia:
 
 
 def placeholders(view: View) -> list[Any]:
-    """Return vLLM's range of each item of a view: from its first token to its last, and which of these it replaces."""
+    """Return the tokens of each picture of a view in vLLM's form: first token, length, mask of its own tokens."""
     from vllm.multimodal.inputs import PlaceholderRange
 
     assert view.index is not None

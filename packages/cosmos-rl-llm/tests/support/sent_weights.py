@@ -1,0 +1,25 @@
+"""Weights of a model that are sent to an engine, version by version."""
+
+from contextlib import asynccontextmanager
+
+from cosmos_rl_llm.model.causal_lm import named_weights
+from cosmos_rl_transfer.publish.publisher import Publisher
+
+
+@asynccontextmanager
+async def sent_weights(engine, model, settings):
+    """Yield a coroutine function that sends the model's weights to the engine as a version."""
+    publisher = Publisher(named_weights(model), token=settings.token)
+    subscriber = await engine.subscriber(publisher.address, backend="transfer", settings=settings)
+
+    async def send(version):
+        await publisher.publish(version, named_weights(model))
+        assert await subscriber.stage(after=version - 1) == version
+        await engine.switch(version, subscriber.apply)
+        await publisher.fence()
+
+    try:
+        yield send
+    finally:
+        await subscriber.close()
+        await publisher.close()
