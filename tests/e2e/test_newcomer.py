@@ -92,6 +92,7 @@ def test_the_command_line(walk, arguments, code, text):
         ({"data__rows": 0}, "tiny has no rows"),
         ({"reward__functions": [{"name": "hit"}]}, "no reward is called 'hit'"),
         ({"sync__transport": "rdma"}, 'sync.transport = "rdma": no transport is called'),
+        ({"algorithm__mask_prefix_terms": 1}, "rollouts of the tiny domain have no tokens; remove it"),
         ({"sync__transport": "cuda_ipc"}, "sends from GPU to GPU, and this machine has none"),
         ({"logging__sinks": ["wandb"]}, "pip install 'cosmos-rl-core[wandb]'"),
         ({"run__bind": "203.0.113.9"}, "= help: set it to an address of this machine"),

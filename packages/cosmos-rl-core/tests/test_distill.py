@@ -170,7 +170,7 @@ def recipe(**changes):
         ({"teacher": {"path": "t", "loss": "advantage"}, "algorithm": {"name": "sft"}, "reward": None}, "teacher.loss"),
         (
             {"teacher": {"path": "t", "task_coef": 0.0}, "reward": {}, "algorithm": {"filter_zero_variance": True}},
-            "no rewards to filter by",
+            "no rewards to compare",
         ),
         ({"teacher": {}}, "path"),
     ],

@@ -57,7 +57,7 @@ def length(group):
     return [r.num_terms for r in group.rollouts]
 
 
-def rollouter(engine, *, function=length, group_size=3, seed=0, **rules):
+def rollouter(engine, *, function=length, group_size=3, seed=0, tokens=None, **rules):
     return Rollouter(
         engine,
         rubric=Rubric([WeightedReward(name="length", weight=2.0, function=function)]),
@@ -66,6 +66,7 @@ def rollouter(engine, *, function=length, group_size=3, seed=0, **rules):
         sampling=SAMPLING,
         eval_sampling=EVAL_SAMPLING,
         seed=seed,
+        tokens=tokens,
     )
 
 
@@ -121,6 +122,23 @@ def test_the_filter_sees_rewards_before_shaping():
 
     with pytest.raises(SampleError, match="filtered:"):
         run(ScriptedEngine((1, 2, 3)), function=same, keep=has_signal, shape_reward=shape)
+
+
+def test_a_shared_prefix_is_masked_by_the_rewards_after_shaping():
+    def same(group):
+        return [1.0] * len(group.rollouts)
+
+    def shorter(rewards, lengths, truncated):
+        return rewards - lengths
+
+    def counted(rollout):
+        return np.arange(rollout.num_terms)
+
+    keys = {"function": same, "group_size": 2, "tokens": counted, "mask_prefix_terms": 1}
+    group = run(ScriptedEngine((2, 3)), shape_reward=shorter, **keys)
+    assert [r.loss_mask.tolist() for r in group.rollouts] == [[True, True], [False, False, True]]
+    assert [r.advantage for r in group.rollouts] == [0.5, -0.5]
+    assert all(r.loss_mask.all() for r in run(ScriptedEngine((2, 3)), **keys).rollouts)  # equal rewards
 
 
 def test_evaluation_draws_one_rollout_under_its_own_sampling_and_seed():

@@ -5,8 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup, Share
+from cosmos_rl_core.algorithms.config import AlgorithmConfig
+from cosmos_rl_core.algorithms.objective import build_objective
+from cosmos_rl_core.algorithms.rules import mask_prefixes
+from cosmos_rl_core.types import FinishReason, PolicyOutputs, Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.data.collate import collate
+from cosmos_rl_llm.domain import LLM
 
 
 def make_rollout(
@@ -54,6 +58,24 @@ def test_masked_terms_are_packed_but_not_counted():
     batch = collate([make_group(make_rollout([1], [2, 3, 4], mask=[1, 0, 1]))], microbatch_terms=8, share=Share())
     assert batch.num_terms == 2
     assert batch.microbatches[0].terms.loss_mask.tolist() == [1, 0, 1]
+
+
+def test_a_shared_prefix_is_left_out_of_the_loss():
+    tokens, rewards = [[7, 8, 3, 4], [7, 8, 5]], np.array([1.0, 0.0])
+    found = [make_rollout([1], each) for each in tokens]
+    masks = mask_prefixes([LLM.term_tokens(r) for r in found], [r.loss_mask for r in found], rewards, at_least=1)
+    found = [replace(r, loss_mask=mask, advantage=a) for r, mask, a in zip(found, masks, (1, -1), strict=True)]
+    batch = collate([make_group(*found)], microbatch_terms=100, share=Share())
+    (microbatch,) = batch.microbatches
+    logprobs = torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7], requires_grad=True)
+    terms = replace(microbatch.terms, rollout_logprobs=logprobs.detach())
+    objective = build_objective(AlgorithmConfig(name="dapo"), max_terms=8)
+    ([loss], _) = objective(PolicyOutputs(logprobs=logprobs), terms)
+    (loss.values * objective.term_weights(terms)).sum().backward()
+    # dapo at ratio 1: the gradient of a term is -advantage where it is trained on, and 0 in the shared prefix
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0, 0, -1, -1, 0, 0, 1]
+    assert objective.normalizer(batch) == 3
 
 
 def test_rollouts_with_nothing_to_learn_are_left_out_but_measured():

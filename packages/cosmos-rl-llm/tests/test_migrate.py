@@ -74,6 +74,7 @@ def value(recipe, key):
         ("policy.precision.parameters", "float32"),
         ("algorithm.aggregation", "term_mean"),
         ("algorithm.dual_clip", 3.0),
+        ("algorithm.mask_prefix_terms", 1),
         ("algorithm.old_logprobs", "policy"),
         ("sync.max_staleness", 4),
         ("rollout.group_size", 16),
@@ -106,7 +107,6 @@ def test_every_key_is_carried_over_left_out_or_refused():
     assert set(migrated.ignored) == {"redis"}
     assert set(migrated.refused) == {
         "train.async_tp_enabled",
-        "train.train_policy.min_filter_prefix_tokens",
         "train.train_policy.surprise",
     }
     assert migrated.refused["train.train_policy.surprise"] == "no rule for this key"

@@ -16,7 +16,7 @@ from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.optional import HasTeachers, PutsEnginesToSleep, ShowsPrompts, SpreadsEngines
+from cosmos_rl_core.optional import HasTeachers, HasTokens, PutsEnginesToSleep, ShowsPrompts, SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.shape import check_fit
@@ -24,6 +24,7 @@ from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
@@ -71,6 +72,10 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
         _with_teachers(domain).check_teacher(config)
     if config.is_sft:
         return
+    if config.algorithm.mask_prefix_terms and not isinstance(domain, HasTokens):
+        wrong = f"rollouts of the {domain.name} domain have no tokens; remove it"
+        given = str(config.algorithm.mask_prefix_terms)
+        raise ConfigError([Problem(key="algorithm.mask_prefix_terms", given=given, wrong=wrong)])
     plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
     look_up_engine(config.rollout.engine, domain)
     engine_options(config, domain)
@@ -255,6 +260,7 @@ def build_rollouter(
         eval_recorder=eval_recorder,
         timeline=timeline,
         show=partial(with_prompt_media, config, domain),
+        tokens=domain.term_tokens if isinstance(domain, HasTokens) else None,
     )
 
 

@@ -44,6 +44,15 @@ class ShowsTerms(Protocol):
 
 
 @runtime_checkable
+class HasTokens(Protocol):
+    """A domain whose terms are tokens, so that rollouts of a prompt can have the same first terms."""
+
+    def term_tokens(self, rollout: Rollout) -> np.ndarray:
+        """Return [T] int, the token of each term."""
+        ...
+
+
+@runtime_checkable
 class TakesRows(Protocol):
     """A domain whose [data] may name a .jsonl file of rows, so that programs can give rows: `run(rows=[...])`."""
 

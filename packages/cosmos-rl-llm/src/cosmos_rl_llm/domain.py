@@ -166,6 +166,10 @@ class LLMDomain(DomainBase):
         tokenizer = _tokenizer(resolve(_checkpoint(model)))
         return [str(tokenizer.decode([token])) for token in tokens.tolist()]
 
+    def term_tokens(self, rollout: Rollout) -> np.ndarray:
+        """The sampled tokens. Implements `cosmos_rl_core.optional.HasTokens`."""
+        return rollout.arrays["tokens"]
+
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
         """The policy, the torch engine and the model's module of transformers; none with vLLM, which starts processes.
 

@@ -33,6 +33,8 @@ def migrate(old: Migration) -> None:
             _teacher(old)
         else:
             _rewards(old)
+        if "reward" in old.recipe and not old.see("train.non_text"):
+            old.move(f"{POLICY}.min_filter_prefix_tokens", "algorithm.mask_prefix_terms", lambda value: max(0, value))
         _sampling(old, length=length, rows=rows)
     _validation(old)
     _missing(old)

@@ -130,6 +130,9 @@ class AlgorithmConfig(Strict):
     """Set groups aside whose mean reward is below this: tasks that are still too hard."""
     filter_high: float | None = None
     """Set groups aside whose mean reward is above this: tasks that are learnt."""
+    mask_prefix_terms: int = Field(default=0, ge=0)
+    """Rollouts of a prompt that begin with the same tokens, at least this many, and have different rewards are not
+    trained on those tokens; 0: on all. For domains whose terms are tokens."""
     overlong_buffer_terms: int = Field(default=0, ge=0)
     """The last terms before the limit of length over which a penalty on length rises from 0; 0 switches it off."""
     overlong_penalty: float = Field(default=1.0, gt=0)

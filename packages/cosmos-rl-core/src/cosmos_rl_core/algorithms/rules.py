@@ -1,9 +1,10 @@
-"""The rules of a scored group: filter -> shape its rewards -> advantages, of the whole or of every step."""
+"""The rules of a scored group: filter -> shape its rewards -> mask prefixes -> advantages, of the whole or of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,8 @@ class GroupRules:
     """rewards [G], before shaping -> False where the group carries too little signal (dynamic sampling)."""
     shape_reward: Shaping | None = None
     """Penalty on length, before the advantage."""
+    mask_prefix_terms: int = 0
+    """Shortest prefix that is masked in rollouts that share it and have different rewards; 0 masks none."""
     advantage: AdvantageEstimator
     of_steps: Callable[[Episode], Episode] | None = None
     """Estimates the advantages of an episode's steps; `advantage` is not called for it."""
@@ -49,6 +52,7 @@ def group_rules(config: AlgorithmConfig, *, max_terms: int, compares: bool = Tru
     return GroupRules(
         keep=build_filter(config),
         shape_reward=_shaping(config, max_terms=max_terms) if config.overlong_buffer_terms else None,
+        mask_prefix_terms=config.mask_prefix_terms,
         advantage=build_advantage(config) if compares else _no_advantage,
         of_steps=_generalized(config) if config.advantage == "gae" else None,
         waits_for_step=compares and waits,
@@ -114,3 +118,44 @@ def soft_overlong(lengths: np.ndarray, truncated: np.ndarray, *, max_terms: int,
     """
     excess = lengths - (max_terms - buffer_terms)
     return np.where(truncated, -1.0, -np.clip(excess / buffer_terms, 0.0, 1.0))
+
+
+def mask_prefixes(
+    tokens: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray], rewards: np.ndarray, *, at_least: int
+) -> list[np.ndarray]:
+    """Return the loss masks without the terms of prefixes that rollouts with different rewards share.
+
+    Such terms get gradients in opposite directions from equal inputs. A prefix is one of at least `at_least` tokens
+    beyond which no two of the rollouts that have it agree. A rollout that would have no term left keeps its mask.
+    Cosmos-RL, min_filter_prefix_tokens.
+
+        tokens      G of [T] int     T differs between rollouts
+        loss_masks  G of [T] bool
+        rewards     [G] float        after shaping
+    """
+    masks = [mask.copy() for mask in loss_masks]
+    for length, members in shared_prefixes([each.tolist() for each in tokens]):
+        if length < at_least or not has_signal(rewards[members]):
+            continue
+        for member in members:
+            if masks[member][length:].any():
+                masks[member][:length] = False
+    return masks
+
+
+def shared_prefixes(sequences: Sequence[list[int]]) -> Iterator[tuple[int, list[int]]]:
+    """Yield (length, indices of the sequences) of each prefix that several share and no two of them continue alike."""
+    order = sorted(range(len(sequences)), key=sequences.__getitem__)
+    # sequences that share a prefix are neighbours in this order, and such a prefix is a plateau above both neighbours
+    shared = [_shared_length(sequences[one], sequences[other]) for one, other in pairwise(order)]
+    plateaus = [[*places] for _, places in groupby(range(len(shared)), key=shared.__getitem__)]
+    for places in plateaus:
+        first, last = places[0], places[-1]
+        around = [*shared[max(0, first - 1) : first], *shared[last + 1 : last + 2]]
+        if shared[first] and all(length < shared[first] for length in around):
+            yield shared[first], order[first : last + 2]
+
+
+def _shared_length(one: list[int], other: list[int]) -> int:
+    shorter = min(len(one), len(other))
+    return next((place for place in range(shorter) if one[place] != other[place]), shorter)

@@ -106,6 +106,7 @@ IGNORED: Mapping[str, str] = {
     f"{POLICY}.max_retry_for_on_policy": "prompts are requested until a step has enough groups",
     f"{POLICY}.enable_dataset_cache": "rows are read by their offsets",
     f"{POLICY}.dataloader_*": "rows are read ahead",
+    f"{POLICY}.min_filter_prefix_tokens": "had no effect on rollouts without text, or without rewards",
     "validation.batch_size": "the engine limits its own batches",
     "validation.val_before_train": "a run evaluates before its first step",
 }
@@ -222,8 +223,6 @@ def _algorithm(old: Migration) -> None:
     if not old.take(f"{POLICY}.use_rollout_logprobs_for_loss"):
         old.put("algorithm.old_logprobs", "policy", "computed again by the policy, as the old recipe does")
         old.put("algorithm.correction", "none")
-    masked = "terms of the prefix that all answers of a group share are trained here too; they were masked"
-    old.refuse(f"{POLICY}.min_filter_prefix_tokens", because=masked)
 
 
 def _rollouts(old: Migration) -> None:

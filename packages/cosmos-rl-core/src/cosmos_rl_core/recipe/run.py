@@ -198,14 +198,14 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _filter_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """Reject filters of groups by rewards where there are none: every group would be set aside."""
-    keys = {"filter_zero_variance": False, "filter_low": None, "filter_high": None}
+    """Reject rules about the rewards of a group where there are none."""
+    keys = {"filter_zero_variance": False, "filter_low": None, "filter_high": None, "mask_prefix_terms": 0}
     for key, default in keys.items():
         if getattr(config.algorithm, key) != default:
             yield Conflict(
                 key=f"algorithm.{key}",
                 other="reward.functions",
-                wrong="has no rewards to filter by without",
+                wrong="has no rewards to compare without",
                 suggestion="remove it",
             )
 

@@ -1,4 +1,4 @@
-"""From a prompt to its group: generate -> score -> filter -> shape -> advantage."""
+"""From a prompt to its group: generate -> score -> filter -> shape -> mask -> advantage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_core.algorithms.rules import GroupRules
+from cosmos_rl_core.algorithms.rules import GroupRules, mask_prefixes
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import Recorder, RolloutEngine
 from cosmos_rl_core.observe.trace import Timeline
@@ -41,8 +41,12 @@ class Rollouter:
         eval_recorder: Recorder | None = None,
         timeline: Timeline | None = None,
         show: Callable[[RolloutGroup], RolloutGroup] = lambda group: group,
+        tokens: Callable[[Rollout], np.ndarray] | None = None,
     ) -> None:
-        """recorder, eval_recorder: save training and evaluation samples to a gallery. show: adds the prompt's media."""
+        """recorder, eval_recorder: save training and evaluation samples to a gallery. show: adds the prompt's media.
+
+        tokens: rollout -> [T] int, the token of each term, which the rule `mask_prefix_terms` needs.
+        """
         self._engine = engine
         self._rubric = rubric
         self._rules = rules
@@ -54,6 +58,7 @@ class Rollouter:
         self._recording = asyncio.Lock()
         self._timeline = timeline or Timeline("rollout")
         self._show = show
+        self._tokens = tokens
 
     async def run(self, prompt: Prompt) -> RolloutGroup:
         scored = await self._scored(prompt, num_samples=self._group_size, sampling=self._sampling, stream=0)
@@ -91,6 +96,8 @@ class Rollouter:
             lengths = np.array([r.num_terms for r in group.rollouts])
             truncated = np.array([r.finish_reason == "length" for r in group.rollouts])
             rewards = self._rules.shape_reward(rewards, lengths, truncated)
+        if self._rules.mask_prefix_terms:
+            group = self._without_prefixes(group, rewards)
         if self._rules.of_steps is not None:
             return replace(group, rollouts=tuple(_with_steps(rollout, self._rules) for rollout in group.rollouts))
         advantages = np.full(len(rewards), np.nan) if self._rules.waits_for_step else self._rules.advantage(rewards)
@@ -99,6 +106,14 @@ class Rollouter:
             for rollout, reward, advantage in zip(group.rollouts, rewards, advantages, strict=True)
         )
         return replace(group, rollouts=rollouts)
+
+    def _without_prefixes(self, group: RolloutGroup, rewards: np.ndarray) -> RolloutGroup:
+        assert self._tokens is not None, "look_up_parts refuses mask_prefix_terms for a domain without tokens"
+        tokens = [self._tokens(rollout) for rollout in group.rollouts]
+        masks = [rollout.loss_mask for rollout in group.rollouts]
+        masks = mask_prefixes(tokens, masks, rewards, at_least=self._rules.mask_prefix_terms)
+        pairs = zip(group.rollouts, masks, strict=True)
+        return replace(group, rollouts=tuple(replace(rollout, loss_mask=mask) for rollout, mask in pairs))
 
 
 def _with_steps(rollout: Rollout, rules: GroupRules) -> Rollout:
