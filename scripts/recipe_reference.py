@@ -41,9 +41,10 @@ reports every problem of a recipe with its line; with `--deep` also those of tok
 machine, as `run` and `launch` do first. `section.key=value` on the command line replaces a value. An unknown key is an
 error. A run writes all keys with their values to `resolved.toml` in its directory.
 
-`cosmos-rl keys rollout.sampling` shows the keys of a section. `cosmos-rl schema llm > run.schema.json` writes a JSON
-Schema: with `#:schema ./run.schema.json` as the first line of a recipe, editors such as VS Code with Even Better TOML
-complete and check keys. `cosmos-rl --install-completion` completes commands in the shell.
+`cosmos-rl keys rollout.sampling` shows the keys of a section. Editors such as VS Code with Even Better TOML complete
+and check keys by the JSON Schema in the first line of a recipe, `#:schema ./recipe.schema.json`. `init` writes both;
+for another recipe, `cosmos-rl schema llm > recipe.schema.json` writes the schema. `cosmos-rl --install-completion`
+completes commands in the shell.
 
 Names of counts end in the counted unit (`prompts_per_step`), durations in `_s`, sizes in `_bytes`. A *term* is the unit
 of a rollout that has a log-probability: in the llm domain a token.

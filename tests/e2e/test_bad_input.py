@@ -127,7 +127,7 @@ def test_a_reward_has_no_such_option(tmp_path, sums, refused):
     ("change", "said"),
     [
         ({"model__path": "./nowhere"}, "model.path = './nowhere' is not a directory; set it to one with config.json"),
-        ({"rollout__engine": "vlm"}, "[rollout] engine: no engine is called 'vlm'; did you mean 'vllm'?; known: torch"),
+        ({"rollout__engine": "vlm"}, "[rollout] engine: no engine is called 'vlm'; did you mean 'vllm'? Known: torch"),
         (
             {"rollout__options": {"max_sequence": 3}},
             'rollout.options.max_sequence = 3: unknown key; did you mean "max_sequences"?',

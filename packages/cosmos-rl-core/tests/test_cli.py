@@ -132,6 +132,14 @@ def test_the_schema_has_the_keys_of_core_and_domain_and_no_others(cosmos_rl):
     assert '"null"' not in json.dumps(schema)
 
 
+def test_the_shell_completes_commands():
+    code = "import sys; from cosmos_rl_core.cli.app import main; sys.argv = ['cosmos-rl']; main()"
+    typed = {"_COSMOS_RL_COMPLETE": "complete_bash", "COMP_WORDS": "cosmos-rl in", "COMP_CWORD": "1"}
+    environment = {**os.environ, **typed}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["init"], done.stderr
+
+
 def test_an_unknown_command_is_a_users_error(cosmos_rl):
     assert "No such command 'trian'" in refused(cosmos_rl("trian", "x.toml"))
 
@@ -267,17 +275,20 @@ def domain_package(tmp_path, monkeypatch):
     package = tmp_path / "robots"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "domain.py").write_text("raise RuntimeError('init must not import the domain')\n")
+    (package / "domain.py").write_text("from cosmos_rl_core.testing.tiny import TINY as ROBOTS\n")
     (package / "recipe.toml").write_text(RECIPE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "robots", raising=False)
+    for name in ("robots", "robots.domain"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 
 def test_init_writes_the_recipe_of_the_domain(domain_package, cosmos_rl):
     done = cosmos_rl("init", "robots.domain:ROBOTS", "mine")
     assert (done.returncode, done.stderr) == (0, "")
-    assert (domain_package / "mine" / "run.toml").read_text() == RECIPE
+    assert (domain_package / "mine" / "run.toml").read_text() == f"#:schema ./recipe.schema.json\n{RECIPE}"
+    schema = json.loads((domain_package / "mine" / "recipe.schema.json").read_text())
+    assert schema == json.loads(cosmos_rl("schema", "robots.domain:ROBOTS").stdout)
 
 
 def test_init_never_overwrites(domain_package, cosmos_rl):

@@ -89,7 +89,7 @@ def test_two_packages_with_one_name_are_told_apart(install):
 
 def test_an_unknown_name_answers_with_the_known_ones(install):
     install("more_robots", name="robots", target="more_robots_domain:DOMAIN")
-    with pytest.raises(UserError, match=r"no domain is called 'robot'; did you mean 'robots'\?; known: .*robots"):
+    with pytest.raises(UserError, match=r"no domain is called 'robot'; did you mean 'robots'\? Known: .*robots"):
         plugins.load(GROUP, "robot")
 
 

@@ -1,5 +1,6 @@
 """run.json, outcome.json, events.jsonl and status.jsonl."""
 
+import asyncio
 import json
 
 import pytest
@@ -16,7 +17,7 @@ from cosmos_rl_core.observe.record import (
     record_start,
     resume_command,
 )
-from cosmos_rl_core.observe.reporting import HISTORY_S, MOST_LINES, Ending, StatusLog, worker_changes
+from cosmos_rl_core.observe.reporting import HISTORY_S, MOST_LINES, Ending, Reporter, StatusLog, worker_changes
 
 
 def start(run_dir, *, command=("/bin/cosmos-rl", "run", "a.toml"), monkeypatch, parent=""):
@@ -145,3 +146,35 @@ def test_workers_that_come_change_and_go():
         "s: new -> joining",
     ]
     assert worker_changes({"r": "suspect"}, {}) == ["r: suspect -> gone"]
+
+
+def test_an_error_in_a_report_is_shown_once_and_ends_neither_the_reports_nor_the_check(tmp_path, monkeypatch):
+    monkeypatch.setattr("cosmos_rl_core.observe.reporting.STATUS_S", 0.01)
+    states = iter((ValueError("no such phase"), ValueError("no such phase"), "training"))
+    checks, notes, reported = [], [], asyncio.Event()
+
+    def phase():
+        state = next(states)
+        if isinstance(state, Exception):
+            raise state
+        reported.set()
+        return state
+
+    async def run():
+        reporter = Reporter(
+            tmp_path,
+            status=lambda text: status(phase=text),
+            phase=phase,
+            events=Events(tmp_path),
+            check=lambda: checks.append(None),
+            note=notes.append,
+        )
+        task = asyncio.create_task(reporter.run())
+        await asyncio.wait_for(reported.wait(), 60)
+        task.cancel()
+
+    asyncio.run(run())
+    assert len(checks) == 3
+    [note] = notes
+    assert "the run continues" in note and note.endswith("ValueError: no such phase")
+    assert json.loads((tmp_path / "status.json").read_text())["phase"] == "training"

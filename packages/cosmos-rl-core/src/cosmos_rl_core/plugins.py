@@ -135,7 +135,7 @@ def _unknown(group: str, name: str, beside: Sequence[str]) -> str:
         return f"{kind} {name!r} is not installed: pip install {_distribution(shipped)}"
     known = sorted({*names(group), *beside})
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    heading = f"; did you mean {near[0]!r}? Known: " if near else "; known: "
     installable = [
         f"{other} (pip install {_distribution(shipped)})"
         for other, shipped in sorted(_SHIPPED.get(group, {}).items())
@@ -143,7 +143,7 @@ def _unknown(group: str, name: str, beside: Sequence[str]) -> str:
     ]
     more = f"; can be installed: {', '.join(installable)}" if installable else ""
     listed = ", ".join(known) or "none"
-    return f"no {kind} is called {name!r}{hint}; known: {listed}{more}; one of your own is module:attribute"
+    return f"no {kind} is called {name!r}{heading}{listed}{more}; one of your own is module:attribute"
 
 
 def _kind(group: str) -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.inference.pool import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Row, Task
 from cosmos_rl_core.interfaces import Recorder, RolloutEngine
 from cosmos_rl_core.optional import HasCapacity
@@ -127,6 +128,7 @@ def _build_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
     use_device()
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
+    quiet_torchao()  # transformers and diffusers import it
     with collector_paused():
         return assemble.build_engine(config, load_domain(config.run.domain))
 

@@ -425,12 +425,11 @@ class _Run:
         )
         return Reporter(
             self._directory,
-            status=lambda phase: status_of(
-                controller, phase=phase, wanted=None if self._scaling is None else self._scaling.wanted
-            ),
+            status=lambda phase: status_of(controller, phase=phase, wanted=self._scaling and self._scaling.wanted),
             phase=lambda: self._observer.current_phase,
             events=self._observer.events,
             check=lambda: self._check_removals(controller),
+            note=self._observer.note,
         )
 
 

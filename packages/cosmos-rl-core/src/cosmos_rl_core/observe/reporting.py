@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,21 +83,37 @@ class Reporter:
         phase: Callable[[], str],
         events: Events,
         check: Callable[[], None],
+        note: Callable[[str], None],
     ) -> None:
-        """status: returns the state of the run, for its phase. check: called every second."""
+        """status: returns the state of the run, for its phase. check: called every second.
+
+        note: shows an error of these functions to the user; each one once.
+        """
         self._directory = directory
         self._status = status
         self._phase = phase
         self._events = events
         self._check = check
+        self._note = note
+        self._noted: set[str] = set()
         self._log = StatusLog(directory / "status.jsonl")
         self._states: dict[str, str] = {}
 
     async def run(self) -> None:
+        """Report every second, also after an error, which does not end the run: training does not depend on reports."""
         while True:
-            self._check()
-            self.report(self._phase())
+            for task in (self._check, lambda: self.report(self._phase())):
+                try:
+                    task()
+                except Exception as error:
+                    self._show(error)
             await asyncio.sleep(STATUS_S)
+
+    def _show(self, error: Exception) -> None:
+        if repr(error) not in self._noted:
+            self._noted.add(repr(error))
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            self._note(f"the state of the run could not be reported; the run continues:\n{trace}")
 
     def report(self, phase: str) -> None:
         """Write the state now. A full or removed disk must not end the run here, where nothing is lost."""

@@ -1,6 +1,6 @@
 """JSON Schema of a domain's recipes, for editors, and the keys of a section as a table.
 
-#:schema ./run.schema.json          # the first line of a recipe: Even Better TOML and taplo read it
+#:schema ./recipe.schema.json       # the first line of a recipe: Even Better TOML and taplo read it
 """
 
 from __future__ import annotations

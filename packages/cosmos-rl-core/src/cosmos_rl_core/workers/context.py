@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.control.address_file import present_address
+from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.observe.record import append_lines
 from cosmos_rl_core.observe.trace import Timeline
@@ -120,6 +121,7 @@ class Assignment:
     def building(self) -> Iterator[None]:
         """Context for building parts in the compute thread: exclusive in the process, timed, without collections."""
         context, begun = self.context, time.perf_counter()
+        quiet_torchao()  # transformers and diffusers import it
         context.log("building its part of the run")
         with context.build_lock, context.timeline.span("build"), collector_paused():
             yield
