@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_rl_core.observe.metrics import metric
+
 COOKBOOK = Path(__file__).parents[2] / "cookbook"
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]  # seconds each on an idle core; the machine may be a busy one
 
@@ -32,6 +34,15 @@ def before_and_after(run_dir, *, metric="eval/reward_mean"):
     """A metric on the held-out rows before the first step and after the last."""
     evaluations = lines(run_dir / "eval.jsonl")
     return evaluations[0][metric], evaluations[-1][metric]
+
+
+def all_are_described(*run_dirs):
+    """Whether docs/metrics.md has every metric of these runs."""
+    written = [line for run_dir in run_dirs for line in lines(run_dir / "metrics.jsonl")]
+    written += [
+        line for run_dir in run_dirs if (run_dir / "eval.jsonl").exists() for line in lines(run_dir / "eval.jsonl")
+    ]
+    return {name for line in written for name in line if metric(name) is None} == set()
 
 
 def test_one_file_grpo():
@@ -73,6 +84,7 @@ def test_llm_quickstart_shortened(tmp_path):
     assert losses[-1] < 0.7 * losses[0]
     before, after = before_and_after(tmp_path / "grpo")
     assert after > before + 0.1
+    assert all_are_described(tmp_path / "sft", tmp_path / "grpo")
 
 
 @pytest.mark.slow
@@ -101,6 +113,7 @@ def test_sft_on_chats(tmp_path):
     assert before > 2.5
     assert after < 1.2
     assert {line["rows_dropped"] for line in lines(tmp_path / "sft/metrics.jsonl")} == {0.0}
+    assert all_are_described(tmp_path / "sft")
 
 
 @pytest.mark.slow
@@ -121,6 +134,7 @@ def test_vla_quickstart_shortened(tmp_path):
     trained = lines(tmp_path / "run/ppo/metrics.jsonl")
     assert [line["step"] for line in trained] == [0, 1]
     assert abs(trained[0]["ratio_mean"] - 1) < 1e-3
+    assert all_are_described(tmp_path / "run/sft", tmp_path / "run/ppo")
     for evaluated in ("before", "after"):
         metrics = json.loads((tmp_path / "run" / evaluated / "eval.json").read_text())["metrics"]
         assert metrics["reward/success perturb=grey_images"]["count"] == 6

@@ -10,6 +10,7 @@ import pytest
 from cosmos_rl_core import run
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import WorkerFailed
+from cosmos_rl_core.observe.metrics import metric
 from cosmos_rl_core.observe.record import read_outcome
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.wire.channel import ConnectionClosed
@@ -51,6 +52,7 @@ def test_the_bandit_learns(tmp_path, placement):
     lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(30))
     assert max(line["staleness_max"] for line in lines) <= 1
+    assert {name for line in [*lines, *result.evaluations.values()] for name in line if metric(name) is None} == set()
     assert result.samples["issued"] == sum(n for state, n in result.samples.items() if state != "issued")
     check_records(result.run_dir)
 

@@ -8,6 +8,7 @@ import pytest
 from cosmos_rl_core import run
 from cosmos_rl_core.cli.init import init
 from cosmos_rl_core.launch.check import check
+from cosmos_rl_core.observe.metrics import metric
 from cosmos_rl_core.recipe.load import load_config
 
 README = Path(__file__).parents[1] / "README.md"
@@ -42,3 +43,4 @@ def test_the_recipe_of_init_runs_as_it_is_written_and_as_its_comments_say(tmp_pa
     assert result.run_dir == tmp_path / "runs/mine"
     assert {"reward/brightness", "reward/contrast"} <= result.metrics[-1].keys()
     assert all(line["grad_norm"] > 0 for line in result.metrics)
+    assert {name for line in result.metrics for name in line if metric(name) is None} == set()

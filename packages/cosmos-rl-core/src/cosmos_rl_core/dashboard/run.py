@@ -16,6 +16,7 @@ from cosmos_rl_core.dashboard.lines import Rows, read_object, short
 from cosmos_rl_core.dashboard.rollouts import Rollouts
 from cosmos_rl_core.dashboard.timeline import Timeline
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.metrics import notes
 from cosmos_rl_core.observe.record import EVENTS, OUTCOME, RUN
 
 RECIPE = "resolved.toml"
@@ -109,6 +110,7 @@ class Run:
             "health": [finding._asdict() for finding in found],
             "evaluations": self._evaluations.read(),
             "names": self.curves.names,
+            "notes": notes(self.curves.names),
             "steps": self.curves.steps,
         }
 

@@ -3,16 +3,6 @@ import { chart, legend } from './chart.js'
 import { clock, el, empty, fill, number, ofRun, seconds, store } from './dom.js'
 import { address } from './app.js'
 
-const MEANINGS = {
-  reward_mean: 'Mean reward of the sampled rollouts', reward_std: 'Standard deviation of the rewards', loss: 'The loss that is minimised; near 0 where rollouts are fresh',
-  grad_norm: 'Norm of the gradient before clipping', entropy: 'Mean entropy of a term: how undecided the policy is', kl: 'Distance to the reference policy',
-  mismatch_kl: 'KL of engine and policy on the same terms: near 0 where both compute the same', ratio_mean: 'Probability now over probability when it was sampled',
-  clip_fraction: 'Share of the terms whose gradient is clipped', zero_variance_fraction: 'Share of the groups with equal rewards, which train nothing',
-  truncated_fraction: 'Share of the rollouts that were cut off', staleness_mean: 'Versions between sampling and training', staleness_max: 'The oldest term of the step, in versions',
-  policy_idle_fraction: 'Share of the step in which the policy waited', rollout_idle_fraction: 'Share of the step in which rollout replicas waited',
-  terms_per_s: 'Trained terms per second', step_s: 'Seconds from step to step', sync_s: 'Seconds to publish the weights', sync_stall_s: 'Seconds in which the optimizer waited for engines that read weights',
-  packing_fraction: 'Share of a microbatch that is not padding', members: 'Connected workers', learning_rate: 'Learning rate', response_length_mean: 'Mean length of a rollout in terms',
-}
 const SECTIONS = [
   ['Learning', name => /^(reward|loss|accuracy|perplexity|return|value)/.test(name)],
   ['Health', name => /^(entropy|kl|mismatch|ratio|clip|grad|zero_var|truncated|response|staleness|learning_rate|skipped|advantage|groups|rows)/.test(name)],
@@ -70,7 +60,7 @@ export async function curves(view, ids, state) {
 
   function one(name) {
     const found = lines.flatMap((line, index) => line.series[name] ? [{ index, label: ids[index], x: line.x, ...line.series[name] }] : [])
-    return chart(found, { title: name, note: MEANINGS[name], smoothing, group: axis, unit: /bytes/.test(name) ? 'bytes' : '', onzoom: zoom, onreset: () => zoom(), onpick: several || axis !== 'step' ? null : step => { location.hash = address(ids, 'rollouts', { step: Math.round(step) }) } })
+    return chart(found, { title: name, note: over.find(run => run.notes[name])?.notes[name], smoothing, group: axis, unit: /bytes/.test(name) ? 'bytes' : '', onzoom: zoom, onreset: () => zoom(), onpick: several || axis !== 'step' ? null : step => { location.hash = address(ids, 'rollouts', { step: Math.round(step) }) } })
   }
 
   function heldOut() {
