@@ -5,7 +5,7 @@ import torch
 from wfm_fixtures import VOCABULARY, tiny_t5, tiny_tokenizer
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.captions import load_captions, load_images
+from cosmos_rl_wfm.models.captions import ImageEncoder, load_captions
 from cosmos_rl_wfm.models.folder import ModelFolder
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
@@ -176,7 +176,7 @@ def test_the_first_frame_is_embedded_as_by_the_pipeline_of_wan(tmp_path):
     pipeline = WanImageToVideoPipeline(**parts, **others)
     pixels = torch.arange(2 * 24 * 32 * 3).remainder(256).to(torch.uint8).view(2, 24, 32, 3)
     expected = pipeline.encode_image([Image.fromarray(image.numpy()) for image in pixels], torch.device("cpu"))
-    encode = load_images(folder(tmp_path, **parts), dtype=torch.float32, device=torch.device("cpu"))
+    encode = ImageEncoder(folder(tmp_path, **parts), dtype=torch.float32, device=torch.device("cpu"))
     found = encode(pixels)
     assert found.shape == (2, 5, 8)
     torch.testing.assert_close(found, expected)

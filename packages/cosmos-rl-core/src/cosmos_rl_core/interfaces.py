@@ -150,7 +150,19 @@ class Prepares(Protocol):
         ...
 
 
-class Teacher(Protocol):
+@runtime_checkable
+class HoldsTensors(Protocol):
+    """A policy, or a frozen model with tensors of its own: with [run] colocate they leave the GPU between turns."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Every tensor that it keeps between steps: parameters, buffers, averages, frozen encoders; no gradients.
+
+        One may appear several times. Averages that were not made yet are left out.
+        """
+        ...
+
+
+class Teacher(HoldsTensors, Protocol):
     """The frozen model of [teacher]. Called as a reference is; it reads the policy's inputs."""
 
     module: nn.Module
@@ -160,7 +172,7 @@ class Teacher(Protocol):
         ...
 
 
-class Policy(Protocol):
+class Policy(HoldsTensors, Protocol):
     """A trainable model that assigns log-probabilities to terms. All ranks of a replica call it together."""
 
     @property

@@ -100,6 +100,10 @@ class WFMDomain(DomainBase):
 
         return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 
+    def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The engine sleeps. Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
+        return options
+
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
         """The policy and the engine of this package. Implements `cosmos_rl_core.optional.NamesModules`."""
         return ("cosmos_rl_wfm.build", "cosmos_rl_wfm.engines.torch") if config.rollout.engine == "torch" else ()

@@ -12,7 +12,7 @@ A network with adapters has only these copied; of a sharded network each rank co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 
@@ -43,6 +43,10 @@ class Follower:
     def weights(self) -> Mapping[str, Tensor]:
         """Return the held tensors by checkpoint name; the first call makes them, equal to the trained ones."""
         return self._held
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the held tensors, none before they are made."""
+        return vars(self).get("_held", {}).values()
 
     @torch.no_grad()
     def follow(self, version: int) -> None:

@@ -60,11 +60,11 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
     found: list[Held] = []
     if size != BYTES["float32"]:  # parameters and, where they are trained, gradients and moments
         kept = (size if model.lora else 4 * size) * parts.kept_in_float32
-        found.append(Held(name="parameters kept in float32", bytes=kept, host=offloaded))
+        found.append(Held(name="parameters kept in float32", bytes=kept, host=offloaded, away=True))
     if model.ema is not None:
-        found.append(Held(name="average of the weights", bytes=copy, host=offloaded))
+        found.append(Held(name="average of the weights", bytes=copy, host=offloaded, away=True))
     if old is not None or model.pulls_to_average:
-        found.append(Held(name="weights that sample the rollouts", bytes=copy, host=offloaded))
+        found.append(Held(name="weights that sample the rollouts", bytes=copy, host=offloaded, away=True))
         found.append(Held(name="trained weights, set aside", bytes=rank.gradients, at=(OTHERS,), host=offloaded))
         found.append(Held(name="a forward pass", bytes=rank.gathered + rank.backward, at=(OTHERS,)))
     found.append(Held(name="captions and latents", bytes=parts.inputs(config.policy.microbatch_terms), at=(STEP,)))
@@ -83,7 +83,7 @@ def held_by_rollout(config: RunConfig) -> list[Held]:
     parts = _Parts(config)
     found = [*parts.encoders(at=(CAPTIONS,)), *parts.codec()]
     if (size := BYTES[config.model.dtype]) != BYTES["float32"]:
-        found.append(Held(name="parameters kept in float32", bytes=size * parts.kept_in_float32))
+        found.append(Held(name="parameters kept in float32", bytes=size * parts.kept_in_float32, away=True))
     found += parts.building(size, sharded=False)
     if config.model.given.max_frames:
         found += parts.encoding()
@@ -189,17 +189,17 @@ class _Parts:
             for name in _ENCODERS:
                 if name in self.folder.classes:
                     size = _weight_bytes(self.folder, name, dtype=self.model.dtype)
-                    yield Held(name=name.replace("_", " "), bytes=size, at=held)
+                    yield Held(name=name.replace("_", " "), bytes=size, at=held, away=not only)
             yield Held(name="a caption's embedding", bytes=self._embedding_bytes(), at=at)
         if not only:
             yield Held(name="cached captions", bytes=self.model.text.cache_bytes, host=True)
 
     def codec(self) -> Iterator[Held]:
         """The autoencoder, and the image encoder where there is one."""
-        yield Held(name="autoencoder", bytes=self.codec_bytes.weights)
+        yield Held(name="autoencoder", bytes=self.codec_bytes.weights, away=True)
         if self.folder is not None and self.folder.has("image_encoder"):
             size = _weight_bytes(self.folder, "image_encoder", dtype=self.model.dtype)
-            yield Held(name="image encoder", bytes=size)
+            yield Held(name="image encoder", bytes=size, away=True)
 
     def encoding(self) -> Iterator[Held]:
         yield Held(name="encoding of a clip", bytes=self.codec_bytes.encode, at=(CLIPS,))

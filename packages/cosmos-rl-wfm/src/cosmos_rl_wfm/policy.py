@@ -9,7 +9,7 @@ is flow matching: supervised training, and DDRL's data term.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,6 +106,14 @@ class FlowPolicy(PolicyBase[nn.Module]):
         if self._average_is_reference and self._average is not None:
             return FollowerReference(self, self._average)
         return super().reference()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Those of the model with its codec and encoders, the averages, and the unconditional caption."""
+        yield from self._model.tensors()
+        for follower in self._followers:
+            yield from follower.tensors()
+        if self._unconditional is not None:
+            yield from self._unconditional.tensors().values()
 
     def weights(self) -> dict[str, Tensor]:
         """Live tensors by checkpoint name, with old weights as `old:<name>` and averages as `average:<name>`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cosmos_rl_core.assemble import engine_options
@@ -33,8 +33,6 @@ CONTEXT_BYTES = 600 * 2**20
 COMMUNICATOR_BYTES = 200 * 2**20
 """Buffers of one NCCL communicator within a node and between nodes; an assumption, not measured."""
 CONTEXT, COMMUNICATORS = "CUDA context", "NCCL communicators"
-AWAY = ("parameters", "optimizer", "reference of the KL term", "teacher")
-"""Parts of a policy rank that are in the host's memory outside of its turns."""
 SMALLEST_MICROBATCH = 512
 """Tokens; smaller microbatches do not use a device efficiently."""
 ITEM_BYTES = {**BYTES, "float16": 2}
@@ -72,9 +70,9 @@ def policy_needs(
     counts = domain if isinstance(domain, CountsMemory) else None
     policy_dtype = config.policy.precision.parameters
     parts = [
-        Held(name="parameters", bytes=rank.parameters, host=offloaded),
+        Held(name="parameters", bytes=rank.parameters, host=offloaded, away=True),
         Held(name="gradients", bytes=rank.gradients, host=offloaded),
-        Held(name="optimizer", bytes=rank.optimizer, host=offloaded),
+        Held(name="optimizer", bytes=rank.optimizer, host=offloaded, away=True),
         Held(name="gathered parameters", bytes=rank.gathered, at=(STEP,)),
         Held(name="gradients to be summed", bytes=rank.reduction, at=(STEP,)),
         Held(name="activations", bytes=rank.activations, at=(STEP,), host=memory.activation_offload),
@@ -85,18 +83,15 @@ def policy_needs(
     if _copies_reference(shape, config, counts):
         held = policy_dtype if dims.world_size == 1 else shape.reference_dtype or policy_dtype
         size = rank.parameters * BYTES[held] // BYTES[policy_dtype]
-        parts.append(Held(name="reference of the KL term", bytes=size, host=offloaded))
+        parts.append(Held(name="reference of the KL term", bytes=size, host=offloaded, away=True))
     if gpu:
         parts += [Held(name=CONTEXT, bytes=CONTEXT_BYTES), *_communicators(dims)]
-    if config.run.colocate and gpu:
-        away = [part for part in parts if part.name in AWAY and not part.host]
-        parts += [
-            Held(name=f"{part.name} while rollouts have their turn", bytes=part.bytes, host=True) for part in away
-        ]
     if not config.is_sft:
         parts += _publishing(shape, config, domain, rank, gpu=gpu)
     if counts is not None:
         parts += counts.held_by_policy(config, rank)
+    if config.run.colocate and gpu:
+        parts += _between_turns(parts, "rollouts have their turn")
     return Needs(process="a policy rank", parts=tuple(parts))
 
 
@@ -150,9 +145,7 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
     if isinstance(domain, SpreadsEngines):
         gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
     dtype = engine_dtype(config, domain, computed=shape.compute_dtype)
-    parts = [Held(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus))]
-    if config.run.colocate and gpu:
-        parts.append(Held(name="weights while the policy has its turn", bytes=parts[0].bytes, host=True))
+    parts = [Held(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus), away=True)]
     if config.sync.staging == "shadow":
         sent *= ITEM_BYTES[sent_dtype(config, domain, computed=shape.compute_dtype)]
         parts.append(Held(name="next version, staged", bytes=sent, host=True))
@@ -163,9 +156,17 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
         parts += domain.held_by_rollout(config)
     else:
         parts.append(Held(name="the engine's caches and activations", bytes=None))
+    if config.run.colocate and gpu:
+        parts += _between_turns(parts, "the policy has its turn")
     if gpu:
         parts.append(Held(name=CONTEXT, bytes=CONTEXT_BYTES))
     return Needs(process="a rollout replica", parts=tuple(parts))
+
+
+def _between_turns(parts: Sequence[Held], time: str) -> list[Held]:
+    """Copies in the host's memory of the parts that leave the GPU between turns."""
+    away = [part for part in parts if part.away and not part.host]
+    return [Held(name=f"{part.name} while {time}", bytes=part.bytes, host=True) for part in away]
 
 
 def staying(needs: Needs) -> int:

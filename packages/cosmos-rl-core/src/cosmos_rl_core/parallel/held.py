@@ -29,6 +29,8 @@ class Held:
     """Times at which it is held; none: always after `START`."""
     host: bool = False
     """In the host's memory; on a CPU it is the same memory."""
+    away: bool = False
+    """With [run] colocate in the host's memory between the turns of its process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

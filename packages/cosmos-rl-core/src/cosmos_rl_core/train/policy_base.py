@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -14,6 +14,7 @@ from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.gradients import accumulate
 from cosmos_rl_core.parallel.lora import reference_of
+from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,6 +45,10 @@ class PolicyBase(ABC, Generic[M]):
 
     def stepped(self, version: int) -> None:
         """No-op: the policy keeps no average of its weights."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Parameters and buffers of the module."""
+        return tensors_of(self.module)
 
     def second_copies(self) -> Sequence[nn.Parameter]:
         """Empty: a whole model has its tied matrices once."""

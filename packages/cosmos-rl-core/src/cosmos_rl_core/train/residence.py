@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from cosmos_rl_core.gpu_turn import RankTurn
-from cosmos_rl_core.interfaces import Reference, Teacher
+from cosmos_rl_core.interfaces import HoldsTensors, Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.train.trainer import Trainer
@@ -103,10 +103,10 @@ class TurnResidence(Residence):
         if self._kept is None:
             return
         trainer, frozen = self._kept
-        for module in (trainer.policy.module, *(getattr(each, "module", None) for each in frozen)):
-            if isinstance(module, nn.Module):
-                yield from module.parameters()
-                yield from module.buffers()
-        yield from trainer.policy.weights().values()
+        yield from trainer.policy.weights().values()  # the first call makes averages,
+        yield from trainer.policy.rollout_weights().values()  # and these are read between turns
+        for each in (trainer.policy, *frozen):
+            if isinstance(each, HoldsTensors):
+                yield from each.tensors()
         for state in trainer.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

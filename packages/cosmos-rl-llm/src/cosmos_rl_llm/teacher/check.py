@@ -133,11 +133,11 @@ def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[Held, ...]
     found = estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms)
     parameters = found.parameters * (size if spread else held) // held
     offloaded = policy.memory.parameter_offload and spread
-    parts = [Held(name="teacher", bytes=parameters, host=offloaded)]
+    parts = [Held(name="teacher", bytes=parameters, host=offloaded, away=True)]
     if spread:
         parts += [
             Held(name="teacher, as it is filled", bytes=parameters, at=(START,), host=offloaded),
-            Held(name="teacher's output head, whole", bytes=shape.vocabulary * shape.hidden * size),
+            Held(name="teacher's output head, whole", bytes=shape.vocabulary * shape.hidden * size, away=True),
             Held(name="teacher's gathered parameters", bytes=found.gathered, at=(TEACHES,)),
         ]
     if config.teacher.loss == "divergence":

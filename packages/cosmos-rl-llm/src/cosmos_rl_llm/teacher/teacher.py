@@ -12,7 +12,7 @@ other parts of the teacher are sharded.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.dtensor import whole
+from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.types import Microbatch
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.media.item import VisionFamily
@@ -57,6 +58,12 @@ class Teacher:
         self.module.returns_hidden = True
         if config.loss == "divergence":
             policy.module.compare = self.compare
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Parameters and buffers, and the whole output head, where the decoder is sharded."""
+        yield from tensors_of(self.module)
+        if self._own_head is not None:
+            yield from (tensor for tensor in (self._own_head.weight, self._own_head.bias) if tensor is not None)
 
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Mapping[str, Tensor]:

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import nn
 
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.parallel.memory.swap import Swap
+from cosmos_rl_core.parallel.memory.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
@@ -135,7 +135,7 @@ class SimulationEngine(ThreadedEngine[Request]):
         self._model, self._weights, self._observer, self._pool = model, weights, observer, pool
         module = cast(nn.Module, model)
         self._device = next(module.parameters()).device
-        self._swap = Swap(lambda: [*module.parameters(), *module.buffers()])
+        self._swap = Swap(lambda: tensors_of(module))
         self._max_attempts = options.max_attempts
         self._steady_rows = options.slots if options.steady else 0
         self._episodes: deque[Running] = deque()

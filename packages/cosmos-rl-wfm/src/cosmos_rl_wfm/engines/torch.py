@@ -20,6 +20,7 @@ import torch
 from pydantic import Field
 
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
@@ -123,7 +124,7 @@ class _Cancelled(Exception):
 
 
 class FlowEngine(ThreadedEngine[Request]):
-    """Implements `interfaces.RolloutEngine` over a model of diffusers."""
+    """Implements `interfaces.Sleeps` over a model of diffusers."""
 
     def __init__(
         self, model: DiffusersModel, *, size: Size, conditions: Conditions, options: TorchEngineOptions
@@ -134,9 +135,17 @@ class FlowEngine(ThreadedEngine[Request]):
         self._shift = model.traits.shift
         self._conditions = conditions
         self._at_once = options.samples_at_once
+        self._swap = Swap(model.tensors)
 
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self._model.network)
+
+    async def sleep(self) -> None:
+        """Move network, codec and encoders to the host's memory."""
+        await self._call(self._swap.out)
+
+    async def wake(self) -> None:
+        await self._call(self._swap.back)
 
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: FlowSampling, seed: int

@@ -21,10 +21,9 @@ from cosmos_rl_wfm.models.base import Grid
 from cosmos_rl_wfm.models.captions import (
     CachedCaptions,
     CaptionEncoder,
-    EncodeImages,
+    ImageEncoder,
     WordEncoder,
     load_captions,
-    load_images,
 )
 from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class
 from cosmos_rl_wfm.models.codec import Codec, PixelCodec, make_codec
@@ -221,10 +220,10 @@ def _captions(
     )
 
 
-def _images(config: WFMModelConfig, folder: ModelFolder | None, *, device: torch.device) -> EncodeImages | None:
+def _images(config: WFMModelConfig, folder: ModelFolder | None, *, device: torch.device) -> ImageEncoder | None:
     if folder is None or not folder.has("image_encoder"):
         return None
-    return load_images(folder, dtype=getattr(torch, config.dtype), device=device)
+    return ImageEncoder(folder, dtype=getattr(torch, config.dtype), device=device)
 
 
 def _traits(config: WFMModelConfig, family: Family, folder: ModelFolder | None) -> Traits:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import html
 import re
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Condition
@@ -28,6 +28,11 @@ _SYSTEM = "You are a helpful assistant who will provide prompts to an image gene
 
 class CaptionEncoder(Protocol):
     """captions -> Condition with text [B, L, E] and mask [B, L], on the encoder's device."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Networks of the encoder."""
+        ...
 
     def __call__(self, captions: Sequence[str]) -> Condition: ...
 
@@ -108,6 +113,10 @@ class _T5:
     def __init__(self, tokenizer: Any, encoder: Any, *, length: int) -> None:
         self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return (self._encoder,)
+
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
         ids, mask = _tokens(self._tokenizer, [_plain(caption) for caption in captions], length=self._length)
@@ -119,6 +128,10 @@ class _T5:
 class _Qwen:
     def __init__(self, tokenizer: Any, encoder: Any, *, length: int) -> None:
         self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return (self._encoder,)
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
@@ -152,6 +165,10 @@ class _StableDiffusion3:
     def __init__(self, *, clips: Sequence[tuple[Any, Any]], t5: tuple[Any, Any], length: int) -> None:
         self._clips, self._t5, self._length = clips, t5, length
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return tuple(encoder for _, encoder in (*self._clips, self._t5))
+
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
         tokenizer, encoder = self._t5
@@ -176,6 +193,10 @@ class _Gemma:
         self._instruction, self._bare = instruction, bare
         tokenizer.padding_side = "right"
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return (self._encoder,)
+
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
         """Embed captions after the instruction; only the first of its states is kept, the start of the sequence."""
@@ -195,25 +216,29 @@ class _Gemma:
         return hidden[:, kept], mask[:, kept].bool()
 
 
-EncodeImages = Callable[[Tensor], Tensor]
-"""uint8 [B, H, W, 3] -> [B, N, I]."""
+class ImageEncoder:
+    """A pipeline's image encoder (CLIP vision, Wan2.1 image to video)."""
 
+    def __init__(self, folder: ModelFolder, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._device, self._dtype = device, dtype
+        self._encoder = load_part(folder, "image_encoder", dtype=dtype).to(device)
+        self._processor = load_part(folder, "image_processor", dtype=None)
 
-def load_images(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device) -> EncodeImages:
-    """Load a pipeline's image encoder (CLIP vision, Wan2.1 image to video): hidden states before the last layer."""
-    encoder = load_part(folder, "image_encoder", dtype=dtype).to(device)
-    processor = load_part(folder, "image_processor", dtype=None)
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return (self._encoder,)
 
     @torch.no_grad()
-    def encode(images: Tensor) -> Tensor:
-        pixels = processor(images=list(images.cpu().numpy()), return_tensors="pt").pixel_values
-        return encoder(pixels.to(device, dtype), output_hidden_states=True).hidden_states[-2]
-
-    return encode
+    def __call__(self, images: Tensor) -> Tensor:
+        """uint8 [B, H, W, 3] -> [B, N, I]: hidden states before the last layer."""
+        pixels = self._processor(images=list(images.cpu().numpy()), return_tensors="pt").pixel_values
+        return self._encoder(pixels.to(self._device, self._dtype), output_hidden_states=True).hidden_states[-2]
 
 
 class CachedCaptions:
     """Embeds only the empty caption, as zeros; all others come from `pad_text`."""
+
+    modules: Sequence[nn.Module] = ()
 
     def __init__(self, *, width: int, length: int, pooled_width: int | None = None) -> None:
         self._width, self._length, self._pooled_width = width, length, pooled_width
@@ -258,6 +283,8 @@ class WordEncoder:
 
     The pooled vector of a caption is seeded by the whole caption in the same way.
     """
+
+    modules: Sequence[nn.Module] = ()
 
     def __init__(self, *, width: int, length: int, seed: int = 0, pooled_width: int | None = None) -> None:
         """`length`: most words of a caption; further words are dropped."""

@@ -5,10 +5,11 @@ uint8 [B, F, H, W, 3] -> float [B, 3, F, H, W] in [-1, 1] -- encode --> normalis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 class Codec(Protocol):
     """clips float32 [B, 3, F, H, W] in [-1, 1] <-> normalised latents float32 [B, C, f, h, w]."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Networks of the codec."""
+        ...
 
     def encode(self, clips: Tensor) -> Tensor: ...
 
@@ -38,6 +44,8 @@ def to_video(clips: Tensor) -> Tensor:
 
 class PixelCodec:
     """Latents are the pixels, in colour or grey."""
+
+    modules: Sequence[nn.Module] = ()
 
     def __init__(self, *, channels: int) -> None:
         """Raises UserError for other than 3 (colour) or 1 (grey) channels."""
@@ -62,6 +70,10 @@ class VideoVae:
         self._mean = torch.tensor(vae.config["latents_mean"]).view(shape)
         self._std = torch.tensor(vae.config["latents_std"]).view(shape)
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return (self._vae,)
+
     def encode(self, clips: Tensor) -> Tensor:
         """Encode to the posterior's mode, which is deterministic, so that latents can be cached."""
         latents = self._vae.encode(_onto(clips, self._vae), return_dict=False)[0].mode().float()
@@ -80,6 +92,10 @@ class ImageVae:
         self._vae: Any = vae
         self._scale = vae.config["scaling_factor"] or 1.0
         self._shift = vae.config.get("shift_factor") or 0.0
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return (self._vae,)
 
     def encode(self, clips: Tensor) -> Tensor:
         encoded = self._vae.encode(_onto(_one_frame(clips), self._vae), return_dict=False)[0]

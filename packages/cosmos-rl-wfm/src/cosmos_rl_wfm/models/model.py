@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.parallel.lora import adapter_weights, write_adapter_config
+from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_wfm.models.base import Condition, Grid, Size
-from cosmos_rl_wfm.models.captions import CaptionEncoder, EncodeImages, pad_text
+from cosmos_rl_wfm.models.captions import CaptionEncoder, ImageEncoder, pad_text
 from cosmos_rl_wfm.models.codec import Codec, to_clips, to_video
 from cosmos_rl_wfm.models.config import Guidance
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
@@ -59,7 +60,7 @@ class DiffusersModel:
         traits: Traits,
         codec: Codec | None = None,
         captions: CaptionEncoder | None = None,
-        images: EncodeImages | None = None,
+        images: ImageEncoder | None = None,
         source: ModelFolder | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class DiffusersModel:
         *,
         codec: Codec | None = None,
         captions: CaptionEncoder | None = None,
-        images: EncodeImages | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
         """Add parts that the model was built without."""
         self._codec, self._captions = codec or self._codec, captions or self._captions
@@ -164,6 +165,13 @@ class DiffusersModel:
         with torch.autocast(latents.device.type, dtype=self._compute_dtype) if mixed else nullcontext():
             v = self.family.velocity(self.network, latents.float(), times.float(), condition)
         return v.float()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield parameters and buffers of all parts: network, codec, encoders of captions and images."""
+        yield from tensors_of(self.network)
+        for part in (self._codec, self._captions, self._images):
+            if part is not None:
+                yield from tensors_of(*part.modules)
 
     def weights(self) -> dict[str, Tensor]:
         """Live tensors by checkpoint name, tied tensors once; with adapters only those."""

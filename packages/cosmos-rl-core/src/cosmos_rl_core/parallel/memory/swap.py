@@ -1,6 +1,6 @@
 """Tensors of a GPU that are swapped out to pinned host memory and back, as the tensors they are.
 
-    swap = Swap(lambda: [*module.parameters(), *optimizer_state])
+    swap = Swap(lambda: [*tensors_of(module), *optimizer_state])
     swap.out()                      # their storages are freed; the host has the values
     swap.readable(weights)          # the values as host tensors
     swap.back()
@@ -11,11 +11,11 @@ on the pretend device of `cosmos_rl_core.testing.pretend_cuda`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.parallel.device import pinned
@@ -97,6 +97,13 @@ class Swap:
             total += -(-key[1] // _ALIGNED) * _ALIGNED
         block = pinned(total, device)
         self._buffers |= {key: block[start : start + key[1]] for key, start in starts.items()}
+
+
+def tensors_of(*modules: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of modules."""
+    for module in modules:
+        yield from module.parameters()
+        yield from module.buffers()
 
 
 def _key(local: Tensor) -> int:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.axes.linear import MIN_ROWS
 from cosmos_rl_core.parallel.device import exact_products
-from cosmos_rl_core.parallel.memory.swap import Swap
+from cosmos_rl_core.parallel.memory.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Encoded
@@ -133,7 +133,7 @@ class TorchEngine(ThreadedEngine[Request]):
         check_generation(model)
         super().__init__("torch-engine", version=version)
         self._model, self._trained = model, trained_weights(model).keys()
-        self._swap = Swap(lambda: [*model.parameters(), *model.buffers()])
+        self._swap = Swap(lambda: tensors_of(model))
         self._encode, self._decode = encode, decode
         self._decode_prompt = decode_prompt or decode
         self._max_length = max_length or context_length(model)
