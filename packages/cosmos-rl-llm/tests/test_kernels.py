@@ -217,6 +217,38 @@ def fake_flash_attn_varlen(calls, query, key, value, ends_q, ends_k, max_q, max_
     return torch.cat(outputs)
 
 
+SHOWN = [-1, 0, 0, 0, 0, -1, -1, 1, 1, 1, 1, 2, 2, -1, -1], [-1, 0, 0, 0, 0, -1, -1], [0, 0, 0, 0], [-1, -1]
+"""Pictures of four sequences; the second shares the rows of the first one's beginning."""
+
+
+@pytest.mark.parametrize(
+    "scoring",
+    [{}, {"window": 1}, {"window": 3}, {"window": 6}, {"window": 100}, {"softcap": 2.0, "window": 3}, {"sinks": SINKS}],
+    ids=str,
+)
+def test_tokens_of_a_picture_attend_in_both_directions(scoring):
+    lengths, generator = [len(each) for each in SHOWN], torch.Generator().manual_seed(0)
+    rows = np.concatenate([np.arange(15), np.arange(7), np.arange(6) + 15])
+    given = [torch.randn(1, heads, 21, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    scoring = Scoring(scale=0.3, **scoring)
+    output = PackedLayout.of(lengths, rows=rows, shown=np.concatenate(SHOWN)).attend(*given, scoring)
+    for end, numbers in zip(np.cumsum(lengths), SHOWN):
+        places = torch.from_numpy(rows[end - len(numbers) : end])
+        query, key, value = (x[:, :, places] for x in given)
+        shown, distance = torch.tensor(numbers), torch.arange(len(numbers))[:, None] - torch.arange(len(numbers))
+        seen = (distance >= 0) | (shown[:, None] == shown) & (shown >= 0)
+        seen = seen & (distance < (scoring.window or 100))
+        scores = query.unflatten(1, (2, 2)) * 0.3 @ key[:, :, None].transpose(-1, -2)
+        mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))
+        wanted = (scoring.weights(scores, mask) @ value[:, :, None]).flatten(1, 2).transpose(1, 2)
+        torch.testing.assert_close(output[:, places], wanted, rtol=0, atol=1e-6)
+        for found, right in zip(
+            torch.autograd.grad(output[:, places].sum(), given, retain_graph=True),
+            torch.autograd.grad(wanted.sum(), given, retain_graph=True),
+        ):
+            torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
+
+
 def test_queries_that_are_not_the_end_of_their_sequence_stay_in_blocks():
     assert Ragged.of([3, 3], np.array([0, 1, 2, 3, 1, 2])) is None
     assert Ragged.of([2, 2], np.array([2, 3, 0, 1])) is None

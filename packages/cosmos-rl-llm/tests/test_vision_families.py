@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedTokenizerFast
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
 from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
+from cosmos_rl_llm.media.item import expand, view_of
 from cosmos_rl_llm.media.vision import FAMILIES, find_family
 from cosmos_rl_llm.model.miniature import shrink
 from cosmos_rl_llm.policy.probe import compare, family_miniature
@@ -71,6 +73,7 @@ def test_a_placeholder_expands_as_in_transformers(name, size, tmp_path):
         global_image_token="<global-img>",
         start_image_token="<img>",
         end_image_token="</img>",
+        full_image_sequence=f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n",
         patch_size=4,
         num_additional_image_tokens=1,
         vision_feature_select_strategy="default",
@@ -80,6 +83,22 @@ def test_a_placeholder_expands_as_in_transformers(name, size, tmp_path):
     assert family.num_tokens(item) == wanted.count(processor.image_token)
     pixels = found["pixel_values"]
     np.testing.assert_array_equal(item.pixels, pixels[0] if name in ("idefics3", "smolvlm") else pixels)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (90, 33)], ids=str)
+def test_gemma_3_is_processed_as_by_its_own_processor(size, tmp_path):
+    family = family_of(make("gemma3"), tmp_path)
+    signs = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path, extra_special_tokens=signs)
+    processor = Gemma3Processor(family.image_processor, tokenizer, image_seq_length=4)
+    shown = [picture(*size, seed=seed) for seed in range(2)]
+    text = "<user> <start_of_image> <start_of_image> what colour ? <bot> "
+    wanted = processor(images=shown, text=text, return_tensors="np", add_special_tokens=False)
+    items = [family.image(each) for each in shown]
+    tokens = np.asarray(tokenizer(expand(text, items, family), add_special_tokens=False)["input_ids"])
+    np.testing.assert_array_equal(tokens, wanted["input_ids"][0])
+    np.testing.assert_array_equal(view_of(tokens, items, family).index >= 0, wanted["token_type_ids"][0] == 1)
+    np.testing.assert_array_equal(np.concatenate([item.pixels for item in items]), wanted["pixel_values"])
 
 
 def test_every_family_is_tested():
@@ -110,6 +129,7 @@ def test_a_processing_of_another_family_is_refused(name, tmp_path):
         ("smolvlm", {"max_image_size": {"longest_edge": 512}}, "max_image_size = 512, and the model has 16"),
         ("internvl", {"size": {"height": 448, "width": 448}}, r"size = \(448, 448\), and the model has \(16, 16\)"),
         ("llava", {"crop_size": 224}, r"crop_size = \(224, 224\), and the model has \(16, 16\)"),
+        ("gemma3", {"size": {"height": 896, "width": 896}}, r"size = \(896, 896\), and the model has \(16, 16\)"),
     ],
 )
 def test_a_processing_of_another_size_is_refused(name, changed, reason, tmp_path):
@@ -129,7 +149,7 @@ def test_a_processing_is_also_read_from_the_file_of_newer_checkpoints(tmp_path):
     assert find_family(str(tmp_path), model.config).image(picture(32, 40, seed=0)).digest == wanted.digest
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mllama"])
+@pytest.mark.parametrize("name", ["paligemma", "mllama"])
 def test_a_family_that_is_not_supported_is_named(name, tmp_path):
     with pytest.raises(UserError, match=f"pictures of {name} are not supported, only of qwen2_vl, "):
         find_family(str(tmp_path), config_of(name))

@@ -87,7 +87,7 @@ def test_axes_together(family, dims, parallel, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe", "idefics3", "smolvlm", "internvl", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe", "idefics3", "smolvlm", "internvl", "llava", "gemma3"])
 @pytest.mark.parametrize(
     ("dims", "parallel"), [({"dp_shard": 2}, None), ({"tp": 2}, SEQUENCE), ({"cp": 2}, None), ({"pp": 2}, None)]
 )

@@ -47,10 +47,10 @@ Results = dict[str, np.ndarray]
 
 VOCABULARY = 61
 """Odd, so that ranks hold parts of different sizes."""
-_FIRST_WORD = 30
+_FIRST_WORD = 32
 """Tokens before it are placeholders of pictures and their like in the tiny vision-language models."""
 NUM_STEPS = 5
-VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "smolvlm", "internvl", "llava")
+VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "smolvlm", "internvl", "llava", "gemma3")
 """Vision-language families, see `tiny_vision`."""
 
 _COMMON = {

@@ -41,6 +41,9 @@ WORDS = [
     "<img>",
     "</img>",
     "<IMG_CONTEXT>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
 ]
 TEMPLATE = (
     "{% for m in messages %}{{ '<user>' if m.role == 'user' else '<bot>' }} {% if m.content is string %}{{ m.content }}"
@@ -129,6 +132,22 @@ CONFIGS: dict[str, dict[str, object]] = {
     "smolvlm": {"vision_config": _SIGLIP, "scale_factor": 2, **_IDEFICS},
     "internvl": {"vision_config": _INTERN, **_TILED, "image_token_id": WORDS.index("<IMG_CONTEXT>")},
     "llava": {"vision_config": {**_SIGLIP, "model_type": "clip_vision_model"}, **_TILED},
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma3_text",
+            "head_dim": 12,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 3,  # shorter than a picture
+            "sliding_window_pattern": 2,
+        },
+        "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "image_token_id": WORDS.index("<image_soft_token>"),
+        "boi_token_id": WORDS.index("<start_of_image>"),
+        "eoi_token_id": WORDS.index("<end_of_image>"),
+        "initializer_range": 0.1,
+    },
 }
 NAMES = tuple(CONFIGS)
 WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -146,6 +165,7 @@ PROCESSING: dict[str, dict[str, object]] = {
     "smolvlm": {"image_processor_type": "SmolVLMImageProcessorFast", **_IDEFICS_PROCESSING},
     "internvl": {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 16, "width": 16}},
     "llava": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "crop_size": 16},
+    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
 }
 """The image processor's file of each family."""
 
@@ -156,7 +176,12 @@ def make(name: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
     config = copy.deepcopy(CONFIGS[name])
     config["text_config"]["num_hidden_layers"] = num_layers
     built = AutoConfig.for_model(name, **config)
-    return AutoModelForImageTextToText.from_config(built, attn_implementation="sdpa").eval()
+    model = AutoModelForImageTextToText.from_config(built, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2 and not parameter.any():  # Gemma 3's projector, which would show nothing
+                parameter.normal_(std=0.1)
+    return model
 
 
 def write_processing(directory: Path, name: str = "qwen3_vl") -> None:
@@ -170,7 +195,8 @@ def write_processing(directory: Path, name: str = "qwen3_vl") -> None:
         unk_token="<unk>",
         additional_special_tokens=[word for word in WORDS[3:] if word[0] == "<" and word[1:]],
     )
-    fast.chat_template = TEMPLATE.replace(SIGNS[2], WORDS[CONFIGS[name]["image_token_id"]])
+    sign = CONFIGS[name].get("boi_token_id", CONFIGS[name]["image_token_id"])
+    fast.chat_template = TEMPLATE.replace(SIGNS[2], WORDS[sign])
     fast.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSING[name]))
     if name in ("idefics3", "smolvlm"):  # read by transformers' processor, which vLLM makes
@@ -224,6 +250,8 @@ def plain_logprobs(
         positions, _ = model.model.get_rope_index(
             ids, kinds, inputs.get("image_grid_thw"), inputs.get("video_grid_thw"), **spaced
         )
+    if family.two_way:
+        inputs["token_type_ids"] = (ids == family.token_ids["image"]).int()
     logits = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), **inputs).logits[0]
     logits = logits[len(tokens) - 1 :].clone()
     logits[:, list(family.token_ids.values())] -= 1e4

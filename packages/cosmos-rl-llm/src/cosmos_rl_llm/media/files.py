@@ -20,6 +20,7 @@ from cosmos_rl_core.errors import UserError
 NAMES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 _MODULES = {"CLIP": "clip", "Llava": "llava", "Siglip": "siglip", "Qwen2VL": "qwen2_vl", "GotOcr2": "got_ocr2"} | {
+    "Gemma3": "gemma3",
     "Idefics3": "idefics3",
     "SmolVLM": "smolvlm",
 }

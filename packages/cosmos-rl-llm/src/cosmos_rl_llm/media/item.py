@@ -133,6 +133,11 @@ class VisionFamily(Protocol):
         ...
 
     @property
+    def two_way(self) -> bool:
+        """Whether the tokens of a picture attend to each other in both directions."""
+        ...
+
+    @property
     def files(self) -> Mapping[str, str]:
         """Names and texts of the processing's files, which a trained checkpoint has too."""
         ...

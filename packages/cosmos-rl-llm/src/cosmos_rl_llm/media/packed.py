@@ -87,6 +87,14 @@ def add_blanks(inputs: Mapping[str, Tensor], family: VisionFamily, *, always: bo
     return {**inputs, **joined}
 
 
+def two_way_items(inputs: Mapping[str, Tensor], family: VisionFamily | None, *, length: int) -> np.ndarray | None:
+    """Return the showing of each of `length` tokens, -1 for text and padding; None unless attention is two-way."""
+    if family is None or not family.two_way or "item_index" not in inputs:
+        return None
+    index = inputs["item_index"].numpy()
+    return np.pad(index, (0, length - len(index)), constant_values=-1)
+
+
 def digests(inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the digest of each token's item [L] int64, -1 for text."""
     of_showings = torch.cat([inputs["item_digest"][inputs["item_shown"]], torch.tensor([-1])])

@@ -49,6 +49,7 @@ class QwenVision:
     """Whether the time of each step of a video is text (Qwen3-VL)."""
     tokens_per_second: float | None = None
     """Positions a second of video (Qwen2.5-VL); None: a step is one position."""
+    two_way: bool = False
 
     @classmethod
     def of(cls, files: ProcessorFiles, config: PreTrainedConfig) -> Self:

@@ -1,13 +1,14 @@
-"""Families whose tower takes pictures of one size: Idefics3 and SmolVLM, InternVL, Llava.
+"""Families whose tower takes pictures of one size: Idefics3 and SmolVLM, InternVL, Llava, Gemma 3.
 
     picture [H, W, 3] -> tiles [n, 3, S, S] -> n times the same number of tokens; positions count as those of text
 
     Idefics3, SmolVLM   rows x columns of tiles and the whole picture; rows and columns are written between the tokens
     InternVL            tiles that fit the picture's proportions, and the whole picture, in one run of tokens
     Llava               one tile, the middle of the picture
+    Gemma 3             one tile, the whole picture; its tokens attend to each other in both directions
 
 Sources: transformers' processing and modeling files of the families; arXiv:2408.12637 (Idefics3), arXiv:2504.05299
-(SmolVLM), arXiv:2404.16821 (InternVL), arXiv:2304.08485 (Llava).
+(SmolVLM), arXiv:2404.16821 (InternVL), arXiv:2304.08485 (Llava), arXiv:2503.19786 (Gemma 3).
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class TiledVision(ABC):
     """The token that the tower's outputs replace."""
     files: Mapping[str, str]
     """Names and texts of the processing's files."""
+    two_way: bool = False
+    """Whether the tokens of a picture attend to each other in both directions."""
 
     @property
     @abstractmethod
@@ -215,6 +218,35 @@ class LlavaVision(TiledVision):
 
     def expansion(self, item: Item) -> str:
         return self.sign * self.num_tokens(item)
+
+
+class GemmaVision(TiledVision):
+    """Gemma 3 without pan and scan, which transformers' processor leaves off too unless a caller asks for it."""
+
+    @classmethod
+    def of(cls, files: ProcessorFiles, config: PreTrainedConfig) -> Self:
+        processor, side = files.image_processor("Gemma3"), int(config.vision_config.image_size)
+        files.agree("size", (processor.size["height"], processor.size["width"]), (side, side))
+        return cls(
+            kind=files.kind,
+            image_processor=processor,
+            tile=(side, side),
+            tokens_per_tile=config.mm_tokens_per_image,
+            token_id=config.image_token_id,
+            files=files.texts,
+            two_way=True,
+        )
+
+    @property
+    def sign(self) -> str:
+        return "<start_of_image>"
+
+    def expansion(self, item: Item) -> str:
+        return f"\n\n{self.sign}{'<image_soft_token>' * self.num_tokens(item)}<end_of_image>\n\n"
+
+    def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
+        found = self.image_processor(picture, return_tensors="np", do_pan_and_scan=False)
+        return found["pixel_values"], (1, 1, 1)
 
 
 def _sides(size: int | Sequence[int]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand_spans, view_of
 from cosmos_rl_llm.media.qwen import QwenVision
 from cosmos_rl_llm.media.source import decode_picture, decode_video, location, read_bytes
-from cosmos_rl_llm.media.tiles import IdeficsVision, InternVision, LlavaVision
+from cosmos_rl_llm.media.tiles import GemmaVision, IdeficsVision, InternVision, LlavaVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, Callable[[ProcessorFiles, PreTrainedConfig], VisionFamily
     **dict.fromkeys(("idefics3", "smolvlm"), IdeficsVision.of),
     "internvl": InternVision.of,
     "llava": LlavaVision.of,
+    "gemma3": GemmaVision.of,
 }
 """By the model_type of a model's configuration."""
 

@@ -68,7 +68,8 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
     # Keys of few families
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "adapter_rank", "hc_lowrank", "gated_norm_rank"), 8),
-    **{"block_multiple_of": 8, "dim_model_base": 16, "patch_size": 4, "image_size": 8, "zero_expert_num": 2},
+    **{"block_multiple_of": 8, "dim_model_base": 16, "zero_expert_num": 2},
+    **{"patch_size": 4, "image_size": 8, "mm_tokens_per_image": 4},
     **{"encoder_hash_byte_group_vocab": 64, "num_layers_per_stack": 2, "moe_layer_end_index": 3},
 }
 """Key -> new value, unless it is 0 or missing."""

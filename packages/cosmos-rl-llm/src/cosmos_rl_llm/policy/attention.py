@@ -8,6 +8,8 @@ A sink is a score per head that takes weight and has no value. Fused kernels hav
              [ q | sink/scale ]  the real ones                            [ k | 0 ]  the real ones
 
 so that scale * q' . k' is the sink for the first key and scale * q . k for the others. All queries see the first key.
+
+Tokens of one picture may attend to each other in both directions (`two_way_attention`): Gemma 3, arXiv:2503.19786.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     Soft-capped scores need all [L, L] of them in memory; everything else goes through torch's fused kernels.
     """
     if scoring.softcap is not None:
-        return _plain_attention(query, key, value, scoring)
+        return _plain_attention(query, key, value, scoring, _seen(query.shape[2], scoring.window, query.device))
     if scoring.sinks is None:
         return _fused_attention(query, key, value, _band(query, scoring.window), scoring.scale)
     column = (scoring.sinks / scoring.scale).view(1, -1, 1, 1).to(query.dtype)
@@ -66,26 +68,48 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     return _fused_attention(query, key, F.pad(value, (0, 0, 1, 0)), mask, scoring.scale)[:, :, 1:]
 
 
-def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Without a mask: causal. Fused kernels need values as wide as keys; narrower ones (MLA) are zero-padded."""
+def two_way_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """query [B, heads, n, D], key [B, kv_heads, m, D], value [B, kv_heads, m, D'] -> [B, heads, n, D'].
+
+    The queries are the last n of m tokens. Each attends to the tokens before it that the window leaves, and to all
+    tokens behind it.
+    """
+    shown, total, window = query.shape[2], key.shape[2], scoring.window
+    if window is not None:
+        total = min(total, shown + window - 1)
+        key, value = key[:, :, -total:], value[:, :, -total:]
+    hides = window is not None and window < total
+    if scoring.softcap is None and scoring.sinks is None and not hides:
+        return _fused_attention(query, key, value, None, scoring.scale, causal=False)
+    last = total if window is None else window
+    seen = torch.ones(shown, total, dtype=torch.bool, device=query.device).triu(total - shown - last + 1)
+    if scoring.softcap is None and scoring.sinks is None:
+        return _fused_attention(query, key, value, seen, scoring.scale)
+    return _plain_attention(query, key, value, scoring, seen)
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, *, causal: bool = True
+) -> Tensor:
+    """Without a mask: causal, or all. Fused kernels take values as wide as keys; narrower ones (MLA) are padded."""
     width = value.shape[-1]
     output = F.scaled_dot_product_attention(
         query,
         key,
         F.pad(value, (0, max(0, key.shape[-1] - width))),
         attn_mask=mask,
-        is_causal=mask is None,
+        is_causal=causal and mask is None,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output[..., :width]
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, seen: Tensor) -> Tensor:
+    """seen [Q, K] bool: whether a query attends to a key."""
     batch, heads, length, _ = query.shape
     grouped = query.view(batch, key.shape[1], -1, *query.shape[2:]) * scoring.scale
-    seen = _seen(length, scoring.window or length, query.device)
-    mask = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~seen, float("-inf"))
+    mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, float("-inf"))
     weights = scoring.weights(grouped @ key[:, :, None].transpose(-1, -2), mask)
     return (weights @ value[:, :, None]).view(batch, heads, length, -1)
 
@@ -96,6 +120,6 @@ def _band(query: Tensor, window: int | None) -> Tensor | None:
     return None if window is None or window >= length else _seen(length, window, query.device)
 
 
-def _seen(length: int, window: int, device: torch.device) -> Tensor:
+def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
     """[length, length] bool: position i attends to positions i - window + 1 .. i."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - (window or length))

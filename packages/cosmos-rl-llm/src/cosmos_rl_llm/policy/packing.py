@@ -7,6 +7,9 @@ A right-padded causal block needs no mask, so a packed row costs one gather, one
 similar lengths, and one scatter. Kernels that take the ends of sequences need one call, without padding, and a gather
 of the keys where prompts are shared (`kernels.Ragged`). Everything else in the network runs on the L real tokens
 only, and on the prompt of a group once (`share_prefixes`).
+
+Where tokens of a picture attend to each other in both directions, the outputs of these rows are computed a second time
+(`Span`) and replace those of the causal pass: pictures are few and short beside the row.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import to_device
-from cosmos_rl_llm.policy.attention import Scoring
+from cosmos_rl_llm.policy.attention import Scoring, two_way_attention
 from cosmos_rl_llm.policy.kernels import Ragged, attend, attend_ragged
 
 ATTENTION = "cosmos_rl"
@@ -116,6 +119,24 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of one picture, which attend to each other in both directions."""
+
+    queries: Tensor
+    """[n] int64: rows of the tokens."""
+    keys: Tensor
+    """[m] int64: rows of the sequence up to the last of these tokens."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Packed rows [L, heads, D] -> [n, heads, D']."""
+        q, k, v = (
+            x.index_select(0, rows).transpose(0, 1).unsqueeze(0)
+            for x, rows in ((query, self.queries), (key, self.keys), (value, self.keys))
+        )
+        return two_way_attention(q, k, v, scoring)[0].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedLayout:
     """Sequences in one row, causal and isolated from one another; they may share the rows of a common prefix."""
 
@@ -124,6 +145,8 @@ class PackedLayout:
     """[L] int64: index of each token of the packed row in the concatenated padded blocks."""
     ragged: Ragged | None = None
     """The sequences without padding."""
+    spans: tuple[Span, ...] = ()
+    """Pictures whose tokens attend to each other in both directions."""
 
     @classmethod
     def of(
@@ -132,6 +155,7 @@ class PackedLayout:
         *,
         rows: np.ndarray | None = None,
         padding: bool = True,
+        shown: np.ndarray | None = None,
         device: torch.device | str = "cpu",
     ) -> PackedLayout:
         """Lay out sequences of `lengths` (all positive), in packed order.
@@ -140,6 +164,8 @@ class PackedLayout:
             rows: [sum(lengths)] int64: index in the packed row of each sequence's tokens; None: end to end.
             padding: False lets only sequences of equal length share a block, so that a sequence's result does
                 not depend on the others in the row, to the last bit.
+            shown: [sum(lengths)] int64: number of the picture of each token, -1 for text, where tokens of a picture
+                attend to each other in both directions; None: all attention is causal.
         """
         rows = np.arange(sum(lengths)) if rows is None else rows
         ends = np.cumsum(lengths)
@@ -156,16 +182,20 @@ class PackedLayout:
             offset += source.size
             blocks.append(Block(torch.from_numpy(source.ravel()), len(members), longest))
         ragged = Ragged.of(lengths, rows) if padding else None  # kernels may split a sequence by the longest in the row
-        return to_device(cls(tuple(blocks), torch.from_numpy(restore), ragged), torch.device(device))
+        spans = () if shown is None else _spans(lengths, rows, shown)
+        return to_device(cls(tuple(blocks), torch.from_numpy(restore), ragged, spans), torch.device(device))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, D]
-        whole = None if self.ragged is None else attend_ragged(query, key, value, self.ragged, scoring)
-        if whole is not None:
-            return whole.unsqueeze(0)
-        outputs = [_attend_block(block, query, key, value, scoring) for block in self.blocks]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return output.index_select(0, self.restore).unsqueeze(0)
+        output = None if self.ragged is None else attend_ragged(query, key, value, self.ragged, scoring)
+        if output is None:
+            outputs = [_attend_block(block, query, key, value, scoring) for block in self.blocks]
+            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            output = output.index_select(0, self.restore)
+        if self.spans:
+            replaced = torch.cat([span.attend(query, key, value, scoring) for span in self.spans])
+            output = output.index_copy(0, torch.cat([span.queries for span in self.spans]), replaced.to(output.dtype))
+        return output.unsqueeze(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +232,19 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     size = min(len(left), len(right))
     different = np.flatnonzero((left[:size] != right[:size]).any(axis=1))
     return int(different[0]) if len(different) else size
+
+
+def _spans(lengths: Sequence[int], rows: np.ndarray, shown: np.ndarray) -> tuple[Span, ...]:
+    """The runs of tokens of one picture in each sequence; those in rows that sequences share are found once."""
+    ends = np.cumsum(lengths)
+    found: dict[int, Span] = {}
+    for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True):
+        changes = np.flatnonzero(np.diff(shown[start:end])) + start + 1
+        for first, last in zip([start, *changes], [*changes, end], strict=True):
+            if shown[first] >= 0 and int(rows[first]) not in found:
+                keys = torch.from_numpy(rows[start:last])
+                found[int(rows[first])] = Span(keys[first - start :], keys)
+    return tuple(found.values())
 
 
 def _similar(lengths: Sequence[int], *, padding: bool) -> list[list[int]]:

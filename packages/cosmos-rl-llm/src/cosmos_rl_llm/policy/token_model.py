@@ -31,7 +31,7 @@ from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.media.packed import add_blanks, digests, items_of
+from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items
 from cosmos_rl_llm.model.causal_lm import Head, decoder_layers, language_model
 from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
@@ -189,7 +189,7 @@ class TermModel(nn.Module):
         return Row(
             tokens=inputs["tokens"][None, taken],
             positions=inputs["positions"][..., None, taken],
-            layout=PackedLayout.of(lengths, rows=rows),
+            layout=PackedLayout.of(lengths, rows=rows, shown=two_way_items(inputs, self.vision, length=len(rows))),
             term_rows=term_rows,
             labels=inputs["labels"],
             routes=inputs["routes"][taken] if "routes" in inputs else None,

@@ -244,10 +244,12 @@ class RunningBatch:
         if spare := max(0, MIN_ROWS - len(tokens)):
             views, sizes = [*views, EMPTY_VIEW], [*sizes, spare]
         items = [item for view in views for item in view.items]
+        two_way = bool(items) and self._vision is not None and self._vision.two_way
+        shown = np.concatenate([view.index_of(size) for view, size in zip(views, sizes)]) if two_way else None
         given = (
             torch.from_numpy(np.pad(tokens, (0, spare)).astype(np.int64))[None],
             torch.from_numpy(positions_of(views, sizes))[..., None, :],
-            PackedLayout.of(sizes, padding=False),
+            PackedLayout.of(sizes, padding=False, shown=shown),
             self._vision.inputs(items) if items and self._vision is not None else {},
         )
         tokens, positions, layout, media = to_device(given, self._model.device)
