@@ -28,12 +28,18 @@ ENTRY_POINTS = {
         "cosmos_rl.launchers": {"kubernetes", "local", "ray", "slurm"},
         "cosmos_rl.rewards": {"remote"},
     },
-    "cosmos-rl-llm": {"cosmos_rl.domains": {"llm"}, "vllm.general_plugins": {"cosmos_rl"}},
+    "cosmos-rl-llm": {
+        "cosmos_rl.domains": {"llm"},
+        "cosmos_rl.doctors": {"hub"},
+        "vllm.general_plugins": {"cosmos_rl"},
+    },
     "cosmos-rl-transfer": {
+        "cosmos_rl.doctors": {"transports"},
         "cosmos_rl.weight_sync": {"transfer"},
         "cosmos_rl.transports": {"shm", "tcp", "nixl", "nixl_vram", "collective", "cuda_ipc"},
     },
     "cosmos-rl-vla": {
+        "cosmos_rl.doctors": {"simulators"},
         "cosmos_rl.domains": {"vla"},
         "cosmos_rl.simulators": {
             "behavior",

@@ -13,6 +13,7 @@ from cosmos_rl_core.imports import lazy_exports
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
     from cosmos_rl_core.algorithms.table import Algorithm
+    from cosmos_rl_core.doctor.report import Check
     from cosmos_rl_core.domain_base import DomainBase
     from cosmos_rl_core.errors import PromptError, SampleError, UserError, WorkerFailed
     from cosmos_rl_core.inference.evaluate import Evaluated, evaluate
@@ -65,6 +66,7 @@ _HOMES = {
     ),
     "interfaces": ("Domain", "Objective", "Policy", "Recorder", "RewardFn", "RolloutEngine"),
     "weight_sync": ("WeightSync",),
+    "doctor.report": ("Check",),
     "domain_base": ("DomainBase",),
     "train.policy_base": ("PolicyBase",),
     "rollout.engine_thread": ("EngineRequest", "ThreadedEngine"),
@@ -79,6 +81,7 @@ _HOMES = {
 __all__ = [
     "Algorithm",
     "AlgorithmConfig",
+    "Check",
     "Domain",
     "DomainBase",
     "ENGINE_CHECKS",

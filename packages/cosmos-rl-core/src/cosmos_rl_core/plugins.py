@@ -35,6 +35,11 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "ray": "cosmos_rl_core.clusters.ray:Ray",
         "slurm": "cosmos_rl_core.clusters.slurm:Slurm",
     },
+    "cosmos_rl.doctors": {
+        "hub": "cosmos_rl_llm.hub:checks",
+        "simulators": "cosmos_rl_vla.sims.doctor:checks",
+        "transports": "cosmos_rl_transfer.doctor:checks",
+    },
     "cosmos_rl.algorithms": {
         "ddrl": "cosmos_rl_wfm.objectives.table:DDRL",
         "flow_grpo": "cosmos_rl_wfm.objectives.table:FLOW_GRPO",
@@ -63,6 +68,7 @@ GROUPS = (
     "cosmos_rl.algorithms",
     "cosmos_rl.simulators",
     "cosmos_rl.launchers",
+    "cosmos_rl.doctors",
 )
 """The entry point groups for plug-ins of packages."""
 

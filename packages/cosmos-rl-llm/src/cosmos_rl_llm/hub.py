@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+from cosmos_rl_core.doctor.report import Check
 
 ANSWER_S = 3.0
 """Maximum wait for an answer of the hub."""
@@ -70,6 +74,23 @@ def must_be_quiet() -> None:
 
     constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
     os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def checks() -> Iterator[Check]:
+    """Yield the lines of `cosmos-rl doctor`: whether the hub answers, and the cache."""
+    from huggingface_hub import constants
+
+    reason = silence()
+    fix = "runs with local models and data need no hub; else set HTTPS_PROXY or HF_ENDPOINT"
+    yield Check("note", "hub", reason, fix) if reason else Check("ok", "hub", f"{constants.ENDPOINT} answers")
+    cache = Path(constants.HF_HUB_CACHE)
+    if cache.is_dir():
+        models = len([*cache.glob("models--*")])
+        yield Check(
+            "ok", "hub cache", f"{cache}: {models} models, {shutil.disk_usage(cache).free / 2**30:.1f} GiB free"
+        )
+    else:
+        yield Check("ok", "hub cache", f"{cache} does not exist yet; HF_HOME chooses another place")
 
 
 def _ask(address: str) -> None:

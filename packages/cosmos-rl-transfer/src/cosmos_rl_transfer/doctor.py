@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.doctor.report import Check
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.processes import rdma_devices
@@ -46,6 +47,11 @@ _LATENCY_READS = 200
 _ANSWER = "speed "
 FULL = 8
 """Every eighth bucket of a SamplePublisher is full; the next one has one byte."""
+
+FIXES = {
+    "shm": "the container must allow memfd_create and passing of descriptors",
+    "nixl": "pip install 'cosmos-rl-transfer[nixl]'; without it shm and tcp are used",
+}
 
 _SHOW_PATH = {"UCX_PROTO_INFO": "y"}
 """Makes UCX print a table of its choice for each kind of operation."""
@@ -78,6 +84,23 @@ def diagnose(*, mib: int = 64, rounds: int = 5) -> list[Finding]:
         _measured(NIXL_OVER_TCP, "what NIXL does where reading another process is forbidden", mib, rounds),
     ]
     return [*found, _collective(), _one_pass(), *_hardware(), _versions()]
+
+
+def checks() -> Iterator[Check]:
+    """Yield the lines of `cosmos-rl doctor`: transports that "auto" chooses from, measured for a few seconds."""
+    found = [_measured(name, how, 16, 3) for name, how in (("shm", "one copy"), ("tcp", "over loopback"), ("nixl", ""))]
+    works = {one.name for one in found if one.works}
+    for one in found:
+        if one.works:
+            text = f"{one.gigabytes_per_s:.1f} GB/s, {one.latency_us:.0f} us, {one.reason}"
+            yield Check("ok", f"transport {one.name}", text)
+        else:
+            bad = one.name == "tcp"  # the one that works everywhere
+            yield Check("bad" if bad else "note", f"transport {one.name}", one.reason, "" if bad else FIXES[one.name])
+    if not works:
+        return
+    choice = next((name for name in preference() if name in works), preference()[-1])
+    yield Check("ok", "transport auto", f"offers {choice}; python -m cosmos_rl_transfer doctor measures all")
 
 
 def render(findings: Sequence[Finding]) -> str:

@@ -228,6 +228,27 @@ def dashboard(
     serve(runs or [Path("runs")], host=host, port=port, token_file=token_file, say=typer.echo)
 
 
+@app.command()
+def doctor(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RECIPE]", help="A recipe, for its [run] bind, port and output_dir."),
+    ] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of a table.")] = False,
+) -> None:
+    """Examine this machine; exit code 1 if something is bad."""
+    import json
+
+    from cosmos_rl_core.doctor.machine import examine_machine_of
+    from cosmos_rl_core.doctor.report import as_rows, is_bad, render
+
+    checks = examine_machine_of(recipe)
+    typer.echo(json.dumps(as_rows(checks), indent=2) if as_json else render(checks))
+    if is_bad(checks):
+        raise typer.Exit(1)
+
+
 app.command()(reference.keys)
 app.command()(reference.schema)
 app.command()(inference.generate)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ import typer
 from PIL import Image
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.doctor.report import Check
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_vla.sims.base import GROUP
@@ -28,24 +31,28 @@ class Probe:
 
     task: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    module: str = ""
+    """Module that it needs; empty: none, or an interpreter of its own."""
     renders_with: str = ""
     """"mujoco", "vulkan", or "" for no renderer of the machine."""
 
 
 PROBES: Mapping[str, Probe] = {
-    "behavior": Probe("turning_on_radio", {"task": "turning_on_radio"}, "vulkan"),
-    "gymnasium": Probe("Pendulum-v1", {"id": "Pendulum-v1"}),
-    "libero": Probe("libero_goal/0", {}, "mujoco"),
-    "maniskill": Probe("PushCube-v1", {}, "vulkan"),
-    "maniskill_batch": Probe("PushCube-v1", {"task": "PushCube-v1"}, "vulkan"),
-    "metaworld": Probe("faucet-open", {}, "mujoco"),
+    "behavior": Probe("turning_on_radio", {"task": "turning_on_radio"}, "omnigibson", "vulkan"),
+    "gymnasium": Probe("Pendulum-v1", {"id": "Pendulum-v1"}, "gymnasium"),
+    "libero": Probe("libero_goal/0", {}, "libero", "mujoco"),
+    "maniskill": Probe("PushCube-v1", {}, "mani_skill", "vulkan"),
+    "maniskill_batch": Probe("PushCube-v1", {"task": "PushCube-v1"}, "mani_skill", "vulkan"),
+    "metaworld": Probe("faucet-open", {}, "metaworld", "mujoco"),
     "reach": Probe("red"),
-    "robotwin": Probe("place_empty_cup", {}, "vulkan"),
+    "robotwin": Probe("place_empty_cup", {}, "sapien", "vulkan"),
 }
 """Probes of this package's simulators, by name."""
 
 _HEADER = ("simulator", "plays", "cameras", "steps/s", "renders with")
 _STEPS_PER_CHUNK = 5
+START_S = 60.0
+"""Limit for building a simulator that `cosmos-rl doctor` tries."""
 _PLAY_S = 2.0
 """Duration of the speed measurement."""
 
@@ -63,6 +70,23 @@ class Report:
     @property
     def plays(self) -> bool:
         return self.cells[0] == "yes"
+
+
+def checks() -> Iterator[Check]:
+    """Yield the lines of `cosmos-rl doctor`: installed simulators play, the others are listed."""
+    names = [name for name in plugins.names(GROUP) if name in PROBES]
+    there = [name for name in names if not PROBES[name].module or find_spec(PROBES[name].module)]
+    with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
+        for name in there:
+            found = examine(name, PROBES[name], folder=Path(folder), python=None, start_timeout_s=START_S)
+            if found.plays:
+                _, cameras, speed, renders = found.cells
+                text = f"{speed} steps/s, cameras: {cameras}, renders with {renders}"
+                yield Check("ok", f"simulator {name}", text)
+            else:
+                yield Check("bad", f"simulator {name}", found.note, f"python -m cosmos_rl_vla.sims.doctor {name}")
+    if missing := [name for name in names if name not in there]:
+        yield Check("ok", "simulators", f"not installed here: {', '.join(missing)}")
 
 
 def examine(name: str, probe: Probe, *, folder: Path, python: str | None, start_timeout_s: float) -> Report:
