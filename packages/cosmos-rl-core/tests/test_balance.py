@@ -88,6 +88,12 @@ def test_a_group_lies_in_one_microbatch_where_it_fits():
         assert [{groups[index] for index in microbatch} for microbatch in share] == [{groups[m[0]]} for m in share]
 
 
+def test_an_undivided_batch_keeps_its_groups_whole_where_they_fit():
+    groups = [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 3, 3, 3]
+    found = deal([10] * len(groups), capacity=50, share=Share(), groups=groups)
+    assert found == [[0, 1, 2, 6, 12], [3, 4, 5], [7, 8, 9, 10, 11]]  # the last group is longer than a microbatch
+
+
 def test_a_pipeline_gets_microbatches_of_equal_cost():
     microbatches = deal([100] * 8, capacity=800, share=Share(multiple=4))
     assert [len(microbatch) for microbatch in microbatches] == [2, 2, 2, 2]

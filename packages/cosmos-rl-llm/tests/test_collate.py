@@ -112,8 +112,9 @@ def test_every_label_is_the_token_after_its_logit(lengths, capacity):
         within = torch.diff(microbatch.terms.rollout_index, append=torch.tensor([-1])) == 0
         assert torch.equal(inputs["tokens"][at[within] + 1], inputs["labels"][within])
         assert len(inputs["tokens"]) <= capacity or microbatch.terms.num_rollouts == 1
+        assert inputs["labels"].tolist() == sorted(inputs["labels"].tolist())  # rollouts of a microbatch are in order
         labels += inputs["labels"].tolist()
-    assert labels == [int(token) for rollout in rollouts for token in rollout.arrays["tokens"]]
+    assert sorted(labels) == [int(token) for rollout in rollouts for token in rollout.arrays["tokens"]]
 
 
 def test_shares_hold_the_whole_batch_with_the_same_counts():

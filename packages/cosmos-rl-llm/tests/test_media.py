@@ -2,16 +2,18 @@
 
 import base64
 import io
+import json
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_llm.config import LLMDataConfig, MediaSection
 from cosmos_rl_llm.data.rows import normalise
 from cosmos_rl_llm.media.item import expand, view_of
 from cosmos_rl_llm.media.source import Video, decode_picture, decode_video, read_bytes
-from cosmos_rl_llm.media.vision import Vision
+from cosmos_rl_llm.media.vision import Vision, find_family
 
 av = pytest.importorskip("av")
 Image = pytest.importorskip("PIL.Image")
@@ -67,7 +69,7 @@ def test_a_picture_that_cannot_be_read_says_why(limits, given, reason):
 
 
 def test_limits_are_checked_before_pixels_are_decoded(tmp_path):
-    with pytest.raises(MediaError, match=r"10000 x 10000 pixels, more than data\.media\.max_pixels = 67,108,864"):
+    with pytest.raises(MediaError, match=r"10000 x 10000 pixels, more than data\.media\.max_decoded_pixels = 67,1"):
         decode_picture(png(Image.new("1", (10_000, 10_000))), MediaSection())
     with pytest.raises(MediaError, match="decompression bomb"):
         decode_picture(png(Image.new("1", (20_000, 20_000))), MediaSection())
@@ -87,6 +89,11 @@ def test_frames_of_a_video_are_taken_at_the_rate_of_the_recipe():
     np.testing.assert_allclose(found.times, np.arange(6) / 2)
     assert found.fps == pytest.approx(2.0)
     assert decode_video(mp4(), MediaSection(fps=8.0, max_frames=5)).frames.shape[0] == 5
+    assert decode_video(mp4(), MediaSection(fps=0.1)).frames.shape[0] == 1
+    few = decode_video(mp4(), MediaSection(fps=0.1, min_frames=4))
+    np.testing.assert_allclose(few.times, [0, 1, 2, 2.875], atol=0.13)
+    assert decode_video(mp4(frames=2), MediaSection(min_frames=4)).frames.shape[0] == 2
+    assert decode_video(mp4(frames=1), MediaSection(min_frames=4)).frames.shape[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -104,13 +111,74 @@ def test_a_damaged_video_is_an_error_of_its_row(data, reason):
 
 
 def test_large_frames_are_refused():
-    with pytest.raises(MediaError, match=r"frames of 32 x 24 pixels, more than data\.media\.max_pixels = 700"):
-        decode_video(mp4(), MediaSection(max_pixels=700))
+    with pytest.raises(MediaError, match=r"frames of 32 x 24 pixels, more than data\.media\.max_decoded_pixels = 700"):
+        decode_video(mp4(), MediaSection(max_decoded_pixels=700))
 
 
 @pytest.fixture
 def family(tmp_path):
     return family_of(make("qwen3_vl"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("limits", "size"),
+    [
+        ({}, (64, 64)),
+        ({"max_pixels": 1024}, (32, 32)),
+        ({"max_pixels": 600}, (24, 24)),
+        ({"min_pixels": 5000}, (64, 64)),
+    ],
+)
+def test_pictures_are_resized_to_the_limits_of_the_recipe(family, limits, size):
+    """Patches of 4 pixels; the checkpoint's limits are 64 and 4096 pixels."""
+    shown = picture(100, 100, seed=0)
+    found = family.image(shown, MediaSection(**limits))
+    assert (4 * found.grid[1], 4 * found.grid[2]) == size
+    assert family.image(picture(8, 8, seed=0), MediaSection(min_pixels=1000)).grid == (1, 8, 8)
+
+
+def test_frames_are_resized_to_the_limits_of_the_recipe(family):
+    """24 x 32 pixels each; the checkpoint's limits of all frames are 64 and 8192 pixels."""
+    for limits, pixels in (
+        ({}, 24 * 32),
+        ({"max_pixels": 400}, 16 * 16),
+        ({"total_pixels": 2400}, 16 * 24),
+        ({"min_pixels": 1200}, 32 * 40),
+        ({"min_pixels": 1200, "total_pixels": 1536}, 16 * 16),
+    ):
+        item = family.video(video(frames=4), MediaSection(**limits))
+        assert item.grid[0] == 2
+        assert 16 * item.grid[1] * item.grid[2] == pixels, limits
+        assert len(item.pixels) == 2 * item.grid[1] * item.grid[2]
+
+
+def test_limits_of_the_recipe_are_those_of_the_processors_file(family, tmp_path):
+    """The same pixels as with the limits in preprocessor_config.json."""
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "size": {"shortest_edge": 900, "longest_edge": 1500}}))
+    written = find_family(str(tmp_path), make("qwen3_vl").config)
+    for side in (12, 36, 100):
+        shown = picture(side, side + 5, seed=side)
+        found = family.image(shown, MediaSection(min_pixels=900, max_pixels=1500))
+        assert found.digest == written.image(shown).digest
+
+
+def test_a_family_of_tiles_refuses_limits_of_size(tmp_path):
+    tiled = family_of(make("idefics3"), tmp_path)
+    with pytest.raises(UserError, match="max_pixels, total_pixels: idefics3 takes pictures in tiles of one size"):
+        tiled.image(picture(16, 16, seed=0), MediaSection(max_pixels=100))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"min_pixels": 9, "max_pixels": 4}, "min_pixels = 9 is above"),
+        ({"min_frames": 9, "max_frames": 4}, "min_frames"),
+    ],
+)
+def test_limits_must_be_ranges(limits, reason):
+    with pytest.raises(ValidationError, match=reason):
+        MediaSection(**limits)
 
 
 def test_a_still_video_has_the_patches_of_its_picture(family):

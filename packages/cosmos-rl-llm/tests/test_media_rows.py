@@ -16,6 +16,7 @@ from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.collate import collate_sft, encode_row, pack_batch
 from cosmos_rl_llm.data.rows import load_rows, normalise
 from cosmos_rl_llm.data.turns import encode_turns
+from cosmos_rl_llm.media.source import LIMITS, PromptMedia
 from cosmos_rl_llm.media.vision import Vision
 from cosmos_rl_llm.policy.token_model import TermModel
 
@@ -130,7 +131,7 @@ def chat_row(*names, text=TEXT):
         (chat_row("words.txt"), r"rows.jsonl:2: image: words.txt: not a picture that can be read"),
         (chat_row("cut.png"), r"rows.jsonl:2: image: cut.png: a damaged picture"),
         (chat_row("../a.png"), r"rows.jsonl:2: image: ../a.png is outside of data.media.root"),
-        (chat_row("bomb.png"), r"rows.jsonl:2: image: bomb.png: 10000 x 10000 pixels, more than data.media.max_pixels"),
+        (chat_row("bomb.png"), r"rows.jsonl:2: image: bomb.png: 10000 x 10000 pixels, more than data.media.max_dec"),
         (
             chat_row("https://a.org/b.png"),
             r"rows.jsonl:2: image: https://a.org/b.png: URLs with https: are not allowed",
@@ -149,6 +150,21 @@ def test_a_row_that_cannot_be_read_is_dropped_and_counted(chat, tmp_path, row, r
     (dropped,) = batch.rows_dropped
     with pytest.raises(MediaError, match=reason):
         raise MediaError(dropped)
+
+
+def test_pictures_are_read_with_the_settings_of_the_rows_own_section(chat, tmp_path):
+    """Such as [eval.data] beside [data], in supervised training, in engines and for rewards."""
+    (tmp_path / "held_out").mkdir()
+    (tmp_path / "held_out/c.png").write_bytes(png(picture(16, 24, seed=7)))
+    media = MediaSection(root=str(tmp_path / "held_out"), max_pixels=64)
+    config = LLMDataConfig(path="rows.jsonl", media=media, messages_column="messages", image_column="picture")
+    given = {"messages": [{"role": "user", "content": "what colour ?"}, CHAT[1]], "picture": "c.png", LIMITS: {}}
+    row = normalise(given, where="row 1", config=config)
+    assert [item.grid for item in encode_row(row, chat=chat).view.items] == [(1, 2, 2)]
+    assert [item.grid for item in chat.encode_prompt(row).view.items] == [(1, 2, 2)]
+    assert PromptMedia(row, chat.vision.limits)["image"].shape == (16, 24, 3)
+    with pytest.raises(MediaError, match=r"c\.png: No such file"):
+        encode_row({**row, LIMITS: {"root": str(tmp_path)}}, chat=chat)
 
 
 def test_a_video_without_frames_is_dropped(chat, tmp_path):

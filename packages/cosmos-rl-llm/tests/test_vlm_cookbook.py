@@ -101,9 +101,9 @@ def test_cosmos_reason_learns_chats_about_videos_then_answers_questions(name, tm
 
     small = ["rollout.replicas=1", "rollout.group_size=4", "rollout.sampling.max_tokens=6", "sync.dtype=float32"]
     overrides = tiny(questions, rows[2], taught.checkpoint / "policy", tmp_path / "rl")
-    answered = run(RECIPE / "rl.toml", [*overrides, *small], python_path=[str(RECIPE)])
+    answered = run(RECIPE / "rl.toml", [*overrides, *small])
     assert [line["step"] for line in answered.metrics] == [0, 1]
-    assert {"reward/choice", "reward/format"} <= answered.metrics[0].keys()
+    assert {"reward/multiple_choice", "reward/format"} <= answered.metrics[0].keys()
     shown = read(next(iter(sorted((tmp_path / "rl/rollouts").glob("*.jsonl")))))[0]["prompt"]
     assert shown.count("<|video_pad|>") > 1
     assert ("seconds" in shown) == (name == "qwen3_vl")

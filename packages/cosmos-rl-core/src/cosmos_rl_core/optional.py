@@ -35,6 +35,20 @@ class ReadsPrompts(Protocol):
 
 
 @runtime_checkable
+class AttachesFiles(Protocol):
+    """A domain whose prompts may have pictures and videos, for `cosmos-rl generate --image FILE --video FILE`."""
+
+    def attach_files(
+        self, data: Any, row: Mapping[str, Any], *, images: Sequence[Path], videos: Sequence[Path]
+    ) -> Mapping[str, Any]:
+        """Return the row of `ReadsPrompts.prompt_row` with the content of these files before its text.
+
+        data: the [data] section. Raises UserError for a file that cannot be read.
+        """
+        ...
+
+
+@runtime_checkable
 class ShowsTerms(Protocol):
     """A domain whose terms have texts, for the files of rollouts."""
 

@@ -59,12 +59,34 @@ class MediaSection(Strict):
     """Kinds of URLs that are read; "https" and "http" fetch from the network."""
     max_bytes: int = Field(default=256 * 1024**2, ge=1)
     """Maximum size of an encoded picture or video."""
-    max_pixels: int = Field(default=64 * 1024**2, ge=1)
-    """Maximum number of pixels of a picture, and of a video's frame, before it is resized."""
+    max_decoded_pixels: int = Field(default=64 * 1024**2, ge=1)
+    """Maximum number of pixels of a picture, and of a video's frame, as stored; a larger one is an error of its row."""
+    min_pixels: int | None = Field(default=None, ge=1)
+    """Pictures and frames with fewer pixels are enlarged to that number, for Qwen-VL. Not set: as the checkpoint's
+    preprocessor_config.json and video_preprocessor_config.json say; likewise the next two."""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Pictures and frames with more pixels are reduced to that number."""
+    total_pixels: int | None = Field(default=None, ge=1)
+    """Maximum number of pixels of all frames of a video together; the frames of a larger one are reduced."""
     fps: float = Field(default=2.0, gt=0)
     """Frames a second that are taken of a video."""
+    min_frames: int = Field(default=1, ge=1)
+    """Minimum number of frames of a video that has them; shorter ones are taken at a higher rate."""
     max_frames: int = Field(default=768, ge=1)
     """Maximum number of frames of a video; longer ones are taken at a lower rate."""
+
+    @model_validator(mode="after")
+    def _limits_are_ranges(self) -> Self:
+        if self.min_frames > self.max_frames:
+            raise ValueError(f"min_frames = {self.min_frames} is above max_frames = {self.max_frames}")
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels = {self.min_pixels} is above max_pixels = {self.max_pixels}")
+        return self
+
+    @property
+    def resizes(self) -> bool:
+        """Whether it has limits of its own for the size of pictures and frames."""
+        return any(limit is not None for limit in (self.min_pixels, self.max_pixels, self.total_pixels))
 
 
 class LLMDataConfig(Strict):

@@ -21,6 +21,7 @@ from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
+from cosmos_rl_llm.data.parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
 from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve, torch_engine_parts, while_loading
@@ -66,6 +67,12 @@ class LLMDomain(DomainBase):
     ) -> Mapping[str, Any]:
         """A prompt with the system prompt of [data]. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
         return prompt_row(given, where=where, config=data)
+
+    def attach_files(
+        self, data: LLMDataConfig, row: Mapping[str, Any], *, images: Sequence[Path], videos: Sequence[Path]
+    ) -> Mapping[str, Any]:
+        """Pictures and videos before the text. Implements `cosmos_rl_core.optional.AttachesFiles`."""
+        return attach_files(row, images=images, videos=videos, config=data)
 
     def problems(
         self, config: RunConfig, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]

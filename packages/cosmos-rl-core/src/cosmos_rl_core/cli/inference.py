@@ -19,6 +19,10 @@ Overrides = Annotated[
 Prompts = Annotated[
     str, typer.Option(metavar="FILE|TEXT", help="A .jsonl or .txt list, or one prompt; default: [eval.data].")
 ]
+Images = Annotated[
+    list[Path] | None, typer.Option("--image", metavar="FILE", help="A picture before the text of the prompt.")
+]
+Videos = Annotated[list[Path] | None, typer.Option("--video", metavar="FILE", help="A video, likewise.")]
 Checkpoint = Annotated[
     str, typer.Option(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint; default: the recipe's model.")
 ]
@@ -42,6 +46,8 @@ def generate(
     overrides: Overrides = None,
     *,
     prompts: Prompts = "",
+    image: Images = None,
+    video: Videos = None,
     checkpoint: Checkpoint = "",
     step: Step = None,
     average: Averaged = True,
@@ -63,6 +69,8 @@ def generate(
         step=step,
         averaged=average,
         prompts=prompts,
+        images=tuple(image or ()),
+        videos=tuple(video or ()),
         out=out,
         num_samples=num_samples,
         instances=Instances(num_gpus=num_gpus, tp_size=tp_size),

@@ -22,7 +22,7 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.control.evaluation import row_labels
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.inference.pool import Pool, Task
-from cosmos_rl_core.inference.prompts import evaluation_prompts, read_prompts
+from cosmos_rl_core.inference.prompts import Prompts, evaluation_prompts, read_prompts
 from cosmos_rl_core.inference.request import Request, Weights, folder_of, identity
 from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile
 from cosmos_rl_core.interfaces import Domain
@@ -98,7 +98,7 @@ def generate_rows(
     domain = load_domain(config.run.domain)
     config = _checked(config, domain, request)
     gpus = request.instances.allot(machine_gpus(os.environ))
-    given = read_prompts(config, domain, request.prompts) if request.prompts else evaluation_prompts(config, domain)
+    given = _prompts(config, domain, request)
     weights = Weights.find(request)
     directory = folder_of(config, request, weights, command="eval" if scored else "generate")
     file = RolloutsFile.open(
@@ -137,6 +137,12 @@ def generate_rows(
         interrupted=interrupted,
         labels={row.sample: row_labels(row.columns, config.eval.by) for row in given.rows},
     )
+
+
+def _prompts(config: RunConfig, domain: Domain, request: Request) -> Prompts:
+    if not (request.prompts or request.images or request.videos):
+        return evaluation_prompts(config, domain)
+    return read_prompts(config, domain, request.prompts, images=request.images, videos=request.videos)
 
 
 def _task(config: RunConfig, request: Request, weights: Weights, directory: Path, *, scored: bool) -> Task:

@@ -2,13 +2,13 @@
 
 --prompts prompts.jsonl     one prompt per line: an object with the columns of a row, or a quoted text
 --prompts prompts.txt       one prompt per line: its text
---prompts "a red cube"      one prompt
+--prompts "a red cube"      one prompt; with --image FILE and --video FILE, before the text
 (nothing)                   [eval.data]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.inference.pool import Row
 from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.optional import ReadsPrompts
+from cosmos_rl_core.optional import AttachesFiles, ReadsPrompts
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import parse_json, read_lines
 
@@ -51,17 +51,30 @@ def evaluation_prompts(config: RunConfig, domain: Domain) -> Prompts:
     )
 
 
-def read_prompts(config: RunConfig, domain: Domain, given: str) -> Prompts:
+def read_prompts(
+    config: RunConfig, domain: Domain, given: str, *, images: Sequence[Path] = (), videos: Sequence[Path] = ()
+) -> Prompts:
     """Return the prompts of a list, or `given` itself as a prompt. An invalid line is kept with its reason.
 
-    Raises UserError for a list that cannot be read or is empty.
+    images, videos: files of a prompt that is given itself. Raises UserError for a list that cannot be read or is empty,
+    and for files that cannot be attached.
     """
     path = Path(given)
     listed = path.suffix in LISTS
+    attached = bool(images or videos)
+    if attached and (listed or not given):
+        raise UserError(
+            "--image and --video belong to one prompt, --prompts TEXT; rows of a list name their files in the columns "
+            "of data.image_column and data.video_column"
+        )
+    if attached and not isinstance(domain, AttachesFiles):
+        raise UserError(f"--image and --video: prompts of the {domain.name} domain have no pictures or videos")
     found = Prompts(origin=path.name if listed else "--prompts")
     for place, (where, value) in enumerate(_listed(path) if listed else [("--prompts", given)]):
         try:
             columns = _columns(config, domain, value, where=where, folder=path.parent if listed else Path())
+            if attached and isinstance(domain, AttachesFiles):
+                columns = domain.attach_files(config.data, columns, images=images, videos=videos)
         except UserError as error:
             found.wrong[place] = str(error)
         else:

@@ -97,6 +97,10 @@ class Request:
     """Use the average of the weights, if the checkpoint has one, instead of the trained weights."""
     prompts: str = ""
     """A .jsonl or .txt file, or one prompt; empty for [eval.data]."""
+    images: tuple[Path, ...] = ()
+    """Pictures of the one prompt, before its text."""
+    videos: tuple[Path, ...] = ()
+    """Videos of the one prompt, after the pictures."""
     out: Path | None = None
     """Output directory; None: a folder named by command and step, in the run's directory."""
     num_samples: int = 1

@@ -38,7 +38,8 @@ def deal(
 
     Every sequence is in one microbatch of one share; all shares have the same number of microbatches, a multiple of
     `share.multiple`, of which some may be empty. A microbatch holds at most `capacity` tokens or one sequence. A batch
-    that is not divided (one share, multiple 1) keeps the order of its sequences.
+    that is not divided (one share, multiple 1) keeps the order of its sequences; with groups it keeps that of its
+    groups, but for those that fit into the room of an earlier microbatch.
 
     Args:
         lengths: tokens of each sequence, at least 1.
@@ -46,12 +47,15 @@ def deal(
         groups: the group of each sequence, members beside each other; by default each is its own.
     """
     if share.count == share.multiple == 1:
-        return _in_order(lengths, capacity)
+        if groups is None:
+            return _in_order(lengths, capacity)
+        whole = _first_fit(_cut(_pieces(groups), lengths, capacity), lengths, capacity)
+        return [[index for piece in part for index in piece] for part in whole]
     if costs is None:
         costs = [length + length * length / QUADRATIC_LENGTH for length in lengths]
     pieces = _pieces(groups if groups is not None else range(len(lengths)))
     shares = [_cut(part, lengths, capacity) for part in _evenly(pieces, share.count, costs)]
-    filled = [_first_fit(part, lengths, capacity) for part in shares]
+    filled = [_first_fit(_longest_first(part, lengths), lengths, capacity) for part in shares]
     number = -(-max(map(len, filled)) // share.multiple) * share.multiple
     bins = filled[share.index]
     if share.multiple > 1:  # a pipeline fills and drains at the pace of its largest microbatch
@@ -159,11 +163,15 @@ def _cut(pieces: Sequence[Piece], lengths: Sequence[int], capacity: int) -> list
     ]
 
 
+def _longest_first(pieces: Sequence[Piece], lengths: Sequence[int]) -> list[Piece]:
+    return sorted(pieces, key=lambda piece: (-sum(lengths[index] for index in piece), piece))
+
+
 def _first_fit(pieces: Sequence[Piece], lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """Put pieces into bins of at most `capacity` tokens, longest first, each into the first with room."""
+    """Put pieces into bins of at most `capacity` tokens, each into the first with room."""
     bins: list[list[Piece]] = []
     room: list[int] = []
-    for piece in sorted(pieces, key=lambda piece: (-sum(lengths[index] for index in piece), piece)):
+    for piece in pieces:
         tokens = sum(lengths[index] for index in piece)
         place = next((place for place, left in enumerate(room) if tokens <= left), len(bins))
         if place == len(bins):

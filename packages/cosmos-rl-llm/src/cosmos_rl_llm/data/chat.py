@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +69,16 @@ class Chat:
         prompt = row["prompt"]
         plain = isinstance(prompt, str)
         text = prompt if plain else self.render(prompt, where=where, add_generation_prompt=True)
-        items = [] if plain else self.items(prompt, where=where)
+        items = [] if plain else self.of_row(row).items(prompt, where=where)
         (shown,) = self.expand([text], items, where=where)
         tokens = np.asarray(self.tokenizer(shown, add_special_tokens=plain)["input_ids"], dtype=np.int32)
         if not len(tokens):
             raise PromptError(f"{where or 'a row'}: the prompt has no tokens")
         return Encoded(text=text, tokens=tokens, view=self.view(tokens, items, where=where))
+
+    def of_row(self, row: Mapping[str, Any]) -> Chat:
+        """Return the chat with the limits of pictures and videos of the section that the row was loaded from."""
+        return self if self.vision is None else replace(self, vision=self.vision.of_row(row))
 
     def items(self, messages: Iterable[Message], *, where: str) -> list[Item]:
         """Return the pictures and videos of messages, processed. Raises MediaError, or PromptError for a text model."""

@@ -225,7 +225,7 @@ def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> Sample
                 "supervised training needs target responses: name their column in data.response_column, or that of "
                 "whole chats in data.messages_column"
             )
-        tokens, mask, view = encode_turns(chat, row["messages"], where=where)
+        tokens, mask, view = encode_turns(chat.of_row(row), row["messages"], where=where)
     except PromptError as error:
         raise UserError(error.reason) from error
     learnt = np.flatnonzero(mask[1:]) + 1  # the first token is predicted from nothing

@@ -11,7 +11,8 @@ Bytes in tables, alone or as {"bytes": ..., "path": ...}, become text in base64:
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
@@ -70,6 +71,36 @@ def with_media(
         for part, one in zip(empty, given, strict=False):
             part[kind] = one
         before += [] if empty else [{"type": kind, kind: one} for one in given]
+    return _with_parts(messages, before, where=where)
+
+
+def attach_files(
+    row: Mapping[str, Any], *, images: Sequence[Path], videos: Sequence[Path], config: LLMDataConfig
+) -> dict[str, Any]:
+    """Return a row whose prompt shows the content of files, before the text of the first message of the user.
+
+    Raises UserError for a file that cannot be read or is too large, and for a prompt of plain text.
+    """
+    if isinstance(row["prompt"], str):
+        raise UserError('--image and --video need a chat template; data.chat_template is "none"')
+    parts = [_file_part(kind, path, config) for kind, paths in (("image", images), ("video", videos)) for path in paths]
+    return {**row, "prompt": _with_parts(row["prompt"], parts, where="--prompts")}
+
+
+def _file_part(kind: str, path: Path, config: LLMDataConfig) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > config.media.max_bytes:
+            raise UserError(f"--{kind} {path}: {path.stat().st_size:,} bytes, more than data.media.max_bytes")
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"--{kind} {path}: {error.strerror or error}") from error
+    return {"type": kind, kind: {"bytes": base64.b64encode(content).decode(), "path": str(path)}}
+
+
+def _with_parts(
+    messages: list[dict[str, Any]], before: Sequence[Mapping[str, Any]], *, where: str
+) -> list[dict[str, Any]]:
+    """Put parts before the text of the first message of the user. Raises UserError if there is none."""
     if not before:
         return messages
     place = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)

@@ -23,6 +23,7 @@ from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.parts import normalise_content, with_base64, with_media
+from cosmos_rl_llm.media.source import LIMITS, parts_of
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
@@ -170,10 +171,12 @@ def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
 def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
     """Return the row with its own columns, `prompt` and, if configured, `answer` and `response`.
 
-    The three names win over columns of the same name: with answer_column = "answer" and an answer_pattern,
-    row["answer"] is the match of the pattern.
+    A row with pictures or videos also has `LIMITS`, the keys of [data.media] that are set. These names win over columns
+    of the same name: with answer_column = "answer" and an answer_pattern, row["answer"] is the match of the pattern.
     """
-    result = {column: value for column, value in row.items() if not _holds_bytes(column, value, config)}
+    result = {
+        column: value for column, value in row.items() if column != LIMITS and not _holds_bytes(column, value, config)
+    }
     if config.messages_column is None:
         result["prompt"] = _prompt(row, where=where, config=config)
     else:
@@ -181,11 +184,19 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
         result["messages"] = chat = _chat(row, where=where, config=config, column=config.messages_column)
         answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
         result["prompt"] = chat[: answers[-1]]
+    if _shows_media(result["prompt" if config.messages_column is None else "messages"]):
+        result[LIMITS] = config.media.model_dump(mode="json", exclude_defaults=True)
     if config.answer_column is not None:
         result["answer"] = _answer(row, where=where, config=config)
     if config.response_column is not None:
         result["response"] = _response(row, where=where, column=config.response_column)
     return result
+
+
+def _shows_media(chat: str | Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a normalised chat has pictures or videos."""
+    messages = () if isinstance(chat, str) else chat
+    return any(part["type"] != "text" for message in messages for part in parts_of(message["content"]))
 
 
 def _holds_bytes(column: str, value: Any, config: LLMDataConfig) -> bool:
@@ -195,6 +206,9 @@ def _holds_bytes(column: str, value: Any, config: LLMDataConfig) -> bool:
     return media and any(isinstance(one, Mapping) and one.get("bytes") is not None for one in each)
 
 
+_TEXT_ALONE = {"prompt_column": "prompt", "prompt_template": None, "image_column": None, "video_column": None}
+
+
 def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
     """Return the row of a prompt to answer, given as text or columns; needs no reference answer."""
     unasked = {"answer_column": None, "answer_pattern": None, "response_column": None, "messages_column": None}
@@ -202,7 +216,7 @@ def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataCon
         return normalise(
             {"prompt": given},
             where=where,
-            config=config.model_copy(update={**unasked, "prompt_column": "prompt", "prompt_template": None}),
+            config=config.model_copy(update={**unasked, **_TEXT_ALONE}),
         )
     return normalise(given, where=where, config=config.model_copy(update=unasked))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, get_args
 import numpy as np
 from torch import Tensor
 
+from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.source import Video
 
 if TYPE_CHECKING:
@@ -142,12 +143,15 @@ class VisionFamily(Protocol):
         """Names and texts of the processing's files, which a trained checkpoint has too."""
         ...
 
-    def image(self, picture: Image) -> Item:
-        """Process an RGB picture. Raises MediaError for one that the family does not take."""
+    def image(self, picture: Image, limits: MediaSection = ...) -> Item:
+        """Process an RGB picture.
+
+        Raises MediaError for one that the family does not take, and UserError for limits that it does not have.
+        """
         ...
 
-    def video(self, video: Video) -> Item:
-        """Process a video. Raises MediaError for one that the family does not take."""
+    def video(self, video: Video, limits: MediaSection = ...) -> Item:
+        """Process a video. Raises like `image`."""
         ...
 
     def expansion(self, item: Item) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.errors import MediaError
+from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, Kind
 from cosmos_rl_llm.media.source import Video
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedConfig
 
+CHECKPOINTS = MediaSection()
+"""Limits of the processing's files alone."""
 START, END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
@@ -91,20 +94,23 @@ class QwenVision:
     def frames_per_step(self) -> int:
         return int(self.image_processor.temporal_patch_size)
 
-    def image(self, picture: Image) -> Item:
+    def image(self, picture: Image, limits: MediaSection = CHECKPOINTS) -> Item:
+        least, most = self.image_processor.size["shortest_edge"], self.image_processor.size["longest_edge"]
+        most = limits.max_pixels or most
+        size = {"shortest_edge": min(limits.min_pixels or least, most), "longest_edge": most}
         try:
-            found = self.image_processor(picture, return_tensors="np")
+            found = self.image_processor(picture, size=size, return_tensors="np")
         except ValueError as error:
             raise MediaError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
         time, height, width = found["image_grid_thw"][0].tolist()
         return Item(kind="image", pixels=np.asarray(found["pixel_values"], np.float32), grid=(time, height, width))
 
-    def video(self, video: Video) -> Item:
+    def video(self, video: Video, limits: MediaSection = CHECKPOINTS) -> Item:
         frames, times = video.frames, video.times
         if missing := -len(frames) % self.frames_per_step:
             frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
             times = np.concatenate([times, np.repeat(times[-1:], missing)])
-        height, width = self._video_size(*frames.shape[:3])
+        height, width = self._video_size(*frames.shape[:3], limits=limits)
         shaped = self._normalised(frames, height, width)
         steps = times.reshape(-1, self.frames_per_step)
         return Item(
@@ -182,9 +188,11 @@ class QwenVision:
             blocks.append(block)
         return blocks
 
-    def _video_size(self, count: int, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of a video's frames: divisible, and together within `video_pixels`."""
+    def _video_size(self, count: int, height: int, width: int, *, limits: MediaSection) -> tuple[int, int]:
+        """Return height and width of a video's frames: divisible, and within the limits of frame and whole video."""
         factor, (least, most) = self.patch * self.merge, self.video_pixels
+        most = min(limits.total_pixels or most, count * (limits.max_pixels or most))
+        least = min(count * limits.min_pixels if limits.min_pixels else least, most)
         if max(height, width) > 200 * min(height, width):
             raise MediaError(f"frames of {width} x {height} pixels: one side is more than 200 times the other")
         tall, wide = (max(factor, round(side / factor) * factor) for side in (height, width))

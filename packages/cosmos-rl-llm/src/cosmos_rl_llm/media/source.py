@@ -48,6 +48,15 @@ class Video:
     """Frames a second among `frames`."""
 
 
+LIMITS = "data.media"
+"""Column of a row with pictures or videos: the keys of its section that are set."""
+
+
+def limits_of(row: Mapping[str, Any], otherwise: MediaSection) -> MediaSection:
+    """Return the limits of the section that a row was loaded from."""
+    return MediaSection.model_validate(row[LIMITS]) if LIMITS in row else otherwise
+
+
 def read_bytes(given: Any, limits: MediaSection) -> bytes:
     """Return the bytes of a picture or video. Raises MediaError with the reason."""
     match given:
@@ -143,9 +152,10 @@ def decode_picture(data: bytes, limits: MediaSection) -> Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is ours
             opened = Image.open(io.BytesIO(data))
         with opened:
-            if opened.width * opened.height > limits.max_pixels:
+            if opened.width * opened.height > limits.max_decoded_pixels:
                 raise MediaError(
-                    f"{opened.width} x {opened.height} pixels, more than data.media.max_pixels = {limits.max_pixels:,}"
+                    f"{opened.width} x {opened.height} pixels, more than data.media.max_decoded_pixels = "
+                    f"{limits.max_decoded_pixels:,}"
                 )
             return ImageOps.exif_transpose(opened).convert("RGB")
     except UnidentifiedImageError as error:
@@ -161,16 +171,20 @@ def decode_video(data: bytes, limits: MediaSection) -> Video:
     frames: list[np.ndarray] = []
 
     def take(frame: VideoFrame, place: int) -> None:
-        if frame.width * frame.height > limits.max_pixels:
+        if frame.width * frame.height > limits.max_decoded_pixels:
             raise MediaError(
-                f"frames of {frame.width} x {frame.height} pixels, more than data.media.max_pixels = "
-                f"{limits.max_pixels:,}"
+                f"frames of {frame.width} x {frame.height} pixels, more than data.media.max_decoded_pixels = "
+                f"{limits.max_decoded_pixels:,}"
             )
         frames.append(frame.to_ndarray(format="rgb24"))
 
     with VideoFile(data) as video:
         seconds = video.table.seconds - video.table.seconds[0]
-        interval = max(1 / limits.fps, float(seconds[-1]) / limits.max_frames)
+        span = float(seconds[-1])
+        interval = 1 / limits.fps
+        if span and limits.min_frames > 1:
+            interval = min(interval, span / (limits.min_frames - 1))
+        interval = max(interval, span / limits.max_frames)
         wanted = np.arange(0.0, seconds[-1] + 1e-6, interval)[: limits.max_frames]
         places = np.unique(np.searchsorted(seconds, wanted - 1e-6))
         video.read(places, take)
@@ -192,7 +206,7 @@ class PromptMedia(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, row: Mapping[str, Any], limits: MediaSection) -> None:
-        self._limits = limits
+        self._limits = limits_of(row, limits)
         self._parts: dict[str, Mapping[str, Any]] = {}
         self._decoded: dict[str, np.ndarray] = {}
         prompt = row.get("prompt")

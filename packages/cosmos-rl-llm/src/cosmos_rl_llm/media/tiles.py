@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.errors import MediaError, UserError
+from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, Kind
 from cosmos_rl_llm.media.source import Video
@@ -30,6 +31,9 @@ from cosmos_rl_llm.media.source import Video
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedConfig
+
+
+UNRESIZED = MediaSection()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,12 @@ class TiledVision(ABC):
     def token_ids(self) -> Mapping[str, int]:
         return {"image": self.token_id}
 
-    def image(self, picture: Image) -> Item:
+    def image(self, picture: Image, limits: MediaSection = UNRESIZED) -> Item:
+        if limits.resizes:
+            raise UserError(
+                f"data.media.min_pixels, max_pixels, total_pixels: {self.kind} takes pictures in tiles of one size; "
+                "remove them"
+            )
         try:
             pixels, grid = self._tiles(picture)
         except ValueError as error:
@@ -79,7 +88,7 @@ class TiledVision(ABC):
             )
         return Item(kind="image", pixels=pixels.astype(np.float32), grid=grid)
 
-    def video(self, video: Video) -> Item:
+    def video(self, video: Video, limits: MediaSection = UNRESIZED) -> Item:
         raise MediaError(f"videos of {self.kind} are not supported")
 
     def num_tokens(self, item: Item) -> int:

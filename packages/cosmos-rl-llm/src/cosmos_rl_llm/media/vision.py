@@ -6,7 +6,7 @@ A further family is a row of FAMILIES. docs/vision.md lists them; tests/test_vis
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand_spans, view_of
 from cosmos_rl_llm.media.qwen import QwenVision
-from cosmos_rl_llm.media.source import decode_picture, decode_video, location, read_bytes
+from cosmos_rl_llm.media.source import decode_picture, decode_video, limits_of, location, read_bytes
 from cosmos_rl_llm.media.tiles import GemmaVision, IdeficsVision, InternVision, LlavaVision
 
 if TYPE_CHECKING:
@@ -40,14 +40,18 @@ class Vision:
     family: VisionFamily
     limits: MediaSection
 
+    def of_row(self, row: Mapping[str, Any]) -> Vision:
+        """Return the vision with the limits of the row's own section, such as [eval.data]."""
+        return replace(self, limits=limits_of(row, self.limits))
+
     def item(self, part: Mapping[str, Any], *, where: str) -> Item:
         """Read and process a part {"type": "image", "image": ...}. Raises MediaError."""
         kind = part["type"]
         try:
             data = read_bytes(part[kind], self.limits)
             if kind == "image":
-                return self.family.image(decode_picture(data, self.limits))
-            return self.family.video(decode_video(data, self.limits))
+                return self.family.image(decode_picture(data, self.limits), self.limits)
+            return self.family.video(decode_video(data, self.limits), self.limits)
         except MediaError as error:
             name = location(part[kind])
             reason = error.reason if error.reason.startswith(name) else f"{name}: {error.reason}"
