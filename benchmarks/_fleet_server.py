@@ -23,9 +23,12 @@ from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller, Job
-from cosmos_rl_core.control.status import write_status
+from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.control.succession import Predecessor
 from cosmos_rl_core.data.source import PromptSource
+from cosmos_rl_core.launch.interrupts import run_to_end
+from cosmos_rl_core.observe.record import Events
+from cosmos_rl_core.observe.reporting import Reporter
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.channel import Connection, Server, serve
 from cosmos_rl_core.wire.handshake import make_token, read_token
@@ -33,7 +36,6 @@ from cosmos_rl_core.wire.listening import raise_descriptor_limit
 
 GROUPS_PER_STEP = 400
 NUM_POLICIES = 3
-STATUS_S = 1.0
 PROMPT = "a question of about two hundred bytes, as long as one of a dataset of mathematics: " + "so many apples, " * 7
 
 
@@ -89,16 +91,18 @@ async def serve_controller(directory: Path, token: bytes, port: int) -> None:
             observer=Silent(),
         )
 
-        async def keep_status() -> None:
-            while True:
-                write_status(directory / "status.json", controller, phase="training")
-                await asyncio.sleep(STATUS_S)
-
+        reporter = Reporter(
+            directory,
+            status=lambda phase: status_of(controller, phase=phase),
+            phase=lambda: "training",
+            events=Events(directory),
+            check=lambda: None,
+        )
         if port:
             controller.succeed(Predecessor(generation=ledger.generation + 1, step=-1, evaluated=-1))
         address = f"tcp://127.0.0.1:{port}"
         server = await serve(address, token=token, decode=p.ToController, on_connect=controller.on_connect)
-        await _until_stdin_closes(server, controller.run(), keep_status(), replay=replay)
+        await _until_stdin_closes(server, controller.run(), reporter.run(), replay=replay)
 
 
 async def serve_bare(_: Path, token: bytes, port: int) -> None:
@@ -144,4 +148,4 @@ if __name__ == "__main__":
     raise_descriptor_limit()
     folder, former = Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
     secret = read_token(folder / "token") if former else make_token(folder / "token")
-    asyncio.run(SERVERS[sys.argv[1]](folder, secret, former))
+    run_to_end(SERVERS[sys.argv[1]](folder, secret, former))

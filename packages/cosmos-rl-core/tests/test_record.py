@@ -17,7 +17,15 @@ from cosmos_rl_core.observe.record import (
     record_start,
     resume_command,
 )
-from cosmos_rl_core.observe.reporting import HISTORY_S, MOST_LINES, Ending, Reporter, StatusLog, worker_changes
+from cosmos_rl_core.observe.reporting import (
+    HISTORY_S,
+    MOST_BYTES,
+    MOST_LINES,
+    Ending,
+    Reporter,
+    StatusLog,
+    worker_changes,
+)
 
 
 def start(run_dir, *, command=("/bin/cosmos-rl", "run", "a.toml"), monkeypatch, parent=""):
@@ -122,7 +130,7 @@ def test_a_status_is_logged_every_few_seconds_and_at_each_change(tmp_path):
     times = iter((0.0, 0.0, 1.0, 2.0, 2.0, 3.0, 2.0 + HISTORY_S, 2.0 + HISTORY_S))
     log = StatusLog(tmp_path / "status.jsonl", clock=lambda: next(times))
     for state in ("joining", "joining", "ready", "ready", "ready"):
-        log.add(status(r0=state))
+        log.add(status(r0=state), {"r0": state})
     lines = (tmp_path / "status.jsonl").read_text().splitlines()
     assert [json.loads(line)["members"][0]["state"] for line in lines] == ["joining", "ready", "ready"]
 
@@ -133,11 +141,23 @@ def test_the_log_of_a_long_run_is_thinned(tmp_path):
     sizes = set()
     for second in range(4 * MOST_LINES):
         now = float(second * HISTORY_S)
-        log.add(status() | {"time": now})
+        log.add(status() | {"time": now}, {})
         sizes.add(log._lines)
     assert max(sizes) <= MOST_LINES
     times = [json.loads(line)["time"] for line in path.read_text().splitlines()]
     assert times[0] == 0.0 and times[-1] > 3.9 * MOST_LINES * HISTORY_S
+
+
+def test_the_log_of_a_large_run_is_thinned_by_its_size(tmp_path):
+    path, now = tmp_path / "status.jsonl", 0.0
+    log, large = StatusLog(path, clock=lambda: now), "x" * (MOST_BYTES // 10)
+    for line in range(25):
+        now = HISTORY_S * line * line
+        log.add(status() | {"step": line, "waits": [large]}, {})
+        assert path.stat().st_size < 1.2 * MOST_BYTES
+    StatusLog(path, clock=lambda: 1e6).add(status() | {"step": 99}, {})  # of the next controller
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps[0] == 0 and steps[-2] in (23, 24) and steps[-1] == 99
 
 
 def test_workers_that_come_change_and_go():

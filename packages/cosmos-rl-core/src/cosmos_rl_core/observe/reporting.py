@@ -37,12 +37,14 @@ HISTORY_S = 5.0
 """First interval of status.jsonl; it doubles when the file is full."""
 MOST_LINES = 2000
 """Of status.jsonl: then every second line is dropped."""
+MOST_BYTES = 64 * 2**20
+"""Of status.jsonl, likewise: a line of 4,096 workers takes half a MB."""
 
 
 class StatusLog:
     """status.jsonl: status.json over time, every HISTORY_S and after each change of workers and phase.
 
-    The file has at most MOST_LINES lines: old ones are thinned out as the run grows longer.
+    The file has at most MOST_LINES lines and about MOST_BYTES: old ones are thinned out as the run grows longer.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -50,26 +52,28 @@ class StatusLog:
         self._clock = clock
         self._every_s = HISTORY_S
         self._due = -1.0
-        self._lines = len(path.read_bytes().splitlines()) if path.is_file() else 0
+        found = path.read_bytes() if path.is_file() else b""
+        self._lines, self._bytes = found.count(b"\n"), len(found)
         self._state: Any = None
 
-    def add(self, status: Mapping[str, Any]) -> None:
-        """Append a status if a line is due, or if it differs in more than numbers."""
-        state = (status["phase"], status["generation"], sorted((m.name, m.state) for m in status["members"]))
+    def add(self, status: Mapping[str, Any], states: Mapping[str, str]) -> None:
+        """Append a status if a line is due, or if it differs in more than numbers. states: of the members by name."""
+        state = (status["phase"], status["generation"], states)
         if self._clock() < self._due and state == self._state:
             return
-        if self._lines >= MOST_LINES:
+        if self._lines >= MOST_LINES or self._bytes >= MOST_BYTES:
             self._thin()
         self._state, self._due = state, self._clock() + self._every_s
-        append_lines(self._path, [msgspec.json.encode(status)])
-        self._lines += 1
+        line = msgspec.json.encode(status)
+        append_lines(self._path, [line])
+        self._lines, self._bytes = self._lines + 1, self._bytes + len(line) + 1
 
     def _thin(self) -> None:
         kept = self._path.read_bytes().splitlines(keepends=True)[::2] if self._path.is_file() else []
         temporary = self._path.with_suffix(".tmp")
         temporary.write_bytes(b"".join(kept))
         temporary.replace(self._path)
-        self._lines, self._every_s = len(kept), self._every_s * 2
+        self._lines, self._bytes, self._every_s = len(kept), sum(map(len, kept)), self._every_s * 2
 
 
 class Reporter:
@@ -119,14 +123,15 @@ class Reporter:
         """Write the state now. A full or removed disk must not end the run here, where nothing is lost."""
         status = self._status(phase)
         states = {member.name: member.state for member in status["members"]}
-        for text in worker_changes(self._states, states):
-            self._events.add("worker", text)
+        if states != self._states:
+            for text in worker_changes(self._states, states):
+                self._events.add("worker", text)
         self._states = states
         with contextlib.suppress(OSError):
             temporary = self._directory / "status.tmp"
             temporary.write_bytes(msgspec.json.encode(status))
             temporary.replace(self._directory / "status.json")
-            self._log.add(status)
+            self._log.add(status, states)
 
 
 def worker_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
