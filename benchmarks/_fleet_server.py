@@ -97,6 +97,7 @@ async def serve_controller(directory: Path, token: bytes, port: int) -> None:
             phase=lambda: "training",
             events=Events(directory),
             check=lambda: None,
+            note=Silent().note,
         )
         if port:
             controller.succeed(Predecessor(generation=ledger.generation + 1, step=-1, evaluated=-1))
