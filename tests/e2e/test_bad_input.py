@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.given import open_recipe
+from cosmos_rl_core.launch.run import run_given
 from cosmos_rl_core.workers.directory import RunDirectory
 
 REWARDS = """
@@ -148,8 +149,8 @@ def test_every_prompt_is_longer_than_the_context(length, tmp_path, sums, refused
     assert "data: row 1 has 82 tokens and with up to 4 new ones exceeds the context of 32" in early
     assert "and so does the shortest row" in early
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError) as caught:  # a program's run begins without these checks
-        run(tables)
+    with pytest.raises(UserError) as caught:  # the error of a run that was not checked
+        run_given(open_recipe(tables), resume=None, overwrite=False)
     message = str(caught.value)
     assert "the prompt has 82 tokens and with up to 4 new ones exceeds the context of 32" in message
     assert "shorten it, lower rollout.sampling.max_tokens or raise model.max_length" in message

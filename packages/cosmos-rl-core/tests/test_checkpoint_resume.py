@@ -9,11 +9,14 @@ from dataclasses import asdict
 import pytest
 
 from cosmos_rl_core import run
+from cosmos_rl_core.checkpoint.changes import EFFECTS, changes
 from cosmos_rl_core.checkpoint.manifest import MANIFEST, STATE, Origin, list_steps, verify, write_json, write_manifest
-from cosmos_rl_core.checkpoint.resume import claim_root, find_resumption, recipe_of
+from cosmos_rl_core.checkpoint.resume import claim_root, find_resumption, recipe_of, resume_problems
 from cosmos_rl_core.checkpoint.retention import read_scores, surplus
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.settings.problems import known_tables
 from cosmos_rl_core.storage.folder import Folder
 
 RECIPE = {
@@ -169,33 +172,80 @@ def test_a_recipe_that_breaks_what_was_promised_is_refused(tmp_path, root, key, 
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "effect"),
     [
-        ("sync__max_staleness", 1),
-        ("algorithm__name", "rloo"),
-        ("rollout__sampling__temperature", 0.5),
-        ("policy__optimizer__learning_rate", 0.5),
+        ("sync__max_staleness", 1, "training differs from here on"),
+        ("algorithm__name", "rloo", "training differs from here on"),
+        ("rollout__sampling__temperature", 0.5, "training differs from here on"),
+        ("policy__optimizer__learning_rate", 0.5, "training differs from here on"),
+        ("run__max_steps", 99, "the run ends at another step"),
+        ("rollout__replicas", 3, "another layout"),
+        ("policy__replicas", 2, "another layout"),
+        ("policy__parallel__dp_shard", 4, "another layout"),
+        ("policy__threads", 1, "another layout"),
+        ("eval__temperature", 0.5, "metrics before and after may not be comparable"),
+        ("logging__media_every", 3, "no effect on the training"),
+        ("checkpoint__every_steps", 3, "no effect on the training"),
     ],
 )
-def test_a_recipe_that_learns_otherwise_from_here_on_is_told(tmp_path, root, key, value):
+def test_every_changed_key_is_reported_with_its_effect(tmp_path, root, key, value, effect):
     write_checkpoint(root, 2)
-    notes = found(tmp_path, **{key: value}).notes
-    assert any(key.replace("__", ".") in note and "has changed since the checkpoint" in note for note in notes)
+    (note,) = (note for note in found(tmp_path, **{key: value}).notes if effect in note)
+    assert note.startswith("changed since the checkpoint: ")
+    assert f"{key.replace('__', '.')} was " in note
+
+
+def test_an_unchanged_recipe_is_not_reported(tmp_path, root):
+    write_checkpoint(root, 2)
+    assert found(tmp_path).notes == ()
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("saved", "now", "expected"),
     [
-        ("run__max_steps", 99),
-        ("rollout__replicas", 3),
-        ("policy__parallel__dp_shard", 4),
-        ("policy__threads", 1),
-        ("checkpoint__every_steps", 3),
+        ({"teacher": None}, {"teacher": {"path": "big"}}, ['teacher was not set and is {path = "big"}']),
+        ({"teacher": {"path": "big"}}, {"teacher": None}, ['teacher was {path = "big"} and is not set']),
+        ({"rollout": {"options": {}}}, {"rollout": {"options": {"a": 1}}}, ["rollout.options.a was not set and is 1"]),
+        ({"run": {}}, {"run": {"tf32": True}}, []),  # a key of another release
+        (
+            {"logging": {"a": 1, "b": 2}},
+            {"logging": {"a": 2, "b": 3}},
+            ["logging.a was 1 and is 2", "logging.b was 2 and is 3"],
+        ),
     ],
 )
-def test_a_recipe_that_differs_in_what_does_not_matter_is_the_same(tmp_path, root, key, value):
-    write_checkpoint(root, 2)
-    assert found(tmp_path, **{key: value}).notes == ()
+def test_sections_and_free_keys_that_one_recipe_lacks(saved, now, expected):
+    assert [str(change) for change in changes(saved, now)] == expected
+
+
+def test_every_section_has_an_effect():
+    assert {key.partition(".")[0] for key in EFFECTS} == set(RunConfig.model_fields)
+    known = {
+        "",
+        *(f"{table}.{key}" if table else key for table, keys in known_tables(RunConfig).items() for key in keys),
+    }
+    assert set(EFFECTS) - known <= {"model.dtype"}  # a key of domains
+
+
+def problems_of(tmp_path, resume="auto", **changes):
+    return [str(problem) for problem in resume_problems(recipe(**changes), tmp_path, resume)]
+
+
+def test_the_checks_before_a_run_find_what_a_resumption_would(tmp_path, root):
+    assert problems_of(tmp_path) == []
+    write_checkpoint(root, 4)
+    assert problems_of(tmp_path) == []
+    seed, steps = problems_of(tmp_path, run__seed=1, run__max_steps=3)
+    assert seed.startswith(f"run.seed = 1: was 0 in {root / 'step_4'}; restore that; for a new run from its weights")
+    assert steps.startswith(f"run.max_steps = 3: is below the step of {root / 'step_4'}: there is nothing to do")
+    older = write_checkpoint(tmp_path / "older", 3)
+    assert "holds later checkpoints" in problems_of(tmp_path, str(older))[0]
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step_7"])
+def test_a_path_without_a_checkpoint_names_those_that_are_there(tmp_path, root, place):
+    write_checkpoint(root, 5)
+    assert f"; there are {root / 'step_5'}" in problems_of(tmp_path, str(tmp_path / place))[0]
 
 
 def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
@@ -319,9 +369,11 @@ def test_a_removed_journal_and_checkpoint_are_told_and_the_run_goes_on(tmp_path,
 
 def test_a_checkpoint_beyond_the_last_step_is_nothing_to_do(tmp_path):
     changes = {"run__output_dir": f'"{tmp_path / "run"}"', "run__placement": '"inline"'}
-    run(recipe(**changes, run__max_steps=3))
-    with pytest.raises(UserError, match="nothing to do: the checkpoint is of step 3, and the run has 2 steps"):
+    run(recipe(**changes))
+    with pytest.raises(UserError, match=r"run.max_steps = 2: is below the step of .*step_4: there is nothing to do"):
         run(recipe(**changes, run__max_steps=2), resume="auto")
+    with pytest.raises(UserError, match="nothing to do: the checkpoint is of step 4, and the run has 3 steps"):
+        run(recipe(**changes, prompts__epochs=1), resume="auto")
 
 
 def test_what_there_is_to_resume_is_noted(tmp_path, capsys):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -274,6 +275,31 @@ def test_a_row_that_is_no_json_is_named(tmp_path, rowed, row, why):
 def test_a_domain_that_makes_its_own_rows_takes_none(tmp_path):
     with pytest.raises(UserError, match="rows: the tiny domain generates its own rows"):
         run(recipe(tmp_path), rewards="hits", rows=CONTEXTS)
+
+
+# Checks before the run
+
+
+def test_a_program_gets_every_problem_at_once_and_an_earlier_run_stays(tmp_path):
+    kept = tmp_path / "run" / "kept"
+    kept.parent.mkdir()
+    kept.write_text("")
+    tables = recipe(tmp_path) | {"logging": {"sinks": ["nowhere"]}, "sync": {"transport": "rdma"}}
+    with pytest.raises(UserError) as refused:
+        run(tables, rewards={"pairs": lambda prompt, response: 1.0}, overwrite=True)
+    said = str(refused.value)
+    assert "config: 3 problems" in said and "logging.sinks.0" in said and "no transport is called 'rdma'" in said
+    assert re.search(r"test_given.py:\d+ takes \(prompt, response\)", said)
+    assert kept.exists()
+
+
+def test_given_rows_are_checked_before_the_run_and_named_by_their_file(tmp_path, rowed):
+    tables = recipe(tmp_path, domain="rowed_domain:Rowed") | {"data": {"path": "unused"}}
+    with pytest.raises(UserError, match=r"data: rows.jsonl has no rows"):
+        run(tables, rewards=[hits], rows=[])
+    assert not (tmp_path / "run").exists()
+    result = run(tables, rewards=[hits], rows=iter(CONTEXTS))  # read by the checks and by the run
+    assert result.metrics[0]["rollouts"] == 80
 
 
 def test_generate_and_evaluate_take_rows_and_rewards(tmp_path, rowed):

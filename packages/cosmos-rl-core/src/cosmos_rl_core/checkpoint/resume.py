@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl_core.checkpoint.changes import Change, changes, notes_of, refused
 from cosmos_rl_core.checkpoint.manifest import (
     MANIFEST,
     TrainState,
@@ -15,42 +16,17 @@ from cosmos_rl_core.checkpoint.manifest import (
     mark_rolled_back,
     read_origin,
     read_state,
+    train_state,
 )
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_core.storage.folder import Folder, store_errors
 
-FIXED = (
-    "run.domain",
-    "run.seed",
-    "model",
-    "data",
-    "prompts.shuffle",
-    "policy.prompts_per_step",
-    "policy.optimizer.name",
-    "rollout.group_size",
+ELSE = (
+    "for a new run from its weights, set model.path to an export of the checkpoint and choose another [run] output_dir"
 )
-"""Keys and sections that may not change: weights, optimizer state and position in the prompt stream depend on them."""
-REPORTED = (
-    "algorithm",
-    "data_regularization",
-    "model.dtype",
-    "policy.max_grad_norm",
-    "policy.optimizer.betas",
-    "policy.optimizer.eps",
-    "policy.optimizer.learning_rate",
-    "policy.optimizer.rates",
-    "policy.optimizer.weight_decay",
-    "policy.precision",
-    "policy.schedule",
-    "reward",
-    "rollout.sampling",
-    "rollout.engine",
-    "sync.max_staleness",
-)
-"""Keys and sections whose change is reported, as it changes the learning from here on. All others may change silently:
-layout, replicas, files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +56,45 @@ def find_resumption(config: RunConfig, run_dir: Path, resume: str) -> Resumption
         found = _newest(root) if resume == "auto" else _named(root, resume)
         if found is None:
             return None
-        saved = read_origin(found.folder).recipe
-    changed = tuple(_changes(saved, recipe_of(config))) if saved else ()
-    return Resumption(folder=found.folder, state=found.state, notes=(*found.notes, *changed))
+        changed = _changes(found.folder, config)
+    if fixed := refused(changed):
+        raise UserError(
+            f"the checkpoint was written with another recipe: {'; '.join(map(str, fixed))}. Restore that to resume "
+            f"this run; {ELSE}."
+        )
+    return Resumption(folder=found.folder, state=found.state, notes=(*found.notes, *notes_of(changed)))
+
+
+def resume_problems(config: RunConfig, run_dir: Path, resume: str) -> list[Problem]:
+    """Return the problems that `find_resumption` and `notes_of_resumption` would have, without reading the weights."""
+    root = checkpoint_root(config, run_dir)
+    try:
+        with _within_reach(root if resume == "auto" else resume):
+            if resume == "auto":
+                steps = list_steps(root)
+                if not steps:
+                    return []
+                folder, step = root / f"step_{steps[-1]}", steps[-1]
+            else:
+                folder = _place(root, resume)
+                step = train_state(folder).step
+                _must_be_newest(root, resume, step)
+            changed = _changes(folder, config)
+    except UserError as error:
+        return [Problem(key="", wrong=str(error))]
+    found = [_problem(change, folder) for change in refused(changed)]
+    if (limit := config.run.max_steps) is not None and step > limit:
+        wrong = f"is below the step of {folder}: there is nothing to do"
+        found.append(
+            Problem(key="run.max_steps", given=str(limit), wrong=wrong, suggestion="raise it to train further")
+        )
+    return found
+
+
+def _problem(change: Change, folder: Folder) -> Problem:
+    given = "" if change.now is None or isinstance(change.now, Mapping) else as_toml(change.now)
+    was = "was not set" if change.was is None else f"was {as_toml(change.was)}"
+    return Problem(key=change.key, given=given, wrong=f"{was} in {folder}", suggestion=f"restore that; {ELSE}")
 
 
 def notes_of_resumption(resumption: Resumption | None, max_steps: int) -> tuple[str, ...]:
@@ -149,54 +161,35 @@ def _newest(root: Folder) -> Resumption | None:
 
 
 def _named(root: Folder, resume: str) -> Resumption:
-    folder = Folder.at(resume)
-    if not folder.has(MANIFEST):
-        raise UserError(f"--resume {resume}: no checkpoint there (a folder with a {MANIFEST})")
+    folder = _place(root, resume)
     state = read_state(folder)
-    later = [f"step_{step}" for step in list_steps(root) if step > state.step]
-    if later:
+    _must_be_newest(root, resume, state.step)
+    return Resumption(folder=folder, state=state)
+
+
+def _place(root: Folder, resume: str) -> Folder:
+    """Return the folder of a checkpoint. Raises UserError for another one, with the checkpoints in or beside it."""
+    folder = Folder.at(resume)
+    if folder.has(MANIFEST):
+        return folder
+    places = (folder, folder / "checkpoints", root)
+    there = next(([place / f"step_{step}" for step in steps] for place in places if (steps := list_steps(place))), [])
+    hint = f"; there are {', '.join(map(str, there))}" if there else ""
+    raise UserError(f"--resume {resume}: no checkpoint there (a folder with a {MANIFEST}){hint}")
+
+
+def _must_be_newest(root: Folder, resume: str, own: int) -> None:
+    if later := [f"step_{step}" for step in list_steps(root) if step > own]:
         raise UserError(
             f"--resume {resume}: {root} holds later checkpoints, which the run would clash with "
             f"({', '.join(later)}). Move them away, or choose another [run] output_dir."
         )
-    return Resumption(folder=folder, state=state)
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note for each key that has changed and matters; raises UserError for those that must not."""
-    before, after = dict(_flat(saved)), dict(_flat(now))
-    refused = []
-    for key in sorted(before.keys() & after.keys()):  # a key that only one of two releases has is no change
-        if before[key] == after[key]:
-            continue
-        change = f"{key} was {_written(before[key])} and is {_written(after[key])}"
-        if _covers(REPORTED, key):
-            yield f"the recipe has changed since the checkpoint: {change}"
-        elif _covers(FIXED, key):
-            refused.append(change)
-    if refused:
-        raise UserError(
-            f"the checkpoint was written with another recipe: {'; '.join(refused)}. Restore that to resume this "
-            "run; for a new run from its weights, set model.path to an export of the checkpoint and choose another "
-            "[run] output_dir."
-        )
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested tables."""
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _covers(keys: tuple[str, ...], key: str) -> bool:
-    return any(key == known or key.startswith(f"{known}.") for known in keys)
-
-
-def _written(value: Any) -> str:
-    return "not set" if value is None else as_toml(value)
+def _changes(folder: Folder, config: RunConfig) -> list[Change]:
+    """Differences of a recipe from that of a checkpoint; none for a checkpoint without one."""
+    saved = read_origin(folder).recipe
+    return list(changes(saved, recipe_of(config))) if saved else []
 
 
 def roll_back(root: Folder, *, to: int, reason: str) -> int | None:

@@ -63,7 +63,7 @@ def train(
     from cosmos_rl_core.recipe.load import load
 
     loaded = load(file, overrides)
-    notes = check_in_child(loaded) if deep else ()
+    notes = check_in_child(loaded, resume=resume) if deep else ()
     given = replace(open_recipe(loaded.whole(), python_path=folders), notes=notes)
     try:
         result = run_supervised(given, resume=resume, overwrite=overwrite, forks=forks)
@@ -122,7 +122,7 @@ def launch(
     from cosmos_rl_core.clusters.launcher import launch as launch_on
 
     if shares_files(on) and not dry_run:
-        _check(file, overrides, external=on != "local")
+        _check(file, overrides, external=on != "local", resume="auto" if resume else None)
     run = ClusterRun.of(file, overrides or [], external=on != "local")
     if dry_run:
         typer.echo(find_launcher(on).plan(replace(run, resume=resume)))
@@ -136,11 +136,12 @@ def launch(
         raise typer.Exit(launcher.follow(run))
 
 
-def _check(file: Path, overrides: list[str] | None, *, external: bool) -> None:
+def _check(file: Path, overrides: list[str] | None, *, external: bool, resume: str | None = None) -> None:
     """Raise ConfigError with every problem of a recipe, as `cosmos-rl check --deep`; print its notes."""
     from cosmos_rl_core.launch.check import check_in_child
     from cosmos_rl_core.recipe.load import load
 
     import_from(file)
-    for note in check_in_child(load(file, [*(overrides or ()), *(["run.placement=external"] if external else [])])):
+    loaded = load(file, [*(overrides or ()), *(["run.placement=external"] if external else [])])
+    for note in check_in_child(loaded, resume=resume):
         typer.echo(f"note: {note}", err=True)

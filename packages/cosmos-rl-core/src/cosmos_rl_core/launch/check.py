@@ -7,12 +7,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, load_engine, look_up_parts
+from cosmos_rl_core.checkpoint.resume import resume_problems
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.gpus import assignment_text
@@ -25,6 +26,9 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_core.settings.source import Source
+
+DOMAIN_READS = frozenset({"algorithm", "data", "eval", "model", "policy", "rollout", "run", "teacher"})
+"""Sections that `FindsProblems.problems` may read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,26 +65,37 @@ class Checked:
         return "\n".join(f"  {name:<10}{text}" for name, text in lines)
 
 
-def check(recipe: RunConfig | Loaded, *, deep: bool = False) -> Checked:
+def check(
+    recipe: RunConfig | Loaded,
+    *,
+    deep: bool = False,
+    resume: str | None = None,
+    resumed: RunConfig | None = None,
+    rewards: Mapping[str, Any] | None = None,
+) -> Checked:
     """Read the datasets, look up model, engine and rewards. Raises ConfigError with every problem.
 
     Of a recipe that has problems already, the valid sections are checked, so that one error has all problems. deep:
-    also the checks of `launch.preflight`, of this machine, the tokenizer, the rows and a call of each reward.
+    also the checks of `launch.preflight`, of this machine, the tokenizer, the rows and a call of each reward. resume:
+    "auto" or the path of the checkpoint that the run shall continue from. resumed: the recipe that is compared with the
+    checkpoint's, if `recipe` reads rows from other files. rewards: functions by label, in place of named ones.
     """
     config, domain, broken, source = _parts(recipe)
     found = list(recipe.problems) if isinstance(recipe, Loaded) else []
     if domain is None:
         raise ConfigError(found, source=source)
     if "reward" not in broken:
-        found += _reward_problems(config, domain)
+        found += _reward_problems(config, domain, rewards or {})
     if not broken & {"model", "data", "policy", "rollout", "run", "sync"}:
         found += _part_problems(config, domain)
     data = None if "data" in broken else _dataset("data", config.data, domain, found)
     held_out = None if "eval" in broken else config.eval.data
     evaluation = None if held_out is None else _dataset("eval.data", held_out, domain, found)
     notes: list[Problem] = []
-    if deep and not broken:
-        preflight = _preflight(config, domain, data, evaluation)
+    if deep:
+        preflight = _preflight(config, domain, broken, data, evaluation, rewards or {})
+        if resume is not None and not broken:
+            preflight += resume_problems(resumed or config, config.run.directory, resume)
         known = {problem.wrong for problem in found}
         found += [problem for problem in preflight if not problem.is_note and problem.wrong not in known]
         notes = [problem for problem in preflight if problem.is_note]
@@ -95,33 +110,46 @@ def check(recipe: RunConfig | Loaded, *, deep: bool = False) -> Checked:
     )
 
 
-def _preflight(config: RunConfig, domain: Domain, data: Dataset | None, held_out: Dataset | None) -> list[Problem]:
-    found = [] if config.run.placement == "external" else list(machine_problems(config, domain))
+def _preflight(
+    config: RunConfig,
+    domain: Domain,
+    broken: Collection[str],
+    data: Dataset | None,
+    held_out: Dataset | None,
+    rewards: Mapping[str, Any],
+) -> list[Problem]:
+    """Return the problems that the first minute of a run would reveal, as far as the valid sections show them."""
+    found = [] if config.run.placement == "external" else list(machine_problems(config, domain, broken=broken))
     rows = () if data is None else data.rows
-    if isinstance(domain, FindsProblems):
+    if isinstance(domain, FindsProblems) and DOMAIN_READS.isdisjoint(broken):
         found += domain.problems(config, rows, () if held_out is None else held_out.rows)
-    if data is not None and not config.is_sft:
-        found += reward_problems(config, domain, rows, data.origin)
-    if data is not None and (size := config.policy.prompts_per_step) > len(rows):
+    if data is not None and not config.is_sft and {"algorithm", "reward", "rollout"}.isdisjoint(broken):
+        found += reward_problems(config, domain, rows, origin=data.origin, given=rewards)
+    if data is not None and "policy" not in broken and (size := config.policy.prompts_per_step) > len(rows):
         times = f"a step uses each of {len(rows)} rows {size / len(rows):.3g} times"
         found.append(Problem(key="policy.prompts_per_step", given=str(size), wrong=times, is_note=True))
     return found
 
 
-def check_in_child(recipe: Loaded) -> tuple[str, ...]:
+def check_here(recipe: Loaded, resumed: RunConfig, rewards: Mapping[str, Any], *, resume: str | None) -> Sequence[str]:
+    """Return the notes of a deep `check` in this process."""
+    return check(recipe, deep=True, resume=resume, resumed=resumed, rewards=rewards).notes
+
+
+def check_in_child(recipe: Loaded, *, resume: str | None = None) -> tuple[str, ...]:
     """As a deep `check`, in a forked process, and return its notes: rewards and libraries of the domain are imported
     there, while the controller of a run stays small. Elsewhere than on Linux, and beside threads, in this process.
 
     Raises UserError with the same message.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
-        return tuple(check(recipe, deep=True).notes)
+        return tuple(check(recipe, deep=True, resume=resume).notes)
     ours, theirs = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     if not (child := os.fork()):
         os.close(ours)
-        _report_check(recipe, theirs)
+        _report_check(recipe, resume, theirs)
     os.close(theirs)
     with open(ours, "rb") as answer:
         reported = answer.read()
@@ -134,13 +162,13 @@ def check_in_child(recipe: Loaded) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _report_check(recipe: Loaded, pipe: int) -> NoReturn:
+def _report_check(recipe: Loaded, resume: str | None, pipe: int) -> NoReturn:
     """Write error and notes of a deep check as JSON, and exit."""
     status = 1
     try:
         error, notes = "", []
         try:
-            notes = list(check(recipe, deep=True).notes)
+            notes = list(check(recipe, deep=True, resume=resume).notes)
         except UserError as found:
             error = str(found)
         with open(pipe, "wb") as answer:
@@ -201,9 +229,11 @@ def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> D
     return Dataset(origin=origin, rows=rows)
 
 
-def _reward_problems(config: RunConfig, domain: Domain) -> list[Problem]:
+def _reward_problems(config: RunConfig, domain: Domain, rewards: Mapping[str, Any]) -> list[Problem]:
     found: list[Problem] = []
     for place, function in enumerate(config.reward.functions):
+        if function.title in rewards:
+            continue
         key, given = f"reward.functions.{place}.name", as_toml(function.name)
         try:
             if domain.reward(function.name) is None:

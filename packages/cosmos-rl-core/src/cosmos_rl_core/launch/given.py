@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -22,8 +24,9 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import add_folders
 from cosmos_rl_core.optional import TakesRows
-from cosmos_rl_core.recipe.load import apply_overrides, load_config, load_domain, read_toml, tables_of
+from cosmos_rl_core.recipe.load import Loaded, apply_overrides, load, load_domain, read_toml, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.storage.rows import keep_rows
 
 Recipe = RunConfig | str | Path | Mapping[str, Any]
@@ -33,6 +36,8 @@ Weighted = Reward | tuple[Reward, float]
 Rewards = Reward | Sequence[Weighted] | Mapping[str, Weighted]
 """Rewards, each with or without a weight; in a mapping by label."""
 Rows = Iterable[Mapping[str, Any]]
+Check = Callable[[Loaded, RunConfig, Mapping[str, Any]], Sequence[str]]
+"""(recipe with given rows in temporary files, recipe as the run will have it, given functions by label) -> notes."""
 
 STARTS_AGAIN = (
     "starts a run when it is imported, so that each worker would start it again: "
@@ -87,10 +92,12 @@ def open_recipe(
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
     generating: bool = False,
+    check: Check | None = None,
 ) -> Given:
     """Load a recipe; given rewards replace [reward] functions, given rows replace [data] and [eval.data] path.
 
-    `generating`: nothing is trained, and other processes do the work for any placement.
+    `generating`: nothing is trained, and other processes do the work for any placement. check: returns notes on the
+    recipe, which may have problems, or raises ConfigError.
 
     Raises ConfigError for problems of the recipe, and UserError for a reward that other processes cannot import, rows
     for a domain without [data] path, and a call from a module that is imported for a recipe.
@@ -99,24 +106,55 @@ def open_recipe(
         raise UserError(f"{module} {STARTS_AGAIN}")
     add_folders(python_path)
     found = _found([] if rewards is None else rewards)
-    sections = {name: given for name, given in zip(FILES, (rows, eval_rows), strict=True) if given is not None}
+    sections = {
+        name: list(given) if check and isinstance(given, Iterator) else given  # the run iterates over them again
+        for name, given in zip(FILES, (rows, eval_rows), strict=True)
+        if given is not None
+    }
     values: dict[str, Any] = {} if rewards is None else {"reward.functions": [one.section for one in found]}
     if sections:
         values |= _data_values(recipe, overrides, sections, generating=generating)
     if isinstance(recipe, RunConfig) and not overrides and not values:
-        config = recipe
+        loaded = Loaded(config=recipe, domain=load_domain(recipe.run.domain))
     else:
         source = tables_of(recipe, generating=generating) if isinstance(recipe, RunConfig) else recipe
-        config = load_config(source, overrides, values=values, generating=generating)
-    inline = config.run.placement == "inline" and not generating
+        loaded = load(source, overrides, values=values, generating=generating)
+    inline = loaded.config.run.placement == "inline" and not generating
     if not inline:
         _must_be_importable(found)
+    functions = {one.label: one.function for one in found if one.function is not None}
+    notes: Sequence[str] = ()
+    if check is not None:
+        with _rows_in_files(loaded, sections) as (readable, config):
+            notes = check(readable, config, functions)
     return Given(
-        config=config,
+        config=loaded.whole(),
         python_path=tuple(dict.fromkeys([*python_path, *(one.folder for one in found if one.folder)])),
-        rewards={one.label: one.function for one in found if one.function is not None} if inline else {},
+        rewards=functions if inline else {},
         rows=sections,
+        notes=tuple(notes),
     )
+
+
+@contextmanager
+def _rows_in_files(loaded: Loaded, rows: Mapping[str, Rows]) -> Iterator[tuple[Loaded, RunConfig]]:
+    """Yield the recipe with the given rows in temporary files, and as the run will read them from its directory.
+
+    A ConfigError names the files alone.
+    """
+    valid = {name: given for name, given in rows.items() if name.partition(".")[0] not in loaded.broken}
+    if loaded.domain is None or not valid:
+        yield loaded, loaded.config
+        return
+    with TemporaryDirectory() as folder:
+        given = Given(config=loaded.config, python_path=(), rows=valid)
+        given.write_rows(Path(folder))
+        try:
+            readable = replace(loaded, config=given.placed_in(Path(folder)).config)
+            yield readable, given.placed_in(loaded.config.run.directory).config
+        except ConfigError as error:
+            found = [replace(each, wrong=each.wrong.replace(f"{folder}/", "")) for each in error.problems]
+            raise ConfigError(found, source=loaded.source) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

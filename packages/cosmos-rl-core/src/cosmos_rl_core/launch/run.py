@@ -37,7 +37,7 @@ from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.errors import OutOfMemory, UserError
-from cosmos_rl_core.launch.check import warnings_for
+from cosmos_rl_core.launch.check import check_here, warnings_for
 from cosmos_rl_core.launch.external import start_external
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.gpus import assign_gpus
@@ -106,10 +106,14 @@ def run(
     resume: "auto" for the newest checkpoint of the run's directory, or a checkpoint's path. python_path: folders for
     "module:attribute" names, searched after installed packages.
 
+    Before anything starts, the recipe is checked as by `cosmos-rl check --deep`, with one call of each reward.
+
     Raises UserError for errors that the user can fix, and WorkerFailed if a worker was lost permanently; results up to
     then are on disk.
     """
-    given = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, rows=rows, eval_rows=eval_rows)
+
+    keys = {"rewards": rewards, "rows": rows, "eval_rows": eval_rows, "python_path": python_path}
+    given = open_recipe(recipe, overrides, **keys, check=partial(check_here, resume=resume))
     return run_given(given, resume=resume, overwrite=overwrite)
 
 

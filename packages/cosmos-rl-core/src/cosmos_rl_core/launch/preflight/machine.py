@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from importlib.util import find_spec
 from math import prod
@@ -28,17 +28,17 @@ BYTES = 4
 """Of a weight in a checkpoint, at least: the optimizer's state comes on top."""
 
 
-def machine_problems(config: RunConfig, domain: Domain) -> Iterator[Problem]:
-    """Yield the problems that a run of this recipe would have on this machine."""
-    yield from _sinks(config)
-    if not config.is_sft:
-        yield from _transport(config)
-    yield from _address(config)
-    yield from _disk(config, domain)
-    yield from _processors(config)
+def machine_problems(config: RunConfig, domain: Domain, *, broken: Collection[str] = ()) -> Iterator[Problem]:
+    """Yield the problems that a run of this recipe would have on this machine.
+
+    broken: sections that are not valid; checks that read them are left out.
+    """
+    for find, sections in CHECKS.items():
+        if sections.isdisjoint(broken):
+            yield from find(config, domain)
 
 
-def _sinks(config: RunConfig) -> Iterator[Problem]:
+def _sinks(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
     for place, name in enumerate(config.logging.sinks):
         if name in INSTALL and find_spec(name) is None:
             yield Problem(
@@ -49,9 +49,9 @@ def _sinks(config: RunConfig) -> Iterator[Problem]:
             )
 
 
-def _transport(config: RunConfig) -> Iterator[Problem]:
+def _transport(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
     key, name = "sync.transport", config.sync.transport
-    if config.sync.backend != "transfer" or name == "auto":
+    if config.is_sft or config.sync.backend != "transfer" or name == "auto":
         return
     try:
         plugins.locate("cosmos_rl.transports", name, beside=("auto",))
@@ -74,7 +74,7 @@ def _transport(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _address(config: RunConfig) -> Iterator[Problem]:
+def _address(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
     """[run] bind and port, by listening there for a moment."""
     run = config.run
     if run.placement == "inline":
@@ -126,7 +126,7 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def _processors(config: RunConfig) -> Iterator[Problem]:
+def _processors(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
     if config.run.placement != "local" or machine_gpus(os.environ):
         return
     ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
@@ -138,3 +138,13 @@ def _processors(config: RunConfig) -> Iterator[Problem]:
             wrong=f"{workers} worker processes share {cores} processors of this machine, which has no GPU",
             is_note=True,
         )
+
+
+CHECKS: Mapping[Callable[[RunConfig, Domain], Iterator[Problem]], frozenset[str]] = {
+    _sinks: frozenset({"logging"}),
+    _transport: frozenset({"algorithm", "run", "sync"}),
+    _address: frozenset({"run"}),
+    _disk: frozenset({"checkpoint", "model", "run"}),
+    _processors: frozenset({"algorithm", "policy", "rollout", "run"}),
+}
+"""The checks, in order, with the sections that each reads."""

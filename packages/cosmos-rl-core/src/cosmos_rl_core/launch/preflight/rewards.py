@@ -33,14 +33,19 @@ MISTAKES = (TypeError, AttributeError, LookupError, NameError, ImportError, Synt
 EXAMPLE = "def my_reward(group): return [1.0 if 'yes' in rollout.text else 0.0 for rollout in group.rollouts]"
 
 
-def reward_problems(config: RunConfig, domain: Domain, rows: Sequence[Mapping[str, Any]], origin: str) -> list[Problem]:
-    """Call each reward of a domain that makes specimens; of others, compare the arguments."""
+def reward_problems(
+    config: RunConfig, domain: Domain, rows: Sequence[Mapping[str, Any]], *, origin: str, given: Mapping[str, Any]
+) -> list[Problem]:
+    """Call each reward of a domain that makes specimens; of others, compare the arguments.
+
+    given: functions by label, in place of those that the recipe names.
+    """
     group = None
     if isinstance(domain, MakesSpecimens) and rows:
         group = domain.specimen(config, rows[0], origin=f"{origin}:1")
     found: list[Problem] = []
     for place, section in enumerate(config.reward.functions):
-        make = partial(build_reward, section.name, domain, options=section.options)
+        make = partial(build_reward, section.name, domain, options=section.options, given=given.get(section.title))
         wrong = Problem(key=f"reward.functions.{place}.name", given=as_toml(section.name), wrong="")
         found += _within(CALL_S, partial(_problems, make, section.title, group, wrong), otherwise=_unanswered(wrong))
     return found
