@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console as RichConsole
 
 from cosmos_rl_core.observe.console import Console, duration, sparkline
 
@@ -112,6 +113,35 @@ def test_a_figure_that_is_absent_is_not_shown():
     console, stream, _ = watched()
     console.step(0, {"loss": 2.5})
     assert stream.getvalue().splitlines()[-1] == "step   1/100  loss 2.5000"
+
+
+def test_workers_that_start_are_shown_after_a_while_and_then_ever_rarer():
+    console, stream, clock = watched()
+    for second in range(46):
+        clock.now = float(second)
+        console.starting([("policy-0", "reading weights", second), ("rollout-0", "importing", second)])
+    console.starting([])
+    clock.now = 1000.0
+    console.starting([(f"rollout-{i}", "importing", 0.0) for i in range(6)])
+    clock.now = 1011.0
+    console.starting([(f"rollout-{i}", "importing", 11.0) for i in range(6)])
+    assert stream.getvalue().splitlines()[1:] == [
+        "starting: policy-0 reading weights 10 s, rollout-0 importing 10 s",
+        "starting: policy-0 reading weights 30 s, rollout-0 importing 30 s",
+        "starting: " + ", ".join(f"rollout-{i} importing 11 s" for i in range(4)) + ", 2 more",
+    ]
+
+
+def test_the_panel_shows_workers_that_start_until_they_have_started():
+    console, _, _ = watched(Terminal())
+    console.starting([("policy-0", "reading weights", 3.0)])
+    rich = RichConsole(file=io.StringIO(), width=100)
+    rich.print(console._panel())
+    assert "starting  policy-0 reading weights 3 s" in rich.file.getvalue()
+    console.starting([])
+    rich.print(console._panel())
+    assert rich.file.getvalue().count("starting  ") == 1
+    console.close()
 
 
 def test_a_phase_that_goes_on_is_told_once():

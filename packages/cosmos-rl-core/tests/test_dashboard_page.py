@@ -161,6 +161,7 @@ def test_members_waits_weights_recipe_and_logs_are_read(page):
     text = read(page, "good/members", "policy-0")
     assert "trained" in text and "57" in text and "Nobody waits." not in text
     assert "policy-0 waits for N groups of batch N" in text and "95.0 s" not in text.split("Seconds")[0]
+    assert re.search(r"rollout-1\s+rollout\s+joining reading weights 4\.0 s", text)
     text = read(page, "good/weights", "rollout-0")
     assert "4.0 MB" in text and "80.0 MB" in text and "100 ms" in text and "210 ms" in text
     text = read(page, "good/recipe", "run.domain")

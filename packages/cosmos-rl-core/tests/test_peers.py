@@ -2,6 +2,7 @@
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.observe.startup import Phases
 from cosmos_rl_core.wire.channel import ConnectionClosed
 
 
@@ -34,6 +35,26 @@ def test_without_a_new_heartbeat_the_last_figure_stands():
     peer.beat(beat(1, 1.0), now=102.0)
     assert peers.metrics()["policy_idle_fraction"] == 0.5
     assert peers.metrics()["policy_idle_fraction"] == 0.5
+
+
+def test_a_rollout_has_started_when_it_has_weights_and_a_policy_when_it_is_ready():
+    peers = {role: Peer(name=role, role=role, connection=NoConnection()) for role in ("policy", "rollout")}
+    for peer in peers.values():
+        peer.phases.enter("importing", now=0.0)
+        peer.ready(p.Ready(), now=2.0)
+    assert (peers["policy"].phases.current, peers["policy"].phases.seconds) == ("", {"importing": 2.0})
+    assert peers["rollout"].phases.current == "waiting for weights"
+    peers["rollout"].beat(p.Heartbeat(version=-1), now=3.0)
+    peers["rollout"].beat(p.Heartbeat(version=0), now=4.0)
+    assert peers["rollout"].phases == Phases("", {"importing": 2.0, "waiting for weights": 2.0}, 4.0)
+    peers["rollout"].beat(p.Heartbeat(version=1), now=9.0)
+    assert peers["rollout"].phases.since == 4.0
+
+
+def test_a_process_that_returns_has_no_start():
+    peer = Peer(name="rollout-0", role="rollout", connection=NoConnection())
+    peer.ready(p.Ready(), now=2.0)
+    assert (peer.phases.current, peer.phases.seconds) == ("", {})
 
 
 class Closing:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 
@@ -24,8 +25,10 @@ from cosmos_rl_core.observe.reporting import (
     Ending,
     Reporter,
     StatusLog,
+    phase_changes,
     worker_changes,
 )
+from cosmos_rl_core.observe.startup import Phases, describe, entering, phase
 
 
 def start(run_dir, *, command=("/bin/cosmos-rl", "run", "a.toml"), monkeypatch, parent=""):
@@ -168,6 +171,43 @@ def test_workers_that_come_change_and_go():
     assert worker_changes({"r": "suspect"}, {}) == ["r: suspect -> gone"]
 
 
+def starting(phase="", **started):
+    return Member(name="r0", role="rollout", state="joining", age_s=0.0, phase=phase, started=started)
+
+
+def test_the_phases_of_a_start_are_events():
+    assert phase_changes({}, [starting("importing")]) == ["r0: importing"]
+    assert phase_changes({"r0": "importing"}, [starting("importing")]) == []
+    then = {"importing": 3.0, "reading weights": 0.1}
+    assert phase_changes({"r0": "importing"}, [starting("waiting for weights", **then)]) == [
+        "r0: waiting for weights, after 3.1 s: importing 3.0 s"
+    ]
+    assert phase_changes({"r0": "waiting for weights"}, [starting(**then)]) == ["r0: started in 3.1 s: importing 3.0 s"]
+    assert phase_changes({}, [starting()]) == []
+
+
+def test_phases_add_up_and_one_that_returns_goes_on():
+    phases = Phases()
+    for name, now in (("importing", 10.0), ("reading weights", 13.0), ("importing", 14.0)):
+        phases.enter(name, now=now)
+    assert phases.so_far(14.5) == {"importing": 3.5, "reading weights": 1.0}
+    phases.enter("", now=15.0)
+    assert (phases.current, phases.so_far(99.0)) == ("", {"importing": 4.0, "reading weights": 1.0})
+    assert describe(phases.seconds) == "5.0 s: importing 4.0 s, reading weights 1.0 s"
+
+
+def test_a_phase_reaches_the_worker_that_its_thread_builds_and_no_other():
+    seen = []
+    phase("importing")
+    with entering(seen.append):
+        phase("reading weights")
+        thread = threading.Thread(target=phase, args=("starting simulators",))
+        thread.start()
+        thread.join()
+    phase("importing")
+    assert seen == ["reading weights"]
+
+
 def test_an_error_in_a_report_is_shown_once_and_ends_neither_the_reports_nor_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr("cosmos_rl_core.observe.reporting.STATUS_S", 0.01)
     states = iter((ValueError("no such phase"), ValueError("no such phase"), "training"))
@@ -188,6 +228,7 @@ def test_an_error_in_a_report_is_shown_once_and_ends_neither_the_reports_nor_the
             events=Events(tmp_path),
             check=lambda: checks.append(None),
             note=notes.append,
+            starting=lambda workers: None,
         )
         task = asyncio.create_task(reporter.run())
         await asyncio.wait_for(reported.wait(), 60)

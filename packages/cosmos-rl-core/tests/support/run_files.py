@@ -118,13 +118,15 @@ def write_spans(directory: Path, *, steps: int) -> None:
 
 def write_statuses(path: Path, *, steps: int, phase: str) -> None:
     member = {"name": "policy-0", "role": "policy", "state": "ready", "age_s": 0.1, "since_s": 12.0, "version": steps}
+    starting = {"phase": "reading weights", "phase_s": 4.0, "started": {"importing": 3.0}}
+    late = {"name": "rollout-1", "role": "rollout", "state": "joining", "age_s": 0.2, "version": -1, **starting}
     rows = [
         {
             "time": 1000.0 + 5 * step,
             "phase": "training",
             "step": step,
             "version": step,
-            "members": [member],
+            "members": [member, late],
             "samples": {"leased": 2, "ready": step % 3, "committed": 3 * step},
             "waits": ["policy-0 waits for 3 groups of batch 4"],
         }

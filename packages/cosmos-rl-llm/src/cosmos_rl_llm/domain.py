@@ -15,6 +15,7 @@ from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
+from cosmos_rl_core.observe.startup import READING, phase
 from cosmos_rl_core.parallel.held import Held
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
@@ -108,6 +109,7 @@ class LLMDomain(DomainBase):
         quiet_torchao()
         from cosmos_rl_llm.build import build_policy
 
+        phase(READING)
         source = _checkpoint(model)
         return build_policy(
             model,
@@ -300,6 +302,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     from cosmos_rl_llm.policy.kernels import log_kernels
     from cosmos_rl_llm.policy.lora import add_adapters
 
+    phase(READING)
     source, device = _checkpoint(model), own_device()
     _recommend_vllm(device.type, installed=find_spec("vllm") is not None)
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
@@ -363,6 +366,7 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
     def encode(prompt: Prompt) -> Encoded:
         return chat.encode_prompt(prompt.row, where=prompt.origin)
 
+    phase("starting vLLM")
     return VllmEngine(
         start(source, options=options, dtype=model.dtype, max_length=chat.max_length, pictures=pictures),
         encode=encode,

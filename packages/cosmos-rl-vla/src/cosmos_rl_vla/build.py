@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.startup import READING, SIMULATORS, phase
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.dtensor import materialise
 from cosmos_rl_core.parallel.lora import fill_adapters
@@ -53,6 +54,7 @@ def build_policy(
     if setup.mesh is not None:
         materialise(loaded.module, device=torch.device("cpu") if setup.memory.parameter_offload else setup.mesh.device)
         fill_adapters(loaded.module, seed=config.seed)
+    phase(READING)
     loaded.fill()
     return VLAPolicy(
         loaded,
@@ -69,9 +71,11 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchE
     loaded = make(config)
     loaded.cast_parameters(getattr(torch, config.dtype))
     loaded.module.to(own_device())
+    phase(READING)
     loaded.fill()
     weights = loaded.trained_weights()
     loaded.module.requires_grad_(False).eval()
+    phase(SIMULATORS)
     pool = SimulatorPool(
         data.simulator,
         options=data.options,

@@ -21,6 +21,7 @@ from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.recovery import Recovery
+from cosmos_rl_core.observe.startup import IMPORTING, describe
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 LAST_WORDS_S = 1.0
@@ -58,6 +59,8 @@ class Admission:
             await self.recovery.rolled_back()
             self.recovery.joined()
         peer = Peer(name=name, role=role, connection=connection, heartbeat_at=self.clock())
+        if not incarnation:
+            peer.phases.enter(IMPORTING, now=self.clock())
         earlier = self.peers.by_name.get(name)
         self.peers.add(peer)
         if earlier is not None:
@@ -67,10 +70,14 @@ class Admission:
             self.evaluator.lose(name, self.peers, but=rejoin.rows)
         return peer
 
-    def ready(self, peer: Peer, message: p.Ready) -> None:
-        """A worker is built, or says so again on a new connection."""
+    def starts(self, peer: Peer, message: p.Phase | p.Ready) -> None:
+        """A worker begins a phase of its start; or it is built, also reported again on a new connection."""
+        if isinstance(message, p.Phase):
+            peer.phases.enter(message.name, now=self.clock())
+            return
         if self.ledger.members.by_name[peer.name].state is MemberState.JOINING:
-            self.note(f"{peer.name} is ready")
+            start = describe(peer.phases.so_far(self.clock()))
+            self.note(f"{peer.name} is ready after {start}" if start else f"{peer.name} is ready")
         self.feed(events.From(peer.name, peer.incarnation, message))
         peer.ready(message, now=self.clock())
         self.peers.announce(self.ledger, ready=peer)

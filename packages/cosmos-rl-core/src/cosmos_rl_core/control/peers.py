@@ -9,6 +9,7 @@ from statistics import fmean
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.observe.startup import WEIGHTS, Phases
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 IN_USE_S = 5.0
@@ -46,6 +47,8 @@ class Peer:
     """Clock when it connected, or became ready."""
     is_ready: bool = False
     """Whether it is built and can work."""
+    phases: Phases = field(default_factory=Phases)
+    """Phases of its start; none for a process that has returned."""
     leaving: bool = False
     """It sent a Goodbye or a Fatal."""
     draining: bool = False
@@ -70,10 +73,14 @@ class Peer:
         """Record a heartbeat."""
         self.progress, self.busy_s, self.heartbeat_at = message.progress, message.busy_s, now
         self.version = message.version
+        if self.phases.current == WEIGHTS and message.version >= 0:
+            self.phases.enter("", now=now)
 
     def ready(self, message: p.Ready, *, now: float) -> None:
         """Record that it is built and can work."""
         self.address, self.is_ready, self.since = message.address, True, now
+        if self.phases.current:
+            self.phases.enter(WEIGHTS if self.role == "rollout" else "", now=now)
 
     def measure_idleness(self) -> None:
         """Compute `idle_fraction` since the last call."""

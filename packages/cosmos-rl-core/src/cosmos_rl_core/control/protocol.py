@@ -1,7 +1,7 @@
 """The messages between workers and controller. New fields are appended, with defaults.
 
 worker                                      controller
-  Ready             ->      <- Welcome        sent when the worker connects
+  Phase | Ready     ->      <- Welcome        sent when the worker connects
   Rejoin            ->      <- Welcome        the same process on a new connection
   Heartbeat         ->                        every second, from the worker's main loop
 rollout
@@ -82,6 +82,12 @@ class Rejoin(Message, frozen=True):
     """Rollout: samples in work, and those whose results were not released; its other leases are returned."""
     rows: tuple[int, ...] = ()
     """Rollout: likewise, rows of the evaluation."""
+
+
+class Phase(Message, frozen=True):
+    """A phase of the worker's start has begun, such as "reading weights"."""
+
+    name: str
 
 
 class Ready(Message, frozen=True):
@@ -423,7 +429,7 @@ ToLedger = (
 """Messages of workers to the ledger."""
 FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
 """Messages of the ledger to workers."""
-ToController = ToLedger | Rejoin | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale | StopRun
+ToController = ToLedger | Rejoin | Phase | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale | StopRun
 ToOperator = Progress | Scaled | Refused
 ToWorker = (
     Welcome

@@ -224,8 +224,8 @@ class Controller:
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
             case p.Return() | p.Vote() | p.PeersLost():
                 self._feed(peer, message)
-            case p.Ready():
-                self._admission.ready(peer, message)
+            case p.Phase() | p.Ready():
+                self._admission.starts(peer, message)
             case _:
                 self._handle_report(peer, message)
 

@@ -53,6 +53,9 @@ def _members(controller: Controller) -> list[Member]:
             age_s=round(now - peer.heartbeat_at, 1),
             progress=peer.progress,
             version=peer.version,
+            phase=peer.phases.current,
+            phase_s=round(now - peer.phases.since, 1) if peer.phases.current else 0.0,
+            started={name: round(seconds, 2) for name, seconds in peer.phases.seconds.items()},
         )
         for peer in controller.peers.by_name.values()
     ]
@@ -88,6 +91,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since it connected, became ready or was lost."""
     version: int = -1
     """Version of its weights; -1: none, or unknown."""
+    phase: str = ""
+    """Phase of its start, such as "reading weights"; empty after it."""
+    phase_s: float = 0.0
+    """Seconds since that phase began."""
+    started: dict[str, float] = {}
+    """Seconds of each phase of its start that has ended."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +175,10 @@ def _end(run_dir: Path, outcome: Outcome) -> str:
     return "\n".join(f"{label}: {text}" for label, text in rows if text)
 
 
+def _state(member: Member) -> str:
+    return f"{member.state}: {member.phase} {duration(member.phase_s)}" if member.phase else member.state
+
+
 def _numbers(status: RunStatus) -> str:
     """Return the ready workers of each role, and how many there shall be: "1 of 1 policy, 2 of 3 rollout"."""
     ready = Counter(member.role for member in status.members if member.state == "ready")
@@ -195,7 +208,7 @@ def render(run_dir: Path, status: RunStatus, *, controller: str, now: float, out
         parts.append(f"continue: {resume_command(run_dir, checkpoint=last_checkpoint(run_dir))}")
     if status.members:
         rows = [
-            (m.name, m.role, m.state, duration(m.since_s), "-" if m.version < 0 else m.version, duration(m.age_s))
+            (m.name, m.role, _state(m), duration(m.since_s), "-" if m.version < 0 else m.version, duration(m.age_s))
             for m in status.members
         ]
         parts.append(table(rows, header=("name", "role", "state", "since", "version", "last heartbeat")))

@@ -38,6 +38,8 @@ class Turns:
     """Why the run ends early; then no batch is assigned any more."""
     _first: int = field(init=False)
     """Version at the start."""
+    _has_begun: bool = False
+    """Whether a rollout replica has asked for prompts to train on."""
 
     def __post_init__(self) -> None:
         self._first = self.ledger.version
@@ -59,9 +61,13 @@ class Turns:
 
     def request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
         """Pass a rollout's request to the ledger, or to the evaluation."""
-        if self.evaluator.current is not None:
+        if (evaluation := self.evaluator.current) is not None:
+            self.observer.phase(f"evaluating version {evaluation.version}")
             self.evaluator.request(peer, message)
             return
+        if not self._has_begun:
+            self._has_begun = True
+            self.observer.phase("training")
         peer.held = None
         self.feed(peer, message)
 
@@ -91,7 +97,8 @@ class Turns:
         """Begin the evaluation of a version if it is due; return whether it was begun."""
         due = self.evaluator.begin_if_due(version, lineage=self.ledger.lineage, last=last)
         if due:
-            self.observer.phase(f"evaluating version {version}")
+            if self.ledger.members.num_ready_rollouts:  # otherwise it begins with the first one that is ready
+                self.observer.phase(f"evaluating version {version}")
             self._resume_requests()
         return due
 

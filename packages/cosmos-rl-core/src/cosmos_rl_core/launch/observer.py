@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.observe.console import Console
 
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cosmos_rl_core.control.reports import Observer
 from cosmos_rl_core.monitor.config import DIVERSITY
@@ -108,6 +108,11 @@ class RunObserver:
         self.current_phase = text
         if self._console is not None:
             self._console.phase(text)
+
+    def starting(self, workers: Sequence[tuple[str, str, float]]) -> None:
+        """Show workers that start: name, phase and seconds."""
+        if self._console is not None:
+            self._console.starting(workers)
 
     def note(self, text: str, *, kind: str = "note") -> None:
         self.events.add(kind, text)

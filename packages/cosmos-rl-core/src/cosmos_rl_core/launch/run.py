@@ -434,6 +434,7 @@ class _Run:
             events=self._observer.events,
             check=lambda: self._check_removals(controller),
             note=self._observer.note,
+            starting=self._observer.starting,
         )
 
 

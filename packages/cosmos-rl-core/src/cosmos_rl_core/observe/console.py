@@ -20,6 +20,9 @@ from rich.text import Text
 
 _LINE_EVERY_S = 1.0
 _NUM_REMEMBERED = 40
+_STARTING_S = 10.0
+_NUM_STARTING = 4
+"""Workers that start are named up to this number."""
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-:=+*#"
 
@@ -58,6 +61,8 @@ class Console:
         self._metrics: Mapping[str, float] = {}
         self._held_back = ""
         self._last_line_at = -math.inf
+        self._starting = ""
+        self._starting_due, self._starting_every_s = math.inf, _STARTING_S
         rich = RichConsole(file=self._stream, highlight=False)
         self._bars = _BARS if rich.encoding.startswith("utf") else _ASCII_BARS
         self._live: Live | None = None
@@ -75,6 +80,23 @@ class Console:
         if self._live is None:
             self._release()
             self._write(f"{self._run_name}: {text}")
+
+    def starting(self, workers: Sequence[tuple[str, str, float]]) -> None:
+        """Show workers that start: name, phase, seconds. Without a terminal, a line after 10 s, then ever rarer."""
+        named = [f"{name} {phase} {seconds:.0f} s" for name, phase, seconds in workers[:_NUM_STARTING]]
+        more = len(workers) - len(named)
+        self._starting = ", ".join([*named, f"{more} more"] if more > 0 else named)
+        if self._live is not None:
+            return
+        if not workers:
+            self._starting_due, self._starting_every_s = math.inf, _STARTING_S
+        elif self._starting_due == math.inf:
+            self._starting_due = self._clock() + self._starting_every_s
+        elif self._clock() >= self._starting_due:
+            self._release()
+            self._write(f"starting: {self._starting}")
+            self._starting_every_s *= 2
+            self._starting_due = self._clock() + self._starting_every_s
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step. `step` counts from 0."""
@@ -147,6 +169,8 @@ class Console:
         progress.add_column(ratio=1)
         progress.add_row(counter, ProgressBar(total=max(self._max_steps, 1), completed=self._num_done))
         metrics = Table.grid(padding=(0, 2))
+        if self._starting:
+            metrics.add_row(Text("starting", style="dim"), Text(self._starting), Text(""))
         for label, value in self._labelled().items():
             curve = sparkline(list(self._rewards), bars=self._bars) if label == "reward" else ""
             metrics.add_row(Text(label, style="dim"), Text(value), Text(curve, style="green"))

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from cosmos_rl_core.observe.record import (
     record_outcome,
     resume_command,
 )
+from cosmos_rl_core.observe.startup import describe
 from cosmos_rl_core.observe.trace import merge
 
 STATUS_S = 1.0
@@ -88,10 +89,12 @@ class Reporter:
         events: Events,
         check: Callable[[], None],
         note: Callable[[str], None],
+        starting: Callable[[Sequence[tuple[str, str, float]]], None],
     ) -> None:
         """status: returns the state of the run, for its phase. check: called every second.
 
-        note: shows an error of these functions to the user; each one once.
+        note: shows an error of these functions to the user; each one once. starting: receives name, phase and seconds
+        of each worker that starts.
         """
         self._directory = directory
         self._status = status
@@ -101,7 +104,9 @@ class Reporter:
         self._note = note
         self._noted: set[str] = set()
         self._log = StatusLog(directory / "status.jsonl")
+        self._starting = starting
         self._states: dict[str, str] = {}
+        self._phases: dict[str, str] = {}
 
     async def run(self) -> None:
         """Report every second, also after an error, which does not end the run: training does not depend on reports."""
@@ -127,6 +132,13 @@ class Reporter:
             for text in worker_changes(self._states, states):
                 self._events.add("worker", text)
         self._states = states
+        starting = [(member.name, member.phase, member.phase_s) for member in status["members"] if member.phase]
+        phases = {name: phase for name, phase, _ in starting}
+        if phases != self._phases:
+            for text in phase_changes(self._phases, status["members"]):
+                self._events.add("worker", text)
+            self._phases = phases
+        self._starting(starting)
         with contextlib.suppress(OSError):
             temporary = self._directory / "status.tmp"
             temporary.write_bytes(msgspec.json.encode(status))
@@ -142,6 +154,24 @@ def worker_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[
         for name, state in {**after, **gone}.items()
         if before.get(name) != state
     ]
+
+
+def phase_changes(before: Mapping[str, str], members: Iterable[Any]) -> list[str]:
+    """Return a line for each worker in another phase of its start: "rollout-0: reading weights, after 3.1 s".
+
+    before: name -> phase; empty after the start, as in `members`, which are those of a status.
+    """
+    lines = []
+    for member in members:
+        earlier = before.get(member.name, "")
+        if member.phase == earlier:
+            continue
+        spent = describe(member.started)
+        if member.phase:
+            lines.append(f"{member.name}: {member.phase}" + (f", after {spent}" if spent else ""))
+        elif spent:  # nothing of a worker that was lost
+            lines.append(f"{member.name}: started in {spent}")
+    return lines
 
 
 class LastState(NamedTuple):

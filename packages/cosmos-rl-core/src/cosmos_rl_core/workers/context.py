@@ -7,9 +7,9 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from cosmos_rl_core.control.address_file import present_address
 from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.observe.record import append_lines
+from cosmos_rl_core.observe.startup import entering
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.tls import Tls
@@ -106,6 +107,8 @@ class Assignment:
     """Committed steps of the run when the worker joined."""
     scores_rows: bool = False
     """Rollout: whether this replica scores real rows for the monitor."""
+    report: Callable[[str], None] = lambda phase: None
+    """Reports a phase of the start to the controller; from any thread."""
 
     @property
     def data_tls(self) -> Tls | None:
@@ -119,13 +122,30 @@ class Assignment:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Context for building parts in the compute thread: exclusive in the process, timed, without collections."""
-        context, begun = self.context, time.perf_counter()
+        """Context for building parts in the compute thread: exclusive in the process, timed, without collections.
+
+        Phases that are named inside are spans within its own.
+        """
+        context = self.context
         quiet_torchao()  # transformers and diffusers import it
-        context.log("building its part of the run")
-        with context.build_lock, context.timeline.span("build"), collector_paused():
-            yield
-        context.log(f"built in {time.perf_counter() - begun:.1f} s")
+        span = ExitStack()  # of the current phase
+
+        def enter(name: str) -> None:
+            span.close()
+            span.enter_context(context.timeline.span(name))
+            self.enter(name)
+
+        with context.build_lock, context.timeline.span("build"), collector_paused(), entering(enter):
+            try:
+                yield
+            finally:
+                span.close()  # without the error, whose place is the build
+
+    def enter(self, name: str) -> None:
+        """Begin a phase of the start: in the log and at the controller. From any thread."""
+        self.context.log(name)
+        if self.context.leads:
+            self.report(name)
 
     def prepare_torch(self) -> None:
         """Set GPU, precision, threads and seed. First call in the compute thread: the current GPU is per thread."""

@@ -18,7 +18,7 @@ import socket
 import sys
 import tomllib
 import traceback
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -215,7 +215,12 @@ async def run_role(role: str, context: WorkerContext, connection: LastingConnect
     client = ControllerClient(
         connection, lineage=welcome.lineage, leaving=context.leaving, removed=partial(_end_removed, context)
     )
-    with _assigned(context, welcome) as assignment:
+    loop = asyncio.get_running_loop()
+
+    def report(phase: str) -> None:
+        loop.call_soon_threadsafe(client.post, p.Phase(phase))
+
+    with _assigned(context, welcome, report=report) as assignment:
         config = assignment.config
         shared = assignment.run_dir if assignment.shares_run_dir else None
         connection.last(config.elastic.controller_wait_s, run_dir=shared)
@@ -247,12 +252,12 @@ async def follow(context: WorkerContext) -> None:
     welcome = await context.ranks.receive()
     if isinstance(welcome, p.Stop | p.Refused):
         return
-    with _assigned(context, welcome) as assignment:
+    with _assigned(context, welcome, report=lambda phase: None) as assignment:
         await PolicyRole(assignment, FollowerLink(context.ranks)).run()
 
 
 @contextmanager
-def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignment]:
+def _assigned(context: WorkerContext, welcome: p.ToWorker, *, report: Callable[[str], None]) -> Iterator[Assignment]:
     """Load the recipe, and write the timeline until the end, also after an error."""
     from cosmos_rl_core.parallel.device import use_device
 
@@ -283,6 +288,7 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
             lineage=welcome.lineage,
             version=welcome.version,
             scores_rows=welcome.scores_rows,
+            report=report,
         )
         finished = True
     finally:

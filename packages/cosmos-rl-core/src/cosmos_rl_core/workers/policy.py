@@ -20,6 +20,7 @@ from cosmos_rl_core.gpu_turn import RankTurn
 from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.loop import Steps, train
 from cosmos_rl_core.monitor.monitor import read_healthy
+from cosmos_rl_core.observe.startup import RESTORING, phase
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.rollout.spool.reader import SpoolReader
@@ -124,6 +125,7 @@ class PolicyRole:
             frozen = reference, assemble.build_teacher(at.config, at.domain, trainer, mesh)
             if not at.resume_from:
                 return mesh, trainer, frozen, TrainState(step=0)
+            phase(RESTORING)
             rank = 0 if mesh is None else mesh.rank
             state = restore.load(at.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
             trainer.version = state.step

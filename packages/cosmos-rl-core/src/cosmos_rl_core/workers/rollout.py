@@ -12,6 +12,7 @@ from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.gpu_turn import RolloutTurn
 from cosmos_rl_core.interfaces import RolloutEngine, Sleeps
 from cosmos_rl_core.monitor.data_rewards import score_real_rows
+from cosmos_rl_core.observe.startup import GPU, REWARDS, phase
 from cosmos_rl_core.optional import ShowsRows
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.recipe.run import RunConfig
@@ -97,6 +98,7 @@ class RolloutRole:
             parts.push_async_callback(engine.close)
             return engine, engine
         parts.callback(turn.give)
+        at.enter(GPU)
         await turn.take()
         engine = await loop.run_in_executor(at.compute, self._build_engine)
         parts.push_async_callback(engine.close)
@@ -191,7 +193,8 @@ class RolloutRole:
 
     def _build_rollouter(self, engine: RolloutEngine) -> Rollouter:
         at = self._at
-        with at.building():  # rewards may load models of their own
+        with at.building():
+            phase(REWARDS)  # they may load models of their own
             return assemble.build_rollouter(
                 at.config,
                 at.domain,

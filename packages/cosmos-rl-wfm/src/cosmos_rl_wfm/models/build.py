@@ -14,6 +14,7 @@ from torch import nn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import quiet_torchao
+from cosmos_rl_core.observe.startup import READING, phase
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.dtensor import materialise, parameters_on_meta
 from cosmos_rl_core.parallel.lora import add_adapters, fill_adapters, pick_layers
@@ -62,6 +63,7 @@ def build_model(
     Raises UserError for a model that does not exist, or whose parts are not supported.
     """
     quiet()
+    phase(READING)
     device = device or own_device()
     dtype = getattr(torch, config.dtype)
     folder = _open(config, parts)
