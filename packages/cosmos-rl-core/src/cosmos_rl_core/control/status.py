@@ -55,7 +55,7 @@ def _members(controller: Controller) -> list[Member]:
             version=peer.version,
             phase=peer.phases.current,
             phase_s=round(now - peer.phases.since, 1) if peer.phases.current else 0.0,
-            started={name: round(seconds, 2) for name, seconds in peer.phases.seconds.items()},
+            started=peer.phases.seconds,
         )
         for peer in controller.peers.by_name.values()
     ]

@@ -57,7 +57,7 @@ class Phases:
 
     def enter(self, name: str, *, now: float) -> None:
         """End the current phase and begin another; empty: the start is over."""
-        self.seconds = self.so_far(now)
+        self.seconds = {each: round(seconds, 2) for each, seconds in self.so_far(now).items()}
         self.current, self.since = name, now
 
     def so_far(self, now: float) -> dict[str, float]:
