@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import select
 import signal
@@ -30,6 +31,8 @@ from typing import IO, NamedTuple
 from cosmos_rl_core.imports import child_environment
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+STACKS = signal.SIGURG
+"""Signal on which a worker writes the stacks of its threads to its log. A process without a handler ignores it."""
 GRACE_S = 2.0
 """Maximum seconds that a process runs after its connection to the parent was closed."""
 LAST_LINES = 12
@@ -157,6 +160,11 @@ def last_lines(log: Path | IO[bytes], *, count: int = LAST_LINES) -> str:
     size = os.fstat(log.fileno()).st_size
     text = os.pread(log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
     return "\n".join(text.splitlines()[-count:]) or "(its log is empty)"
+
+
+def write_stacks_on_signal() -> None:
+    """Let `STACKS` write the stacks of all threads to standard error, a worker's log; also while C code runs."""
+    faulthandler.register(STACKS, all_threads=True, chain=False)
 
 
 def inherited_socket() -> socket.socket:

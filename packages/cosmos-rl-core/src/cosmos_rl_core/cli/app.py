@@ -230,21 +230,32 @@ def dashboard(
 
 @app.command()
 def doctor(
-    recipe: Annotated[
+    target: Annotated[
         Path | None,
-        typer.Argument(metavar="[RECIPE]", help="A recipe, for its [run] bind, port and output_dir."),
+        typer.Argument(
+            metavar="[RUN|RECIPE]", help="A run's directory; or a recipe, for its [run] bind, port and output_dir."
+        ),
     ] = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of a table.")] = False,
+    stacks: Annotated[
+        bool, typer.Option("--stacks", help="Show the stacks of the process that the others of a run wait for.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of text.")] = False,
 ) -> None:
-    """Examine this machine; exit code 1 if something is bad."""
+    """Examine this machine, or find out why a run fails, hangs or does not learn; exit code 1 if something is bad."""
     import json
 
     from cosmos_rl_core.doctor.machine import examine_machine_of
     from cosmos_rl_core.doctor.report import as_rows, is_bad, render
+    from cosmos_rl_core.doctor.run import examine_run
 
-    checks = examine_machine_of(recipe)
-    typer.echo(json.dumps(as_rows(checks), indent=2) if as_json else render(checks))
+    if target is not None and target.suffix != ".toml":
+        found = examine_run(target, stacks=stacks)
+        checks, shown, data = found.checks, str(found), found.as_json()
+    else:
+        checks = examine_machine_of(target)
+        shown, data = render(checks), as_rows(checks)
+    typer.echo(json.dumps(data, indent=2) if as_json else shown)
     if is_bad(checks):
         raise typer.Exit(1)
 

@@ -129,7 +129,7 @@ def _policy(curves: Curves) -> list[Finding]:
 def _reward(curves: Curves) -> list[Finding]:
     last = min(LAST, max(1, curves.steps // 2))
     before, now = curves.mean("reward_mean", first=last), curves.mean("reward_mean", last=last)
-    if before is None or now is None or curves.steps < 2:
+    if before is None or now is None or curves.steps < 2 or f"{before:.3g}" == f"{now:.3g}":
         return []
     rose = now > before
     verb = "rose" if rose else "fell"

@@ -29,6 +29,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import child_environment
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.processes import write_stacks_on_signal
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
@@ -55,6 +56,7 @@ def main() -> None:
 def run_worker(worker: WorkerAddress, node: Node) -> int:
     """Work until the run ends and return the exit code. A worker of one process does not return: it exits."""
     raise_descriptor_limit()
+    write_stacks_on_signal()
     worker = worker.resolved()
     os.environ.update(child_environment(node.python_path.split(os.pathsep)))  # for the ranks too
     if worker.role == "policy":

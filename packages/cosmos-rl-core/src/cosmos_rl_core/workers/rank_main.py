@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.device import use_device
-from cosmos_rl_core.processes import end_after
+from cosmos_rl_core.processes import end_after, write_stacks_on_signal
 from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.workers.context import WorkerContext
 from cosmos_rl_core.workers.failure import Failure
@@ -29,6 +29,7 @@ LISTEN_S = 0.5
 
 def main() -> None:
     worker, node = from_arguments(sys.argv[1:], program="rank")
+    write_stacks_on_signal()
     end_after(int(os.environ[AGENT_PID]))  # nobody else ends the ranks of an agent that was killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides about stops; the agent ends ranks by SIGTERM
     asyncio.run(_work(worker, node))
