@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
@@ -27,11 +28,11 @@ def compare(names: Sequence[str], *, mib: int = 64, bucket_mib: int = 4, rounds:
 
     Raises TransportUnavailable with the reason for one that does not work here.
     """
-    sizes = {"mib": mib, "bucket_mib": bucket_mib}
+    measurement_of = partial(Measurement, mib=mib, bucket_mib=bucket_mib)
     with ExitStack() as stack:
         running = {
             name: stack.enter_context(
-                Measurement(name, **sizes, command=[__file__]) if name == PROCESS_READ else Measurement(name, **sizes)
+                measurement_of(name, command=[__file__]) if name == PROCESS_READ else measurement_of(name)
             )
             for name in names
         }

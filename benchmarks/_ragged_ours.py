@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import _ragged
 import _ragged_pictures
@@ -79,7 +79,7 @@ def build(
     domain = load_domain("llm")
     collate = assemble.build_collate(config, domain, Share())
     trainer = assemble.build_trainer(config, domain)
-    held = groups(work, trainer.policy.module.vision)
+    held = groups(work, cast(VisionFamily | None, trainer.policy.module.vision))
     return trainer, lambda: collate(held)
 
 

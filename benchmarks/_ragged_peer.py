@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import _ragged
 import _ragged_pictures
@@ -71,7 +71,9 @@ def sft(model: Path, work: list[Sample], steps: int, out: StepFile, scratch: Pat
         batch = padded(texts)
         return {**batch, **_shown([row["picture"] for row in rows], batch["input_ids"])}
 
-    trainer = Trainer(model=network, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[Lines()])
+    trainer = Trainer(
+        model=network, args=arguments, train_dataset=cast(Any, rows), data_collator=collate, callbacks=[Lines()]
+    )
     trainer.train()
 
 

@@ -23,6 +23,7 @@ from statistics import median
 import av
 import numpy as np
 from _metrics import Figure, report
+from av.container import InputContainer
 from av.video.reformatter import Interpolation, VideoReformatter
 
 from cosmos_rl_core.observe.gallery import write_video
@@ -120,7 +121,7 @@ def plain_loop(files: Sequence[Path]) -> Iterator[np.ndarray]:
             stream, wanted = middle_of(container)
             images = []
             for frame in container.decode(stream):
-                if frame.pts >= wanted:
+                if frame.pts is not None and frame.pts >= wanted:
                     images.append(frame.to_ndarray(width=WIDTH, height=HEIGHT, format="rgb24", interpolation="BICUBIC"))
                 if len(images) == FRAMES:
                     break
@@ -135,7 +136,7 @@ def careful_loop(files: Sequence[Path]) -> Iterator[np.ndarray]:
             stream, wanted = middle_of(container)
             images = []
             for frame in container.decode(stream):
-                if frame.pts >= wanted:
+                if frame.pts is not None and frame.pts >= wanted:
                     scaled = scaler.reformat(
                         frame, WIDTH, HEIGHT, "rgb24", interpolation=Interpolation.BICUBIC, threads=1
                     )
@@ -145,7 +146,7 @@ def careful_loop(files: Sequence[Path]) -> Iterator[np.ndarray]:
         yield np.stack(images)
 
 
-def middle_of(container: av.container.InputContainer) -> tuple[av.VideoStream, int]:
+def middle_of(container: InputContainer) -> tuple[av.VideoStream, int]:
     """Seek to a clip in the middle. Returns the stream and the time of the clip's first frame."""
     stream = container.streams.video[0]
     stream.codec_context.thread_count = 1
