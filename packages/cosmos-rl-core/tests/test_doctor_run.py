@@ -266,6 +266,20 @@ def test_02_a_collective_that_times_out(written, message):
     assert "collective_timeout_s" in found.fix
 
 
+def test_02_the_rank_that_is_not_in_the_collective(written):
+    waits = "rollout-0 waits for leases: the staleness window has no room for its weights, version 41: 16 of 16 groups"
+    written.status(waits, members=("policy-0", "rollout-0"))
+    for rank in ("policy-0 rank 0", "policy-0 rank 1", "policy-0 rank 2"):
+        written.clock.now = time.time() - 1000
+        written.spans(rank, "forward_backward", 9.0, 9.5)
+    for rank in ("policy-0 rank 0", "policy-0 rank 2"):
+        written.opens(rank, "forward_backward", since_s=400, step=41)
+    found = line(written.examine(), "waits")
+    assert found.level == "bad"
+    assert "is in the forward and backward pass since 6 min 40 s, step 41; usual: 9.2 s" in found.text
+    assert "not in it: policy-0 rank 1 (in no span since 16 min" in found.text
+
+
 def test_03_weights_that_do_not_arrive(written):
     waits = ("policy-0 waits for batch 41: 0 of 8 groups ready, 8 leased to rollout-0", LOADS)
     written.status(*waits, members=("policy-0", member("rollout-0", version=-1)))

@@ -63,10 +63,6 @@ class Spans:
         for process in self._processes.values():
             process.update()
 
-    def processes_of(self, worker: str) -> list[str]:
-        """Return the processes of a replica: one, or its ranks."""
-        return [name for name in self._processes if name.partition(" rank ")[0] == worker]
-
     def open(self, *, now: float) -> list[Activity]:
         """Return what each process is in, longest first; waits and enclosing spans are left out."""
         found = []
@@ -96,6 +92,10 @@ class Spans:
         spans = self._processes[process]
         opened = (span.at + FLUSH_S for span in spans.open.values())
         return max([*opened, *(span.at + span.dur for span in spans.spans[-RECENT:])], default=0.0)
+
+    def silent_s(self, *, now: float) -> dict[str, float]:
+        """Return the seconds since the newest span of each process."""
+        return {name: max(0.0, now - self.last_seen(name)) for name in self._processes}
 
     def skews(self) -> dict[str, float]:
         """Return the seconds by which a process's clock is ahead of the one that dates its file, if more than SKEW_S.

@@ -87,6 +87,7 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
             recipe=recipe,
             started_s=max(0.0, now - float(start.get("started", now))),
             troubles=_troubles(processes),
+            silent_s=spans.silent_s(now=now),
         )
         waits = chain(waits_of(status), status.get("members", ()))
         found = [verdict(waits, at), *_stalls(at, waits), *_clocks(spans), *found]

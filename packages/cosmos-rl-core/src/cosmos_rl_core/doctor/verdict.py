@@ -59,6 +59,8 @@ class Situation(NamedTuple):
     """Seconds since the start of the run."""
     troubles: Mapping[str, tuple[str, str]] = {}
     """Sentence and remedy about a process of this machine that does not run, by worker."""
+    silent_s: Mapping[str, float] = {}
+    """Seconds since the newest span of each process."""
 
     def member(self, name: str) -> Mapping[str, Any]:
         return next((each for each in self.status.get("members", ()) if each["name"] == name), {})
@@ -143,11 +145,33 @@ def _busy(activity: Activity, at: Situation) -> Check:
     of = "".join(f", {name} {value}" for name, value in activity.args.items() if name in ("step", "sample"))
     usual = "" if activity.usual_s is None else f"; usual: {_short(activity.usual_s)}"
     text = f"{activity.process} {part} since {_short(activity.seconds)}{of}{usual}"
+    if (activity.is_slow or activity.is_stalled) and (absent := _absent(activity, at)):
+        return Check(
+            "bad" if activity.is_stalled else "note",
+            "waits",
+            f"{text}; {absent}",
+            fix_of(activity.span, activity.worker, at),
+        )
     if activity.is_stalled:
         return Check("bad", "waits", f"{text}: it hangs", fix_of(activity.span, activity.worker, at))
     if activity.is_slow:
         return Check("note", "waits", text, fix_of(activity.span, activity.worker, at))
     return Check("ok", "waits", text, "")
+
+
+def _absent(activity: Activity, at: Situation) -> str:
+    """Return a sentence about ranks of the replica that are not in the span in which others of it are; else ""."""
+    ranks = [name for name in at.silent_s if name.partition(" rank ")[0] == activity.worker]
+    inside = {each.process for each in at.activities if each.span == activity.span}
+    outside = [name for name in ranks if name not in inside]
+    if not outside or len(ranks) == 1:
+        return ""
+    described = []
+    for name in outside:
+        other = next((each for each in at.activities if each.process == name), None)
+        since = other.seconds if other else at.silent_s[name]
+        described.append(f"{name} ({f'in {other.span!r}' if other else 'in no span'} since {_short(since)})")
+    return f"not in it: {', '.join(described)}"
 
 
 def _short(seconds: float) -> str:
