@@ -215,6 +215,8 @@ def test_a_sound_recipe_of_a_language_model_is_ok(walk, words):
         ({"model__max_length": 5}, "exceeds the context of 5, and so does the shortest row"),
         ({"rollout__sampling__max_tokens": 40}, "with up to 40 new ones exceeds the context of 32"),
         ({"model__path": "./nowhere"}, "is not a directory"),
+        ({"data__chat_template": "nowhere.jinja"}, "no such file"),
+        ({"teacher": {"path": "./nowhere"}}, "is not a directory"),
     ],
 )
 def test_a_language_model_is_refused_before_it_is_loaded(walk, words, change, text):

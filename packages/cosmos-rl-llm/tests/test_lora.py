@@ -19,6 +19,7 @@ from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
 from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.preflight import adapter_problems
 from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
 pytest.importorskip("peft")
@@ -114,6 +115,14 @@ def test_target_modules_choose_layers():
 def test_an_unknown_layer_is_told_with_the_known_ones():
     with pytest.raises(UserError, match=r"no linear layer whose name ends in qproj; it has mlp.down_proj, .*q_proj"):
         add_adapters(model(), LLMLoraSection(target_modules=("qproj",)), base="some/base")
+
+
+def test_the_checks_before_a_run_name_unknown_layers(tmp_path):
+    base = write_tiny_model(tmp_path / "base")
+    for names, expected in (("q_proj", []), ("qproj", ["no layer's name ends in qproj"])):
+        lora = LLMLoraSection(target_modules=(names,))
+        found = [problem.wrong for problem in adapter_problems(LLMModelConfig(path=str(base), lora=lora), base)]
+        assert found == expected
 
 
 def test_without_peft_the_message_says_what_to_install(monkeypatch):

@@ -13,9 +13,8 @@ from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_engine
-from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
+from cosmos_rl_vla.config import TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.data.rows import load_rows
-from cosmos_rl_vla.engines.torch import TorchEngineOptions
 
 STEPS = 2
 DATA = {"simulator": "reach", "tasks": ["red", "green"], "options": {"image_size": 16, "max_steps": 20}}

@@ -17,9 +17,8 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_engine, build_policy
-from cosmos_rl_vla.config import NoiseSection, VLADataConfig, VLAModelConfig, VLASampling
+from cosmos_rl_vla.config import NoiseSection, TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.data.rows import load_rows
-from cosmos_rl_vla.engines.torch import TorchEngineOptions
 from cosmos_rl_vla.policy.collate import collate
 
 DATA = VLADataConfig(simulator="reach", tasks=("red", "green"), options={"image_size": 16, "max_steps": 20})

@@ -14,6 +14,7 @@ from cosmos_rl_vla.build import build_policy
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.families import export_weights, load
+from cosmos_rl_vla.preflight import model_problems
 
 pytest.importorskip("peft", reason="an extra of the package")
 
@@ -131,6 +132,9 @@ def test_layers_that_are_not_there_are_named(bases):
     config = VLAModelConfig(path=bases["pi05"].path, lora={"target_modules": ("q_prj",)})
     with pytest.raises(UserError, match=r"ends in q_prj; it has .*q_proj"):
         load(config)
+    (problem,) = model_problems(config)
+    assert (problem.key, "ends in q_prj; it has" in problem.wrong) == ("model.lora.target_modules", True)
+    assert not [*model_problems(bases["pi05"])]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class RewardFn(Protocol):
 
     May be a plain function or `async def`; returns one finite float per rollout or, for rollouts that are episodes, an
     array [S] with one per step. Any other value is an error of the sample, never a reward. A single float for an
-    episode counts for its last step.
+    episode counts for its last step. The checks before a run call it once, unless it has an attribute `loads_model`.
     """
 
     def __call__(self, group: RolloutGroup) -> Sequence[float] | Any: ...

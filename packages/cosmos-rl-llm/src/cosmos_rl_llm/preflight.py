@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
@@ -22,13 +23,13 @@ from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
-from cosmos_rl_llm.model.checkpoint import resolve
+from cosmos_rl_llm.model.checkpoint import read_specs, resolve
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from cosmos_rl_core.recipe.run import RunConfig
-    from cosmos_rl_core.types import RolloutGroup
+    from cosmos_rl_core.types import RolloutGroup, WeightSpec
 
 LONGEST = 16
 """Rows that are encoded, those with the most characters."""
@@ -39,11 +40,14 @@ Rows = Sequence[Mapping[str, Any]]
 def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Problem]:
     """Yield problems of model, tokenizer, engine and rows."""
     yield from _of_engine(config)
-    directory = _directory(config.model)
+    if config.teacher is not None and _directory(config.teacher.path, config.teacher.revision) is None:
+        yield from _of_hub("teacher", config.teacher.path, config.teacher.revision)
+    directory = _directory(config.model.path, config.model.revision)
     if directory is None:
-        yield from _of_hub(config.model)
+        yield from _of_hub("model", config.model.path, config.model.revision)
         return
     yield from _of_folder(config.model, directory)
+    yield from adapter_problems(config.model, directory)
     template = _template(directory, config.data)
     if template is None:
         yield Problem(
@@ -62,20 +66,15 @@ def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> Rollo
     return text_specimen(row, texts=[text] * config.rollout.group_size, origin=origin, arrays=arrays)
 
 
-def _directory(model: LLMModelConfig) -> Path | None:
-    """The model's folder, here or in the hub's cache."""
-    source = Path(resolve(model.path))
-    return source if source.is_dir() else hub.cached_model(model.path, model.revision)
+def _directory(path: str, revision: str | None) -> Path | None:
+    """A model's folder, here or in the hub's cache."""
+    source = Path(resolve(path))
+    return source if source.is_dir() else hub.cached_model(path, revision)
 
 
 def _of_engine(config: RunConfig) -> Iterator[Problem]:
-    if config.algorithm.advantage == "gae" and not config.is_sft:
-        yield Problem(
-            key="algorithm.name",
-            given=as_toml(config.algorithm.name),
-            wrong="needs rewards of the steps of an episode, and a language model's rollouts have none",
-            suggestion='"grpo" compares the rollouts of a prompt instead',
-        )
+    if not config.is_sft:
+        yield from needs_episodes(config.algorithm, rollouts="a language model's rollouts")
     if config.model.lora is not None and find_spec("peft") is None:
         yield Problem(
             key="model.lora",
@@ -100,12 +99,12 @@ def _of_engine(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _of_hub(model: LLMModelConfig) -> Iterator[Problem]:
-    if wrong := hub.model_problem(model.path, model.revision):
+def _of_hub(section: str, path: str, revision: str | None) -> Iterator[Problem]:
+    if wrong := hub.model_problem(path, revision):
         here = [folder.name for folder in Path().iterdir() if folder.is_dir()]
-        near = difflib.get_close_matches(model.path, here, n=1)
+        near = difflib.get_close_matches(path, here, n=1)
         hint = f'did you mean "{near[0]}"?' if near else "give a folder with config.json, weights and tokenizer"
-        yield Problem(key="model.path", given=as_toml(model.path), wrong=wrong, suggestion=hint)
+        yield Problem(key=f"{section}.path", given=as_toml(path), wrong=wrong, suggestion=hint)
 
 
 def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
@@ -127,6 +126,27 @@ def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
     if model.max_length is not None and own is not None and model.max_length > own:
         wrong = f"is above the model's own limit of {own} tokens"
         yield Problem(key="model.max_length", given=str(model.max_length), wrong=wrong)
+
+
+def adapter_problems(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
+    """Names of adapted layers that the model does not have."""
+    if model.lora is None or not model.lora.unmatched(_matrices(read_specs(directory))):
+        return
+    from cosmos_rl_llm.model.weights import specs_of_config  # exact, and slow: files may have other names than modules
+
+    layers = _matrices(specs_of_config(directory))
+    if unmatched := model.lora.unmatched(layers):
+        known = sorted({layer.rpartition(".")[2] for layer in layers if layer.count(".") > 2})
+        yield Problem(
+            key="model.lora.target_modules",
+            given=as_toml(model.lora.target_modules),
+            wrong=f"no layer's name ends in {', '.join(unmatched)}",
+            suggestion=f"the model's layers are {', '.join(known)}",
+        )
+
+
+def _matrices(specs: Iterable[WeightSpec]) -> list[str]:
+    return [spec.name.removesuffix(".weight") for spec in specs if len(spec.shape) == 2]
 
 
 def _context(directory: Path) -> int | None:

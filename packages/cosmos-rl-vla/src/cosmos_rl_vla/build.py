@@ -107,14 +107,9 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchE
 
 
 def _check_terms(loaded: Loaded, sampling: VLASampling | None) -> None:
-    """Raise UserError if rewards are per action and the model's terms or values are not."""
+    """Raise UserError if rewards are per action and the model's values are not."""
     if sampling is None or sampling.steps == "chunk":
         return
-    if sampling.terms == "chunk":
-        raise UserError(
-            '[rollout.sampling] steps = "action" with terms = "chunk": one ratio cannot have several advantages; set '
-            'terms = "action" or "token"'
-        )
     if loaded.model.value_dim not in (0, loaded.model.horizon):
         raise UserError(
             '[rollout.sampling] steps = "action" needs a value per action; set [model.critic] per = "action"'

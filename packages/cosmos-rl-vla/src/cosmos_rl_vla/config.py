@@ -10,6 +10,8 @@ from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_vla.sims.base import HELD_OUT
 
+UNIT = "unit"
+"""[model] stats of actions in [-1, 1]."""
 Perturbation = Literal["none", "swap_instruction", "grey_images"]
 
 
@@ -181,6 +183,15 @@ class VLASampling(Strict):
     greedy: bool = False
     """Act without noise, as evaluations do. Such episodes cannot be trained on."""
 
+    @model_validator(mode="after")
+    def _one_ratio(self) -> Self:
+        if self.steps == "action" and self.terms == "chunk":
+            raise ValueError(
+                'steps = "action" with terms = "chunk": one ratio cannot have several advantages; set terms = "action" '
+                'or "token"'
+            )
+        return self
+
     @property
     def max_terms(self) -> int:
         """Maximum number of actions in an episode."""
@@ -198,3 +209,27 @@ class VLASampling(Strict):
 
     def build(self) -> Self:
         return self
+
+
+class TorchEngineOptions(Strict):
+    """[rollout.options] of engine = "torch"."""
+
+    processes: int = Field(default=2, ge=1)
+    """Number of simulator processes; with two or more, simulation and inference overlap."""
+    slots: int = Field(default=8, ge=1)
+    """Concurrent episodes per process."""
+    steady: bool = False
+    """Make an episode bitwise independent of the other episodes in its batch: a run without staleness is then
+    reproducible. Costs full-size forward passes even for few episodes."""
+    python: str | None = None
+    """Python interpreter of those processes, for simulators that need other package versions; default: this one."""
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    """Limit for building the simulators."""
+    reset_timeout_s: float = Field(default=60.0, gt=0)
+    """Limit for beginning an episode."""
+    step_timeout_s: float = Field(default=15.0, gt=0)
+    """Limit for one step of a process's slots, or one observation; then the process is replaced."""
+    max_faults: int = Field(default=3, ge=1)
+    """Failures in a row after which a process, and its replica with it, fails."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Attempts per episode whose simulator was lost, before its prompt is returned as failed."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.settings.problems import engine_options
-from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
+from cosmos_rl_vla.config import TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
+    from cosmos_rl_core.settings.base import Problem
     from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
     from cosmos_rl_vla.policy.policy import VLAPolicy
 
@@ -42,6 +43,14 @@ class VLADomain(DomainBase):
 
         return load_rows(data)
 
+    def problems(
+        self, config: RunConfig, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
+    ) -> Iterable[Problem]:
+        """Model's files, engine options, simulator. Implements `cosmos_rl_core.optional.FindsProblems`."""
+        from cosmos_rl_vla.preflight import find_problems
+
+        return find_problems(config)
+
     def build_policy(
         self, model: VLAModelConfig, *, data: VLADataConfig, sampling: Any, seed: int, setup: ModelSetup
     ) -> Policy:
@@ -55,7 +64,6 @@ class VLADomain(DomainBase):
     ) -> RolloutEngine:
         """Start simulators in processes of their own, and the model that acts in all of them."""
         from cosmos_rl_vla.build import build_engine
-        from cosmos_rl_vla.engines.torch import TorchEngineOptions
 
         return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 

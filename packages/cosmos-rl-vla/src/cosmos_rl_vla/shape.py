@@ -55,7 +55,7 @@ def read_shape(model: VLAModelConfig, sampling: VLASampling | None) -> ModelShap
         return None
     directory = Path(model.path).expanduser()
     decoder = _decoder(directory, model)
-    weights = _weights(directory)
+    weights = read_weights(directory)
     if decoder is None or not weights:
         return None
     lora = model.lora
@@ -143,7 +143,7 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection) -> bool:
     return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)
 
 
-def _weights(directory: Path) -> tuple[WeightSpec, ...]:
+def read_weights(directory: Path) -> tuple[WeightSpec, ...]:
     """Read names and shapes from the headers of a directory's safetensors files."""
     found = {}
     for path in sorted(directory.glob("*model*.safetensors")):

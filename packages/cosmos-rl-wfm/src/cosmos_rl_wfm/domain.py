@@ -9,7 +9,7 @@ from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.sampling import FlowSampling
+from cosmos_rl_wfm.sampling import FlowSampling, TorchEngineOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
+    from cosmos_rl_core.settings.base import Problem
     from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
     from cosmos_rl_wfm.models.config import WFMModelConfig
     from cosmos_rl_wfm.policy import FlowPolicy
@@ -60,6 +61,20 @@ class WFMDomain(DomainBase):
 
             try_forward(class_name, config)
 
+    def problems(
+        self, config: RunConfig, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
+    ) -> Iterable[Problem]:
+        """Parts of the model, sizes, engine options. Implements `cosmos_rl_core.optional.FindsProblems`."""
+        from cosmos_rl_wfm.preflight import find_problems
+
+        return find_problems(config)
+
+    def specimen(self, config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
+        """A group of made-up clips. Implements `cosmos_rl_core.optional.MakesSpecimens`."""
+        from cosmos_rl_wfm.preflight import specimen
+
+        return specimen(config, row, origin=origin)
+
     def load_rows(self, data: WFMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Find captions and clips; nothing is decoded."""
         from cosmos_rl_wfm.data.rows import load_rows
@@ -96,7 +111,6 @@ class WFMDomain(DomainBase):
     ) -> RolloutEngine:
         """An engine with network, codec and text encoder."""
         from cosmos_rl_wfm.build import build_engine
-        from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 
         return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 

@@ -130,3 +130,10 @@ class FlowSampling(Strict):
             times = build(self.num_steps, shift=shift)
         steps = self.chosen.at(self.num_steps, version=version, seed=seed) if self.trains_steps else Steps()
         return Plan(times=times, rule=self.rule, noise_level=self.noise_level, steps=steps, order=self.solver_order)
+
+
+class TorchEngineOptions(Strict):
+    """[rollout.options] of engine = "torch"."""
+
+    samples_at_once: int = Field(default=8, ge=1)
+    """Samples in one forward pass: larger groups take several passes, smaller ones share one."""

@@ -16,6 +16,8 @@ from cosmos_rl_core.algorithms.advantages import (
     generalized,
 )
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Problem
+from cosmos_rl_core.settings.problems import as_toml
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
@@ -61,6 +63,15 @@ def group_rules(config: AlgorithmConfig, *, max_terms: int, compares: bool = Tru
 
 def _no_advantage(rewards: np.ndarray) -> np.ndarray:
     return np.zeros(len(rewards))
+
+
+def needs_episodes(config: AlgorithmConfig, *, rollouts: str) -> list[Problem]:
+    """Return the problem of advantages of steps in a domain whose `rollouts`, named for the message, have none."""
+    if config.advantage != "gae":
+        return []
+    wrong = f"needs rewards of the steps of an episode, and {rollouts} have none"
+    suggestion = '"grpo" compares the rollouts of a prompt instead'
+    return [Problem(key="algorithm.name", given=as_toml(config.name), wrong=wrong, suggestion=suggestion)]
 
 
 def _generalized(config: AlgorithmConfig) -> Callable[[Episode], Episode]:

@@ -122,7 +122,10 @@ def _preflight(
     found = [] if config.run.placement == "external" else list(machine_problems(config, domain, broken=broken))
     rows = () if data is None else data.rows
     if isinstance(domain, FindsProblems) and DOMAIN_READS.isdisjoint(broken):
-        found += domain.problems(config, rows, () if held_out is None else held_out.rows)
+        try:
+            found.extend(domain.problems(config, rows, () if held_out is None else held_out.rows))
+        except UserError as error:
+            found.append(Problem(key="", wrong=str(error)))
     if data is not None and not config.is_sft and {"algorithm", "reward", "rollout"}.isdisjoint(broken):
         found += reward_problems(config, domain, rows, origin=data.origin, given=rewards)
     if data is not None and "policy" not in broken and (size := config.policy.prompts_per_step) > len(rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -151,6 +151,12 @@ class LoraSection(Strict):
     """The update is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "mlp.up_proj"]."""
+
+    def unmatched(self, layers: Iterable[str]) -> list[str]:
+        """Return the `target_modules` in which no name of `layers` ends."""
+        names = list(layers)
+        ends = () if isinstance(self.target_modules, str) else self.target_modules
+        return [end for end in ends if not any(ends_in(name, [end]) for name in names)]
 
     @property
     def scaling(self) -> float:

@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from pydantic import Field
 from torch import nn
 
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.parallel.memory.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
-from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
-from cosmos_rl_vla.config import VLASampling
+from cosmos_rl_vla.config import TorchEngineOptions, VLASampling
 from cosmos_rl_vla.engines import steady
 from cosmos_rl_vla.models.base import Randomness
 from cosmos_rl_vla.observations import Observer, Seen
@@ -92,30 +90,6 @@ class Running:
     def again(self) -> Running:
         """Return the episode to begin again after its simulator was lost."""
         return Running(request=self.request, place=self.place, seed=self.seed, attempt=self.attempt + 1)
-
-
-class TorchEngineOptions(Strict):
-    """[rollout.options] of engine = "torch"."""
-
-    processes: int = Field(default=2, ge=1)
-    """Number of simulator processes; with two or more, simulation and inference overlap."""
-    slots: int = Field(default=8, ge=1)
-    """Concurrent episodes per process."""
-    steady: bool = False
-    """Make an episode bitwise independent of the other episodes in its batch: a run without staleness is then
-    reproducible. Costs full-size forward passes even for few episodes."""
-    python: str | None = None
-    """Python interpreter of those processes, for simulators that need other package versions; default: this one."""
-    start_timeout_s: float = Field(default=120.0, gt=0)
-    """Limit for building the simulators."""
-    reset_timeout_s: float = Field(default=60.0, gt=0)
-    """Limit for beginning an episode."""
-    step_timeout_s: float = Field(default=15.0, gt=0)
-    """Limit for one step of a process's slots, or one observation; then the process is replaced."""
-    max_faults: int = Field(default=3, ge=1)
-    """Failures in a row after which a process, and its replica with it, fails."""
-    max_attempts: int = Field(default=3, ge=1)
-    """Attempts per episode whose simulator was lost, before its prompt is returned as failed."""
 
 
 class SimulationEngine(ThreadedEngine[Request]):

@@ -12,15 +12,13 @@ from cosmos_rl_core.parallel import lora
 from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.config import VLAModelConfig
+from cosmos_rl_vla.config import UNIT, VLAModelConfig
 from cosmos_rl_vla.models.checkpoint import Names, SameNames, read, weight_files
 from cosmos_rl_vla.models.loaded import Loaded
 from cosmos_rl_vla.models.openvla.checkpoint import joined
 from cosmos_rl_vla.models.openvla.stats import published_stats
 from cosmos_rl_vla.models.pi.checkpoint import PiNames
 
-UNIT = "unit"
-"""[model] stats of actions in [-1, 1]."""
 _OPENVLA = ("openvla", "openvla_oft")
 _HEADS = ("value_head.", "aux_head.", "denoiser.noise_head.")
 """Name prefixes of heads that reinforcement learning adds."""

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pydantic import Field
 
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
-from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_wfm.conditions import Conditions, arrays_of, joined
 from cosmos_rl_wfm.models.base import Condition, Size
@@ -30,7 +28,7 @@ from cosmos_rl_wfm.models.weights import named_weights
 from cosmos_rl_wfm.policy import guided_velocity
 from cosmos_rl_wfm.samplers.sampler import Plan, Trajectory, sample, sample_noise
 from cosmos_rl_wfm.samplers.times import sample_times
-from cosmos_rl_wfm.sampling import FlowSampling
+from cosmos_rl_wfm.sampling import FlowSampling, TorchEngineOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,13 +108,6 @@ def next_batch(waiting: Sequence[Request], room: int, *, shift: float, version: 
                 parts.append((request, min(room, request.left)))
                 room -= parts[-1][1]
     return Batch(parts=tuple(parts), plan=plan, sampling=head.sampling)
-
-
-class TorchEngineOptions(Strict):
-    """[rollout.options] of engine = "torch"."""
-
-    samples_at_once: int = Field(default=8, ge=1)
-    """Samples in one forward pass: larger groups take several passes, smaller ones share one."""
 
 
 class _Cancelled(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from pydantic import Field, PrivateAttr, field_validator
@@ -135,6 +135,8 @@ Describe = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 class AestheticReward(Strict):
     """Score of a head over metrics of the pixels or CLIP vectors, in [0, 10]."""
+
+    loads_model: ClassVar[bool] = True
 
     head: str
     """Safetensors file made by `cosmos_rl_wfm.train_aesthetic`; it names its features and CLIP model."""

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from PIL import Image
@@ -28,6 +28,8 @@ class OcrReward(Strict):
     Flow-GRPO's reward for rendered text (Liu et al. 2025, arXiv 2505.05470): case and blanks are ignored,
     and a frame has distance 0 if its text contains the wanted text.
     """
+
+    loads_model: ClassVar[bool] = True
 
     reader: str = "easyocr"
     """"easyocr", "paddleocr" or "pytesseract", if installed, or a `TextReader` of your own as "module:attribute"."""

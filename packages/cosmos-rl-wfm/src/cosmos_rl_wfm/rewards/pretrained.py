@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 class Pretrained(Strict):
     """A model by name, with its device, dtype and batch size."""
+
+    loads_model: ClassVar[bool] = True
 
     model: str
     """Id on the Hugging Face hub, or a folder."""

@@ -65,7 +65,7 @@ def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, w
         return [replace(wrong, wrong=f"cannot be made: {type(error).__name__}: {error}")]
     if text := _arguments(function):
         return [replace(wrong, wrong=text, suggestion=EXAMPLE)]
-    if group is None:
+    if group is None or getattr(function, "loads_model", False):
         return []
     rubric = Rubric([WeightedReward(name=title, weight=1.0, function=function)], timeout_s=CALL_S)
     try:
