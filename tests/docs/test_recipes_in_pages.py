@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from cosmos_rl_core.recipe.schema import recipe_schema
 from cosmos_rl_core.reward.service.settings import ServerSettings
 from cosmos_rl_core.settings.problems import validated
 
+CORE = ROOT / "packages/cosmos-rl-core/src/cosmos_rl_core"
 DOMAINS = ("llm", "vla", "wfm")
 DOMAIN_OF = {
     "vla": ("docs/vla", "docs/openvla", "docs/simulators", "packages/cosmos-rl-vla"),
@@ -124,3 +126,17 @@ def test_keys_that_the_text_names_are_known(page, known):
     named = [key for key in named if key.split(".")[0] in RunConfig.model_fields and not key.endswith(FILES)]
     named += [".".join(filter(None, match.groups())) for match in BRACKETED.finditer(text)]
     assert sorted({key for key in named if not is_key(key, known)} - NOT_KEYS - EXTRAS) == []
+
+
+REMEDIES = [*(CORE / "doctor").glob("*.py"), CORE / "dashboard" / "health.py"]
+IN_TEXT = re.compile(r"(?<![\w./])([a-z]+(?:\.[a-z_]+)+)(?![\w./(])|\[([a-z.]+)\] ([a-z_]+)")
+"""rollout.group_size, [rollout] group_size."""
+
+
+@pytest.mark.parametrize("file", REMEDIES, ids=lambda file: file.name)
+def test_keys_that_remedies_name_are_known(file, known):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    named = {match[1] or f"{match[2]}.{match[3]}" for text in texts for match in IN_TEXT.finditer(text)}
+    named = {key for key in named if key.split(".")[0] in RunConfig.model_fields and not key.endswith(FILES)}
+    assert sorted(key for key in named if not is_key(key, known)) == []

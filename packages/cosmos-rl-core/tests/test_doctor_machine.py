@@ -129,8 +129,8 @@ def test_a_check_that_fails_is_a_bad_line():
 
 
 def test_the_table_has_a_remedy_below_its_line():
-    text = render([Check("ok", "a", "fine"), Check("bad", "b", "broken", "mend it")])
-    assert text.splitlines()[1:] == ["bad  b  broken", "        fix: mend it"]
+    text = render([Check("ok", "a", "fine"), Check("bad", "b", "broken:\nits log", "mend it")])
+    assert text.splitlines()[1:] == ["bad  b  broken:", "        its log", "        fix: mend it"]
 
 
 def test_the_verb_writes_json_and_ends_with_1_if_something_is_bad(tmp_path, monkeypatch, capsys):

@@ -416,10 +416,11 @@ def test_14_a_resume_that_trained_nothing(tmp_path):
     [
         ("policy-0: RuntimeError: The NVIDIA driver version is insufficient for CUDA", "cosmos-rl doctor"),
         ("rollout-0 died (signal SIGBUS); the run cannot continue without it", "--shm-size"),
+        ("17 samples in a row failed, the last with: reward 'x' raised KeyError", "check --deep"),
         ("no space left on /scratch; what was written so far is kept", "output_dir"),
     ],
 )  # fmt: skip
-def test_15_an_installation_or_machine_that_does_not_fit(written, message, fix):
+def test_15_the_cause_of_an_error(written, message, fix):
     found = line(written.ends(message=message).examine(), "cause")
     assert (found.level, fix in found.fix) == ("bad", True)
 
@@ -451,6 +452,12 @@ def test_a_clock_that_differs(written):
     assert "is 500 s ahead" in line(examine_run(written.path), "clock").text
 
 
+def test_a_controller_that_is_alive_and_writes_nothing(written):
+    written.status(time=time.time() - 120, pid=12)
+    found = line(written.examine(), "controller")
+    assert (found.level, found.text) == ("bad", "its process 12 is alive and has written no status for 2 min 00 s")
+
+
 def test_a_healthy_run_has_no_bad_line(written):
     written.status().metrics(reward_mean=0.5, policy_idle_fraction=0.1, rollout_idle_fraction=0.1)
     found = written.examine()
@@ -469,6 +476,9 @@ def test_a_dead_run_is_not_taken_for_a_hanging_one(written):
 
 def test_a_directory_without_a_run_is_an_error(tmp_path):
     with pytest.raises(UserError, match="no run has started here"):
+        examine_run(tmp_path)
+    (tmp_path / "launch").mkdir()
+    with pytest.raises(UserError, match="has written no status yet"):
         examine_run(tmp_path)
 
 

@@ -25,7 +25,9 @@ def render(checks: Sequence[Check]) -> str:
     """Return the lines as a table, each with its remedy below it."""
     rows = []
     for check in checks:
-        rows.append((check.level, check.name, check.text))
+        first, *rest = check.text.splitlines() or [""]
+        rows.append((check.level, check.name, first))
+        rows += [("", "", line) for line in rest]  # the end of a log
         if check.fix:
             rows.append(("", "", f"fix: {check.fix}"))
     return table(rows)

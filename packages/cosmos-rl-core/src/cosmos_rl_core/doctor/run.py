@@ -24,6 +24,7 @@ from cosmos_rl_core.doctor.waits import ROLES, WEIGHTS, Wait, chain, waits_of
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.console import duration
 from cosmos_rl_core.observe.record import EVENTS
+from cosmos_rl_core.workers.directory import lock_holder
 
 LEVELS: Mapping[str, Level] = {"bad": "bad", "warn": "note", "good": "ok"}
 """Levels of the sentences about metrics."""
@@ -62,7 +63,7 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
     overview = run.overview()
     status, outcome, start = overview["status"], overview["outcome"], overview["start"]
     if "time" not in status and not outcome:
-        raise UserError(f"{run_dir}: no run has started here (it has no status.json)")
+        raise UserError(_not_started(run_dir))
     now = now if now is not None else time.time() if status["life"] in LIVE else float(status.get("time", time.time()))
     spans, recipe = Spans(run_dir), run.recipe()
     facts = Facts(
@@ -91,11 +92,26 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
         )
         waits = chain(waits_of(status), status.get("members", ()))
         found = [verdict(waits, at), *_stalls(at, waits), *_clocks(spans), *found]
+        if status["life"] == "silent":
+            found.insert(0, _silent(status))
         text = _stacks(waits, at, processes, run_dir) if stacks else ""
     elif stacks:
         text = "stacks: the run is not live on this machine"
     found = sorted(dict.fromkeys(found), key=lambda check: ORDER.index(check.level))
     return Diagnosis(_title(run_dir, status), tuple(dict.fromkeys(wait.text for wait in waits)), tuple(found), text)
+
+
+def _silent(status: Mapping[str, Any]) -> Check:
+    """Return the line of a controller that is alive and writes no status."""
+    text = f"its process {status.get('pid', '?')} is alive and has written no status for {duration(status['age_s'])}"
+    fix = "it is stopped (kill -CONT), its disk hangs, or py-spy dump --pid shows its code; a second one can take over"
+    return Check("bad", "controller", text, fix)
+
+
+def _not_started(run_dir: Path) -> str:
+    if lock_holder(run_dir) is not None or (run_dir / "launch").is_dir():
+        return f"{run_dir}: its controller has written no status yet; cosmos-rl status {run_dir} shows its jobs"
+    return f"{run_dir}: no run has started here (it has no status.json)"
 
 
 def _title(run_dir: Path, status: Mapping[str, Any]) -> str:

@@ -61,6 +61,16 @@ CAUSES: Sequence[tuple[str, str, str]] = (
         "libraries of versions that do not fit together",
         "cosmos-rl doctor compares them",
     ),
+    (
+        r"took longer than \[reward\] timeout_s",
+        "a reward is slower than its limit",
+        "a larger reward.timeout_s, or more workers for it (cosmos-rl reward-server)",
+    ),
+    (
+        r"samples in a row failed",
+        "prompts or rewards raise errors, named above",
+        "cosmos-rl check --deep RECIPE calls each reward once",
+    ),
     (r"[Nn]o space left|disk quota", "the disk is full", "free space there, or another [run] output_dir"),
 )
 """Patterns in an error, its cause, and the remedy."""
@@ -169,7 +179,7 @@ def _not_finite(facts: Facts) -> Iterator[Check]:
     first = int(steps[bad[0]]) if bad[0] < len(steps) else int(bad[0])
     text = f"step {first} is the first of {bad.size} whose gradient was not finite; its rollouts: "
     text += f"rollouts/step_{first:06d}.jsonl"
-    yield Check("bad", "gradient", text, "a smaller policy.optimizer.learning_rate, policy.optimizer.max_grad_norm")
+    yield Check("bad", "gradient", text, "a smaller policy.optimizer.learning_rate, policy.max_grad_norm")
 
 
 def _mismatch(facts: Facts) -> Iterator[Check]:
