@@ -164,6 +164,15 @@ def test_members_waits_weights_recipe_and_logs_are_read(page):
     assert re.search(r"rollout-1\s+rollout\s+joining reading weights 4\.0 s", text)
     text = read(page, "good/weights", "rollout-0")
     assert "4.0 MB" in text and "80.0 MB" in text and "100 ms" in text and "210 ms" in text
+    text = read(page, "good/machines", "node-a")
+    assert "8 processors, 64.0 GB of memory, disk of 1.0 TB, 2 × H100, 80.0 GB" in text
+    assert re.search(r"policy-0\s+node-a\s+3\s+1.5\s+20.0 GB\s+20.0 GB\s+rollout-0\s+node-a\s+3\s+1.5\s+10.0 GB", text)
+    for name in (
+        "processors busy: now 6",
+        "GPUs busy, share of the time: now 0.9 and 0.9",
+        "sent, bytes a second: now 5.0",
+    ):
+        assert page.get_by_role("group", name=re.compile(f"^{name}")).is_visible()
     text = read(page, "good/recipe", "run.domain")
     assert '"grpo"' in text and "abc123" not in text
     assert "ready at version 0" in read(page, "good/logs", "policy-0.log")
@@ -189,7 +198,7 @@ def test_a_live_run_moves_without_a_reload(page, directory):
 
 def test_the_page_fits_a_phone_and_has_a_dark_theme(page):
     page.set_viewport_size({"width": 390, "height": 800})
-    for view in ("curves", "rollouts", "timeline", "members", "weights", "recipe", "logs"):
+    for view in ("curves", "rollouts", "timeline", "members", "weights", "machines", "recipe", "logs"):
         read(page, f"good/{view}", "")
         page.wait_for_load_state("networkidle") if view == "recipe" else time.sleep(0)
         width = page.evaluate("document.documentElement.scrollWidth")

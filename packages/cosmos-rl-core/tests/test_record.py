@@ -145,7 +145,7 @@ def test_the_log_of_a_long_run_is_thinned(tmp_path):
     for second in range(4 * MOST_LINES):
         now = float(second * HISTORY_S)
         log.add(status() | {"time": now}, {})
-        sizes.add(log._lines)
+        sizes.add(log._log._lines)
     assert max(sizes) <= MOST_LINES
     times = [json.loads(line)["time"] for line in path.read_text().splitlines()]
     assert times[0] == 0.0 and times[-1] > 3.9 * MOST_LINES * HISTORY_S

@@ -250,6 +250,28 @@ def is_alive(pid: int) -> bool:
     return not Path("/proc/self/stat").exists()  # no Linux, or it has ended meanwhile
 
 
+def process_tree(root: int) -> list[int]:
+    """Return a process and all that it has started, directly or not, that still run; elsewhere than on Linux itself."""
+    tree = [root]
+    for pid in tree:
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread, or its process, has ended
+                tree += [int(child) for child in children.read_text().split()]
+    return tree
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor seconds of a process so far, its threads included; 0 for one that there is not."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory of a process that is not swapped out; 0 for one that there is not."""
+    fields = _stat(pid)
+    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE") if fields else 0
+
+
 def kill_tree(root: int) -> None:
     """Kill a process of this machine and all that it has started, directly or not: parents before their children.
 

@@ -60,6 +60,7 @@ def write_run(path: Path, *, steps: int = 20, rate: float = 0.001, groups: int =
     for sink in (metrics, evaluations):
         sink.close()
     write_spans(path / "spans", steps=steps)
+    write_machines(path / "system")
     write_statuses(path, steps=steps, phase="training" if state == "live" else "finished")
     if state == "done":
         record_outcome(path, Outcome(state="done", step=steps, ended=time.time(), wall_s=40.0))
@@ -114,6 +115,28 @@ def write_spans(directory: Path, *, steps: int) -> None:
     for timeline in (policy, rollout):
         timeline.stream(directory / f"{timeline.process}.jsonl")
         timeline.close()
+
+
+def write_machines(folder: Path) -> None:
+    folder.mkdir()
+    state = {
+        "cpus": 8,
+        "memory_total": 64 * 10**9,
+        "disk_free": 10**11,
+        "disk_total": 10**12,
+        "received": 0.0,
+        "sent": 5e6,
+    }
+    for name in ("policy-0", "rollout-0"):
+        lines = []
+        for number in range(10):
+            row = {"time": 1000.0 + 5 * number, "process": name, "host": "node-a", "pid": 7, "cpu": 1.5, "processes": 3}
+            row["memory"] = (number + 1) * (2 if name == "policy-0" else 1) * 10**9
+            if name == "policy-0":
+                gpus = [{"index": i, "name": "H100", "memory": 7e10, "memory_total": 8e10, "busy": 0.9} for i in (0, 1)]
+                row["machine"] = {**state, "cpu": 6.0, "memory": 32 * 10**9, "gpus": gpus}
+            lines.append(json.dumps(row) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
 def write_statuses(path: Path, *, steps: int, phase: str) -> None:

@@ -216,6 +216,7 @@ VIEWS: dict[str, Callable[[Run, Request], Any]] = {
     "timeline.json": _trace,
     "members": lambda run, request: run.members(),
     "weights": _weights,
+    "machines": lambda run, request: run.machines.read(),
     "media": lambda run, request: run.gallery(),
     "media/{file:path}": _picture,
     "recipe": lambda run, request: run.recipe(),

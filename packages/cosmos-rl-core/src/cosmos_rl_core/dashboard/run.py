@@ -13,9 +13,11 @@ from cosmos_rl_core.control.status import SILENT_S, live_controller
 from cosmos_rl_core.dashboard.curves import Curves
 from cosmos_rl_core.dashboard.health import health
 from cosmos_rl_core.dashboard.lines import Rows, read_object, short
+from cosmos_rl_core.dashboard.machines import Machines
 from cosmos_rl_core.dashboard.rollouts import Rollouts
 from cosmos_rl_core.dashboard.timeline import Timeline
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.machine import FOLDER
 from cosmos_rl_core.observe.metrics import notes
 from cosmos_rl_core.observe.record import EVENTS, OUTCOME, RUN
 
@@ -38,6 +40,7 @@ class Run:
         self.curves = Curves(path / "metrics.jsonl")
         self.rollouts = Rollouts(path / "rollouts")
         self.timeline = Timeline(path / "spans")
+        self.machines = Machines(path / FOLDER)
         self._evaluations = Rows(path / "eval.jsonl")
         self._monitor = Rows(path / "monitor.jsonl")
         self._events = Rows(path / EVENTS, most_bytes=2**20)

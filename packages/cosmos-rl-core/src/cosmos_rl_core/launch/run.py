@@ -51,6 +51,7 @@ from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_sec
 from cosmos_rl_core.launch.supervised.link import Supervised
 from cosmos_rl_core.launch.takeover import Takeover, open_journal, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
+from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.record import record_start
 from cosmos_rl_core.observe.reporting import Ending, LastState, Reporter, write_timeline
 from cosmos_rl_core.processes import machine_gpus
@@ -233,7 +234,9 @@ class _Run:
 
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
         started = time.perf_counter()
-        with self._observer, contextlib.closing(self._journal):
+        alone = self._config.run.placement != "inline"
+        measured = machine_log(self._directory, "controller", alone=alone)
+        with self._observer, contextlib.closing(self._journal), measured:
             resumed = () if self._takeover else notes_of_resumption(self._resumption, self._max_steps)
             for text in (*warnings_for(self._config), *notes, *resumed):
                 self._observer.note(text)

@@ -21,7 +21,6 @@ import msgspec
 from cosmos_rl_core.observe.record import (
     Events,
     Outcome,
-    append_lines,
     failure,
     last_checkpoint,
     read_outcome,
@@ -30,6 +29,7 @@ from cosmos_rl_core.observe.record import (
     resume_command,
 )
 from cosmos_rl_core.observe.startup import describe
+from cosmos_rl_core.observe.thinned import ThinnedLog
 from cosmos_rl_core.observe.trace import merge
 
 STATUS_S = 1.0
@@ -49,12 +49,9 @@ class StatusLog:
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
+        self._log = ThinnedLog(path, every_s=HISTORY_S, most_lines=MOST_LINES, most_bytes=MOST_BYTES)
         self._clock = clock
-        self._every_s = HISTORY_S
         self._due = -1.0
-        found = path.read_bytes() if path.is_file() else b""
-        self._lines, self._bytes = found.count(b"\n"), len(found)
         self._state: Any = None
 
     def add(self, status: Mapping[str, Any], states: Mapping[str, str]) -> None:
@@ -62,19 +59,8 @@ class StatusLog:
         state = (status["phase"], status["generation"], states)
         if self._clock() < self._due and state == self._state:
             return
-        if self._lines >= MOST_LINES or self._bytes >= MOST_BYTES:
-            self._thin()
-        self._state, self._due = state, self._clock() + self._every_s
-        line = msgspec.json.encode(status)
-        append_lines(self._path, [line])
-        self._lines, self._bytes = self._lines + 1, self._bytes + len(line) + 1
-
-    def _thin(self) -> None:
-        kept = self._path.read_bytes().splitlines(keepends=True)[::2] if self._path.is_file() else []
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_bytes(b"".join(kept))
-        temporary.replace(self._path)
-        self._lines, self._bytes, self._every_s = len(kept), sum(map(len, kept)), self._every_s * 2
+        self._log.add(msgspec.json.encode(status))
+        self._state, self._due = state, self._clock() + self._log.every_s
 
 
 class Reporter:

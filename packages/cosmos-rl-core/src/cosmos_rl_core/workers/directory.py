@@ -24,7 +24,7 @@ TLS_FILES = (TLS_FILE, CONTROLLER_TLS_FILE)
 LEAVING_S = 60.0
 """Maximum wait for the workers of a killed run, which save before they exit."""
 RETRY_S = 0.05
-CONTENTS = ("logs", "rollouts", "spans", "journal", "checkpoints")
+CONTENTS = ("logs", "rollouts", "spans", "system", "journal", "checkpoints")
 LOGS = ("metrics.jsonl", "eval.jsonl", "monitor.jsonl", "rows_dropped.jsonl")
 """Files that a resumed run continues; a damaged line in them does not prevent resuming."""
 FILES = (

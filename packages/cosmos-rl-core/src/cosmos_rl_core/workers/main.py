@@ -28,6 +28,7 @@ from typing import Protocol
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import child_environment
+from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.processes import write_stacks_on_signal
 from cosmos_rl_core.recipe.load import load_config, load_domain
@@ -275,7 +276,9 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker, *, report: Callable[[
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     context.log(f"process {os.getpid()} on {socket.gethostname()}, connected to {context.controller}")
     context.timeline.stream(run_dir / "spans" / f"{context.timeline.process}.jsonl")
-    finished = False
+    finished, measured = False, contextlib.ExitStack()
+    if not context.shares_process:  # otherwise the controller measures it
+        measured.enter_context(machine_log(run_dir, context.timeline.process))
     try:
         yield Assignment(
             context=context,
@@ -294,6 +297,7 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker, *, report: Callable[[
         )
         finished = True
     finally:
+        measured.close()
         context.timeline.close()
         compute.shutdown(wait=finished or context.ranks is None)  # a failed rank's collective may never return
 

@@ -2,13 +2,14 @@
 // does with changes and keys: {refresh(change), keys: {j() {}}, close()}.
 import { $, el, get, hideTip, number, pill, showTip, store, table } from './dom.js'
 import { curves } from './curves.js'
+import { machines } from './machines.js'
 import { rollouts } from './rollouts.js'
 import { timeline } from './timeline.js'
 import { logs, media, members, recipe, runs, weights } from './views.js'
 
 const VIEWS = {
   curves: ['Curves', curves], rollouts: ['Rollouts', rollouts], timeline: ['Timeline', timeline], members: ['Members and waits', members],
-  weights: ['Weights', weights], media: ['Media', media], recipe: ['Recipe', recipe], logs: ['Logs', logs],
+  weights: ['Weights', weights], machines: ['Machines', machines], media: ['Media', media], recipe: ['Recipe', recipe], logs: ['Logs', logs],
 }
 const FOR_SEVERAL = ['curves', 'recipe']
 const REFRESH_MS = 2000
@@ -72,7 +73,7 @@ function setTheme(name) {
   $('#theme').textContent = name === 'dark' ? 'Light' : 'Dark'
 }
 
-const KEYS = [['1 … 8', 'view'], ['0', 'list of runs'], ['j / k', 'next or previous step of rollouts'], ['+ / −', 'zoom the timeline'], ['← / →', 'move in a chart or the timeline'], ['Enter', 'rollouts of the step under the cursor'], ['t', 'light or dark'], ['?', 'this list']]
+const KEYS = [['1 … 9', 'view'], ['0', 'list of runs'], ['j / k', 'next or previous step of rollouts'], ['+ / −', 'zoom the timeline'], ['← / →', 'move in a chart or the timeline'], ['Enter', 'rollouts of the step under the cursor'], ['t', 'light or dark'], ['?', 'this list']]
 function help() {
   const close = el('button', { type: 'button', onclick: () => $('#help').close() }, 'Close')
   $('#help').replaceChildren(el('h1', { id: 'help-title' }, 'Keyboard'), table(KEYS, [['Key', '', row => el('kbd', {}, row[0])], ['Action', '', row => row[1]]]), el('p', {}, close))
