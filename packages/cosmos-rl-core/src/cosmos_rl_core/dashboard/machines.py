@@ -12,7 +12,7 @@ MOST_POINTS = 400
 MOST_FILES = 256
 """Files beyond them, by name, are not read."""
 RATES = ("cpu", "memory", "disk_free", "received", "sent")
-"""Figures of a machine over time; the others are those of its last sample."""
+"""Columns of a machine over time; of the other ones the last sample is shown."""
 
 
 class Machines:
@@ -23,7 +23,7 @@ class Machines:
         self._files: dict[Path, Rows] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return `machines` and `processes`, each with its figures over time, in seconds since the first sample."""
+        """Return `machines` and `processes`, each over time, in seconds since the first sample."""
         for path in sorted(self._folder.glob("*.jsonl"))[:MOST_FILES]:
             self._files.setdefault(path, Rows(path, most_bytes=2**20))
         found = [rows for file in list(self._files.values()) if (rows := file.read())]
@@ -52,8 +52,8 @@ def _machine(host: str, rows: Sequence[Mapping[str, Any]], *, start: float) -> d
 def _gpu(last: Mapping[str, Any], machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     index = last.get("index")
     over_time = [next((g for g in machine.get("gpus", ()) if g.get("index") == index), {}) for machine in machines]
-    figures = {name: [gpu.get(name) for gpu in over_time] for name in ("busy", "memory")}
-    return {"index": index, "name": last.get("name", ""), "memory_total": last.get("memory_total"), **figures}
+    columns = {name: [gpu.get(name) for gpu in over_time] for name in ("busy", "memory")}
+    return {"index": index, "name": last.get("name", ""), "memory_total": last.get("memory_total"), **columns}
 
 
 def _process(rows: Sequence[Mapping[str, Any]], *, start: float) -> dict[str, Any]:

@@ -168,7 +168,8 @@ def control(
     given.write_rows(path, resumed=resumption is not None or takeover is not None)
     placed = _Placed(path.resolve(), directory.lock, forks, supervised)
     ending, started = Ending(placed.directory), time.time()
-    with ending.recorded(started):
+    measured = machine_log(placed.directory, "controller", alone=given.config.run.placement != "inline")
+    with ending.recorded(started), measured:
         whole = _Run(given, placed, resumption, takeover, ending)
         result = run_to_end(whole.run([*given.notes, *directory.notes, *([short] if short else [])]))
     ending.finished(
@@ -234,9 +235,7 @@ class _Run:
 
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
         started = time.perf_counter()
-        alone = self._config.run.placement != "inline"
-        measured = machine_log(self._directory, "controller", alone=alone)
-        with self._observer, contextlib.closing(self._journal), measured:
+        with self._observer, contextlib.closing(self._journal):
             resumed = () if self._takeover else notes_of_resumption(self._resumption, self._max_steps)
             for text in (*warnings_for(self._config), *notes, *resumed):
                 self._observer.note(text)

@@ -4,7 +4,7 @@ with machine_log(run_dir, "rollout-0"):     # samples every few seconds, in a th
     ...
 
 A process counts itself and the processes that it has started: simulators, an engine's. One process of each machine adds
-the machine's figures: the one that holds the lock system/HOST.lock; after its end another one takes it. A process
+the machine's state: the one that holds the lock system/HOST.lock; after its end another one takes it. A process
 writes into its own machine's directory of the run, as it does its spans.
 """
 
