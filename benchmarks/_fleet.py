@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.launch.interrupts import run_to_end
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.wire.handshake import read_token
@@ -304,4 +305,4 @@ async def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1:]))
+    run_to_end(main(sys.argv[1:]))  # the loop that costs least: clients and server share the processors

@@ -98,6 +98,7 @@ async def serve_controller(directory: Path, token: bytes, port: int) -> None:
             events=Events(directory),
             check=lambda: None,
             note=Silent().note,
+            starting=lambda _: None,
         )
         if port:
             controller.succeed(Predecessor(generation=ledger.generation + 1, step=-1, evaluated=-1))
