@@ -139,6 +139,21 @@ def test_a_prompt_is_followed_through_all_steps(run_dir):
     assert rollouts.through_time("unknown") == []
 
 
+def test_equal_questions_about_other_pictures_are_other_prompts(page, run_dir):
+    rows = [
+        {"sample": place, "prompt": "which colour?", "prompt_media": {"image": name}, "response": name, "reward": 1.0}
+        for place, name in enumerate(("a.png", "b.png"))
+    ]
+    metrics(run_dir / "rollouts" / "step_000050.jsonl", rows)
+    groups = page.get("/api/run/first/rollouts?step=50").json()["groups"]
+    assert [group["prompt_media"] for group in groups] == [{"image": "a.png"}, {"image": "b.png"}]
+    asked = {"prompt": "which colour?", "media": json.dumps({"image": "b.png"})}
+    (found,) = page.get("/api/run/first/prompt", params=asked).json()
+    assert [rollout["response"] for rollout in found["rollouts"]] == ["b.png"]
+    assert page.get("/api/run/first/prompt", params={**asked, "media": "{}"}).json() == []
+    assert page.get("/api/run/first/prompt", params={**asked, "media": "x"}).status_code == 400
+
+
 def test_rollouts_of_an_earlier_version_have_their_prompt_in_each_line(tmp_path):
     rows = [{"sample": 1, "prompt": "a", "response": str(i), "reward": 1.0, "num_terms": 1} for i in range(3)]
     (tmp_path / "rollouts").mkdir()

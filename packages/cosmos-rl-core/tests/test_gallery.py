@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cosmos_rl_core.observe.gallery import Gallery
+from cosmos_rl_core.errors import MediaError
+from cosmos_rl_core.observe.gallery import AnswerGallery, Gallery
 from cosmos_rl_core.observe.pages import PAPER, Row, animation, as_gif, contact_grid, fit_clip
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
@@ -45,6 +46,75 @@ def read_film(path: Path) -> tuple[list[np.ndarray], float]:
 
 def index(directory: Path, name: str = "index.jsonl") -> list[dict]:
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def make_answers(sample=3, *, rewards=(0.0, 1.0), media=None):
+    """A question about pictures, answered in text."""
+    media = media if media is not None else {"image": np.full((16, 24, 3), 200, np.uint8)}
+    rollouts = tuple(
+        Rollout(
+            arrays={},
+            rollout_logprobs=np.zeros(1, np.float32),
+            versions=np.zeros(1, np.int32),
+            loss_mask=np.ones(1, bool),
+            text=f"answer {place}",
+            reward=reward,
+            reward_breakdown={"exact": reward},
+            media=media,
+        )
+        for place, reward in enumerate(rewards)
+    )
+    locations = {name: f"{name}.png" for name in media}
+    row = {"prompt": [{"role": "user", "content": "which colour?"}]}
+    return RolloutGroup(prompt=Prompt(sample_id=sample, row=row), rollouts=rollouts, media=locations)
+
+
+def size_of(path):
+    with Image.open(path) as opened:
+        return opened.size
+
+
+def answers(directory, **keys):
+    return AnswerGallery(directory, question=lambda group: group.prompt.row["prompt"][0]["content"], **keys)
+
+
+def test_answers_are_shown_beside_the_pictures_of_their_prompt(tmp_path):
+    file = answers(tmp_path, cell=96).save(4, make_answers())
+    assert file == tmp_path / "step_000004/sample_3.png"
+    with Image.open(file) as opened:
+        shown = np.asarray(opened)
+    assert shown.shape == (66, 98, 3)  # 4 pixels each, and a hairline
+    assert (shown[1:-1, 1:-1] == 200).all()
+    record = json.loads(file.with_suffix(".json").read_text())
+    assert record["caption"] == "which colour?"
+    assert record["prompt_media"] == {"image": "image.png"}
+    assert [(line["response"], line["reward"]) for line in record["rollouts"]] == [("answer 0", 0.0), ("answer 1", 1.0)]
+    (line,) = index(tmp_path)
+    assert (line["file"], line["grid"]) == ("step_000004/sample_3.png", "step_000004/grid.png")
+
+
+def test_a_grid_has_a_line_for_each_question(tmp_path):
+    gallery = answers(tmp_path, groups_per_step=2)
+    film = np.zeros((30, 16, 16, 3), np.uint8)
+    heights = []
+    for sample, media in enumerate(({"image": film[0]}, {"image": film[0], "video": film}, {"image": film[0]})):
+        kept = gallery.save(0, make_answers(sample, media=media))
+        assert (kept is None) == (sample == 2)
+        heights.append(size_of(tmp_path / "step_000000/grid.png")[1])
+    assert heights[0] < heights[1] == heights[2]
+    assert size_of(tmp_path / "step_000000/sample_1.png")[0] == 9 * 226 + 8 * 6  # 8 frames of the video
+
+
+def test_prompts_of_text_are_not_in_the_gallery_nor_are_media_that_are_gone(tmp_path):
+    class Gone(dict):
+        def values(self):
+            raise MediaError("a.png: No such file")
+
+    gallery = answers(tmp_path)
+    assert gallery.save(0, make_answers(media={})) is None
+    assert gallery.save(0, make_answers(media=Gone(image=None))) is None
+    assert gallery.wants(0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_group_becomes_film_record_sheets_and_a_line_of_the_index(tmp_path):

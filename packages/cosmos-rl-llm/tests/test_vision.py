@@ -228,4 +228,8 @@ def test_a_model_learns_from_pictures_and_answers_with_grpo(tmp_path):
         "reward": {"functions": [{"name": "exact"}]},
     })  # fmt: skip
     assert drawn.metrics[0]["reward_mean"] > 0.6  # of three colours
+    (index,) = (tmp_path / "grpo/media").glob("index*.jsonl")
+    kept = [json.loads(line) for line in index.read_text().splitlines()]
+    assert {(line["step"], line["caption"]) for line in kept} == {(0, "what colour ?")}
+    assert all((tmp_path / "grpo/media" / line["file"]).is_file() for line in kept)
     assert drawn.metrics[0]["mismatch_kl"] < 1e-6

@@ -226,6 +226,9 @@ class Policy(HoldsTensors, Protocol):
 class Recorder(Protocol):
     """Saves samples for people to view. Called in a rollout replica with one scored group at a time."""
 
+    of_rollouts: bool
+    """Whether rollouts are images or videos, which `write` writes; false: they are text about those of the prompt."""
+
     def save(self, step: int, group: RolloutGroup, /) -> object:
         """Write a group sampled with version `step`, unless that version has enough of them."""
         ...

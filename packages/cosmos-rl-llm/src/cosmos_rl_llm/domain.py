@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
     from cosmos_rl_llm.data.chat import Chat, Encoded
+    from cosmos_rl_llm.media.source import PromptRecorder
     from cosmos_rl_llm.media.vision import Vision
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
     from cosmos_rl_llm.policy.policy import TextPolicy
@@ -97,6 +98,12 @@ class LLMDomain(DomainBase):
 
         found = PromptMedia(row, data.media)
         return found.locations, found
+
+    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> PromptRecorder:
+        """A gallery of prompts with pictures and videos beside the answers."""
+        from cosmos_rl_llm.media.source import PromptRecorder
+
+        return PromptRecorder(directory, name=name, groups=groups, every=every)
 
     def build_policy(
         self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int, setup: ModelSetup

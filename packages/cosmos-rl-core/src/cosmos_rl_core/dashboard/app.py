@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
@@ -173,7 +174,11 @@ def _rollouts(run: Run, request: Request) -> Any:
 
 
 def _prompt(run: Run, request: Request) -> Any:
-    return run.rollouts.through_time(request.query_params.get("prompt", ""))
+    try:
+        media = msgspec.json.decode(request.query_params.get("media", "{}"), type=dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise Refused(400, f"media: {error}") from error
+    return run.rollouts.through_time(request.query_params.get("prompt", ""), media)
 
 
 def _timeline(run: Run, request: Request) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -29,6 +29,7 @@ class _Line(msgspec.Struct):
 
     sample: int
     prompt: str | None = None
+    prompt_media: dict[str, str] = {}
     reward: float | None = None
     num_terms: int = 0
     response: str = ""
@@ -127,6 +128,7 @@ class RolloutFile:
                 {
                     "sample": group.sample,
                     "prompt": rows[0].get("prompt", ""),
+                    "prompt_media": rows[0].get("prompt_media", {}),
                     "mean": short(float(np.nanmean(rewards))) if np.isfinite(rewards).any() else None,
                     "rollouts": [
                         {**row, "shown": bool(keep[number])} for number, row in zip(group.rollouts, rows, strict=True)
@@ -188,10 +190,13 @@ class Rollouts:
                 self._kept.popitem(last=False)
         return kept[1]
 
-    def through_time(self, prompt: str) -> list[dict[str, Any]]:
-        """Return the groups of one prompt in all files, in the order of steps, evenly thinned to MOST_POINTS."""
+    def through_time(self, prompt: str, media: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+        """Return the groups of one prompt in all files, in the order of steps, evenly thinned to MOST_POINTS.
+
+        media: locations of the prompt's pictures and videos, as in the file.
+        """
         self._index_prompts()
-        places = self._prompts.get(_digest(prompt), [])
+        places = self._prompts.get(_digest(prompt, media or {}), [])
         places = sorted(places, key=lambda place: (int(place[0].rpartition("_")[2][:-6]), place[0]))
         places = places[:: -(-len(places) // MOST_POINTS) or 1]
         return [self._group_at(name, offset) for name, offset in places]
@@ -234,10 +239,10 @@ def _groups_of(path: Path) -> list[tuple[bytes, int]]:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
         if row.sample != sample and row.prompt is not None:
-            found.append((_digest(row.prompt), begin))
+            found.append((_digest(row.prompt, row.prompt_media), begin))
         sample = row.sample
     return found
 
 
-def _digest(prompt: str) -> bytes:
-    return blake2b(prompt.encode(), digest_size=8).digest()
+def _digest(prompt: str, media: Mapping[str, str]) -> bytes:
+    return blake2b(msgspec.json.encode([prompt, sorted(media.items())]), digest_size=8).digest()

@@ -93,6 +93,8 @@ async def _answer_all(task: Task, send: Callable[[Reply], None]) -> None:
         parts.push_async_callback(engine.close)
         await load_engine(config, engine, task.checkpoint, version=task.version, averaged=task.averaged)
         recorder = domain.recorder(Path(task.media), name=task.name, groups=1, every=1)
+        if recorder is not None and not recorder.of_rollouts:
+            recorder = None
         if recorder is not None:
             parts.callback(recorder.close)
         answerer = Answerer(

@@ -1,4 +1,4 @@
-"""Gallery of samples: videos, grids and rewards of a few groups per step.
+"""Galleries of samples: videos, grids and rewards of a few groups per step.
 
 media/index.jsonl                       one line per group; the last line of a step and sample is valid
 media/step_000012/grid.png              all groups of the step: one line per rollout, one column per frame
@@ -6,29 +6,97 @@ media/step_000012/grid.gif              the same groups as an animation: one lin
 media/step_000012/sample_17.mp4         one group as a video (sample_17.png for images)
 media/step_000012/sample_17.json        caption, rewards by name, advantages, policy versions
 media/step_000012/sample_17_0.mp4       rollout 0 alone, with `clips = True`
+
+Of rollouts of text whose prompts show pictures or videos (`AnswerGallery`) sample_17.png has those of the prompt, the
+record the answers, and grid.png all of it side by side.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import av
 import numpy as np
 from PIL import Image
 
-from cosmos_rl_core.observe.pages import Row, animation, as_gif, contact_grid, enlarge, fit_clip
+from cosmos_rl_core.errors import MediaError
+from cosmos_rl_core.observe.pages import (
+    Question,
+    Row,
+    animation,
+    answer_grid,
+    as_gif,
+    beside,
+    contact_grid,
+    enlarge,
+    fit_clip,
+)
 from cosmos_rl_core.types import Rollout, RolloutGroup
+
+log = logging.getLogger(__name__)
 
 KEPT_STEPS = 4
 """Number of steps whose grids can still grow: groups of an asynchronous run finish out of order."""
 
 
-class Gallery:
+R = TypeVar("R")
+
+
+class _Steps(Generic[R]):
+    """The rows of the newest steps, and the index of their files."""
+
+    of_rollouts: bool
+    """Whether rollouts themselves are images or videos."""
+
+    def __init__(self, directory: Path, *, groups_per_step: int, every_steps: int, name: str) -> None:
+        self._directory = directory
+        self._groups_per_step = groups_per_step
+        self._every_steps = every_steps
+        self._suffix = f"_{name}" if name else ""
+        self._rows: dict[int, dict[int, R]] = {}
+
+    def wants(self, step: int) -> bool:
+        """Whether `save` would write another group: the step is not full and not too old."""
+        if len(self._rows) == KEPT_STEPS and step < min(self._rows):
+            return False
+        return step % self._every_steps == 0 and len(self._rows.get(step, ())) < self._groups_per_step
+
+    def close(self) -> None:
+        """Do nothing: each group is on disk once `save` returns."""
+
+    def _keep(self, step: int, sample: int, row: R) -> list[R]:
+        """Keep a row and return those of its step."""
+        self._rows.setdefault(step, {})[sample] = row
+        for old in sorted(self._rows)[:-KEPT_STEPS]:
+            del self._rows[old]
+        return list(self._rows.get(step, {}).values())
+
+    def _folder(self, step: int) -> Path:
+        folder = self._directory / f"step_{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _append_index(self, step: int, group: RolloutGroup, *, caption: str, file: Path, grid: Path) -> None:
+        line = {
+            "step": step,
+            "sample": group.prompt.sample_id,
+            "caption": caption,
+            "file": file.relative_to(self._directory).as_posix(),
+            "grid": grid.relative_to(self._directory).as_posix(),
+            "reward_mean": _finite(float(np.mean([rollout.reward for rollout in group.rollouts]))),
+            "reward_max": _finite(max(rollout.reward for rollout in group.rollouts)),
+        }
+        with (self._directory / f"index{self._suffix}.jsonl").open("a", encoding="utf-8") as file_:
+            file_.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+class Gallery(_Steps[Row]):
     """Writes a limited number of groups per step as videos, grids and an index.
 
     gallery = Gallery(run_dir / "media", groups_per_step=2)
@@ -37,6 +105,8 @@ class Gallery:
 
     Several processes may share a directory if each has its own `name`, which is part of the file names.
     """
+
+    of_rollouts = True
 
     def __init__(
         self,
@@ -54,22 +124,12 @@ class Gallery:
         """`cell` is the longer side of a clip on a page, in pixels; a row's column `fps` overrides `fps`."""
         if min(groups_per_step, rollouts_per_group, every_steps, cell, max_frames) < 1 or fps <= 0:
             raise ValueError("a gallery's counts, cell and fps must be above 0")
-        self._directory = directory
-        self._groups_per_step = groups_per_step
+        super().__init__(directory, groups_per_step=groups_per_step, every_steps=every_steps, name=name)
         self._rollouts_per_group = rollouts_per_group
-        self._every_steps = every_steps
         self._cell = cell
         self._max_frames = max_frames
         self._fps = fps
         self._clips = clips
-        self._suffix = f"_{name}" if name else ""
-        self._rows: dict[int, dict[int, Row]] = {}
-
-    def wants(self, step: int) -> bool:
-        """Whether `save` would write another group: the step is not full and not too old."""
-        if len(self._rows) == KEPT_STEPS and step < min(self._rows):
-            return False
-        return step % self._every_steps == 0 and len(self._rows.get(step, ())) < self._groups_per_step
 
     def save(self, step: int, group: RolloutGroup) -> Path | None:
         """Write a scored group and return its video or image; None if the step needs no more groups.
@@ -85,9 +145,8 @@ class Gallery:
             clips=tuple(fit_clip(_video(r), cell=self._cell, max_frames=self._max_frames) for _, r in shown),
             labels=tuple(_labels(rollout) for _, rollout in shown),
         )
-        self._keep(step, group.prompt.sample_id, row)
-        folder = self._directory / f"step_{step:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        rows = self._keep(step, group.prompt.sample_id, row)
+        folder = self._folder(step)
         fps = _fps(group, self._fps)
         if self._clips:
             for place, rollout in shown:
@@ -95,8 +154,8 @@ class Gallery:
         frames = max(len(_video(rollout)) for _, rollout in shown)
         page_fps = fps * max(len(clip) for clip in row.clips) / frames  # same duration as the clips, with fewer frames
         video = self._write_group(step, folder, group, row, fps=page_fps)
-        grid = self._write_grids(step, folder, fps=page_fps)
-        self._append_index(step, group, video=video, grid=grid)
+        grid = self._write_grids(step, folder, rows, fps=page_fps)
+        self._append_index(step, group, caption=_caption(group), file=video, grid=grid)
         return video
 
     def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
@@ -107,28 +166,20 @@ class Gallery:
         """
         return _write_video(stem, _video(group.rollouts[place]), fps=_fps(group, self._fps))
 
-    def close(self) -> None:
-        """Do nothing: each group is on disk once `save` returns."""
-
     def _write_group(self, step: int, folder: Path, group: RolloutGroup, row: Row, *, fps: float) -> Path:
         sample = group.prompt.sample_id
         pages = animation([row], heading=f"step {step} · sample {sample}")
         video = _write_video(folder / f"sample_{sample}", np.stack([np.asarray(page) for page in pages]), fps=fps)
-        _write_json(folder / f"sample_{sample}.json", _record(step, group))
+        _write_json(folder / f"sample_{sample}.json", _record(step, group, caption=_caption(group)))
         return video
 
     def _alone(self, rollout: Rollout) -> np.ndarray:
         video = _video(rollout)
         return enlarge(video, max(1, round(self._cell / max(video.shape[1:3]))))
 
-    def _keep(self, step: int, sample: int, row: Row) -> None:
-        self._rows.setdefault(step, {})[sample] = row
-        for old in sorted(self._rows)[:-KEPT_STEPS]:
-            del self._rows[old]
-
-    def _write_grids(self, step: int, folder: Path, *, fps: float) -> Path:
+    def _write_grids(self, step: int, folder: Path, rows: Sequence[Row], *, fps: float) -> Path:
         """Write the grids of a step; return the animation, or the still grid for images."""
-        rows, heading = list(self._rows[step].values()), f"step {step}"
+        heading = f"step {step}"
         still, grid = folder / f"grid{self._suffix}.png", contact_grid(rows, heading=heading)
         _replace(still, lambda path: grid.save(path, format="PNG"))
         if max(len(clip) for row in rows for clip in row.clips) == 1:
@@ -137,18 +188,70 @@ class Gallery:
         _replace(running, lambda path: path.write_bytes(video))
         return running
 
-    def _append_index(self, step: int, group: RolloutGroup, *, video: Path, grid: Path) -> None:
-        line = {
-            "step": step,
-            "sample": group.prompt.sample_id,
-            "caption": _caption(group),
-            "file": video.relative_to(self._directory).as_posix(),
-            "grid": grid.relative_to(self._directory).as_posix(),
-            "reward_mean": _finite(float(np.mean([rollout.reward for rollout in group.rollouts]))),
-            "reward_max": _finite(max(rollout.reward for rollout in group.rollouts)),
-        }
-        with (self._directory / f"index{self._suffix}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+class AnswerGallery(_Steps[Question]):
+    """Writes a limited number of groups per step whose prompts show pictures or videos: the media beside the answers.
+
+    gallery = AnswerGallery(run_dir / "media", question=question_of, groups_per_step=2)
+    """
+
+    of_rollouts = False
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        question: Callable[[RolloutGroup], str],
+        groups_per_step: int = 2,
+        rollouts_per_group: int = 8,
+        every_steps: int = 1,
+        cell: int = 224,
+        max_frames: int = 8,
+        name: str = "",
+    ) -> None:
+        """Show pictures with a longer side of about `cell` pixels, and at most `max_frames` frames of a video.
+
+        question: returns the text of a group's prompt.
+        """
+        super().__init__(directory, groups_per_step=groups_per_step, every_steps=every_steps, name=name)
+        self._question = question
+        self._rollouts_per_group = rollouts_per_group
+        self._cell = cell
+        self._max_frames = max_frames
+
+    def save(self, step: int, group: RolloutGroup) -> Path | None:
+        """Write a scored group and return the image of its prompt's media.
+
+        None if the step needs no more groups, or the prompt has no media, or they cannot be read again.
+        """
+        if not group.media or not group.rollouts or not self.wants(step):
+            return None
+        try:
+            media = [media if media.ndim == 4 else media[None] for media in group.rollouts[0].media.values()]
+        except MediaError as error:
+            log.warning("sample %d is not in the gallery: %s", group.prompt.sample_id, error.reason)
+            return None
+        question, shown = self._question(group), _best_to_worst(group.rollouts, most=self._rollouts_per_group)
+        clips = [fit_clip(clip, cell=self._cell, max_frames=self._max_frames) for clip in media]
+        row = Question(
+            text=question,
+            pictures=tuple(frame for clip in clips for frame in clip),
+            answers=tuple((_labels(rollout), rollout.text) for _, rollout in shown),
+        )
+        rows, folder, sample = self._keep(step, group.prompt.sample_id, row), self._folder(step), group.prompt.sample_id
+        file, grid = folder / f"sample_{sample}.png", folder / f"grid{self._suffix}.png"
+        pictures, page = beside(row.pictures), answer_grid(rows, heading=f"step {step}")
+        _replace(file, lambda path: pictures.save(path, format="PNG"))
+        _replace(grid, lambda path: page.save(path, format="PNG"))
+        record = _record(step, group, caption=question)
+        for line, rollout in zip(record["rollouts"], group.rollouts, strict=True):
+            line["response"] = rollout.text
+        _write_json(file.with_suffix(".json"), {**record, "prompt_media": dict(group.media)})
+        self._append_index(step, group, caption=question, file=file, grid=grid)
+        return file
+
+    def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
+        raise AssertionError("rollouts of text have no media of their own")
 
 
 def _best_to_worst(rollouts: Sequence[Rollout], *, most: int) -> list[tuple[int, Rollout]]:
@@ -186,7 +289,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def _record(step: int, group: RolloutGroup) -> dict[str, Any]:
+def _record(step: int, group: RolloutGroup, *, caption: str) -> dict[str, Any]:
     rollouts = [
         {
             "reward": _finite(rollout.reward),
@@ -196,7 +299,7 @@ def _record(step: int, group: RolloutGroup) -> dict[str, Any]:
         }
         for rollout in group.rollouts
     ]
-    return {"step": step, "sample": group.prompt.sample_id, "caption": _caption(group), "rollouts": rollouts}
+    return {"step": step, "sample": group.prompt.sample_id, "caption": caption, "rollouts": rollouts}
 
 
 def _write_video(stem: Path, frames: np.ndarray, *, fps: float) -> Path:

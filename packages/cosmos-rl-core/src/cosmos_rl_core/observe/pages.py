@@ -1,7 +1,8 @@
 """Rendered pages of samples: grids and animations, with captions and rewards in Pillow's built-in font.
 
-    Row (caption, clips, labels) -- contact_grid --> one image: one line per clip, one column per frame
-                                 -- animation -----> frames:    one line per Row, one column per clip
+    Row (caption, clips, labels)        -- contact_grid --> one image: one line per clip, one column per frame
+                                        -- animation -----> frames:    one line per Row, one column per clip
+    Question (text, pictures, answers)  -- answer_grid ---> one image: one line per Question, pictures beside answers
 
 Small clips are enlarged by integer factors without smoothing.
 """
@@ -23,6 +24,8 @@ MARGIN, GAP = 14, 6
 """Pixels around a page, and between its cells."""
 TITLE, LABEL, SMALL = 15, 14, 11
 """Font sizes in pixels."""
+REWARD_WIDTH, ANSWER_WIDTH = 96, 420
+PICTURES_A_ROW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,17 @@ class Row:
     """uint8 [F, h, w, 3] each, in display size (`fit_clip`)."""
     labels: tuple[tuple[str, ...], ...]
     """Lines of text of each clip; the first one is larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One prompt with pictures, and the answers to it."""
+
+    text: str
+    pictures: tuple[np.ndarray, ...]
+    """uint8 [h, w, 3] each, in display size (`fit_clip`)."""
+    answers: tuple[tuple[tuple[str, ...], str], ...]
+    """Reward and its parts, and the response of each rollout."""
 
 
 def fit_clip(video: np.ndarray, *, cell: int, max_frames: int) -> np.ndarray:
@@ -87,6 +101,35 @@ def animation(rows: Sequence[Row], *, heading: str = "") -> list[Image.Image]:
     return [
         _page([line for row in rows for line in _running_lines(row, at=at)], heading=heading) for at in range(length)
     ]
+
+
+def answer_grid(questions: Sequence[Question], *, heading: str = "") -> Image.Image:
+    """Return one image: for each Question its pictures at the left, at the right its text and the answers."""
+    return _page([_answer_line(question) for question in questions], heading=heading)
+
+
+def beside(pictures: Sequence[np.ndarray]) -> Image.Image:
+    """Return pictures, uint8 [h, w, 3] each, as one image, from left to right."""
+    return _beside([_framed(picture) for picture in pictures])
+
+
+def _answer_line(question: Question) -> Image.Image:
+    rewards = [_label(labels, width=REWARD_WIDTH, height=0) for labels, _ in question.answers]
+    answers = [
+        _text([(line, LABEL, INK) for line in _wrapped(" ".join(text.split()), LABEL, width=ANSWER_WIDTH, most=4)],
+              width=ANSWER_WIDTH)
+        for _, text in question.answers
+    ]  # fmt: skip
+    lines = [_beside([reward, answer]) for reward, answer in zip(rewards, answers, strict=True)]
+    title = _text(
+        [(line, TITLE, INK) for line in _wrapped(question.text, TITLE, width=REWARD_WIDTH + ANSWER_WIDTH, most=4)],
+        width=REWARD_WIDTH + ANSWER_WIDTH,
+    )
+    rows = [
+        question.pictures[first : first + PICTURES_A_ROW] for first in range(0, len(question.pictures), PICTURES_A_ROW)
+    ]
+    shown = _below([beside(row) for row in rows], gap=GAP)
+    return _beside([shown, _below([title, *lines], gap=GAP)])
 
 
 def _still_lines(row: Row, *, columns: int, label_width: int) -> list[Image.Image]:

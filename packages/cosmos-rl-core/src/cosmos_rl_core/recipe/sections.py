@@ -322,7 +322,7 @@ class LoggingSection(Strict):
     term_groups: int = Field(default=1, ge=0)
     """Number of groups a file in which each term is written, with its log-probability; about 25 bytes a term."""
     media_every: int = Field(default=10, ge=0)
-    """Versions between galleries of images or videos of samples; 0 writes none."""
+    """Versions between galleries of samples that are images or videos, or answers about them; 0 writes none."""
     media_groups: int = Field(default=4, ge=1)
     """Number of groups in a gallery."""
 

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from PIL.Image import Image
 
+    from cosmos_rl_core.observe.gallery import AnswerGallery
+    from cosmos_rl_core.types import RolloutGroup
+
 FETCH_S = 30.0
 """Time for a URL to answer."""
 
@@ -196,6 +199,40 @@ def decode_video(data: bytes, limits: MediaSection) -> Video:
 def parts_of(content: Any) -> list[Mapping[str, Any]]:
     """Return the parts of a message's content: a string is one part of text."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+class PromptRecorder:
+    """Gallery of prompts with pictures and videos beside the answers. It imports Pillow with the first of them."""
+
+    of_rollouts = False
+
+    def __init__(self, directory: Path, *, name: str, groups: int, every: int) -> None:
+        """As `Domain.recorder`."""
+        self._directory = directory
+        self._keys = {"name": name, "groups_per_step": groups, "every_steps": every}
+        self._gallery: AnswerGallery | None = None
+
+    def save(self, step: int, group: RolloutGroup) -> Path | None:
+        """Write a group as `AnswerGallery.save`; None for a prompt of text."""
+        if not group.media:
+            return None
+        if self._gallery is None:
+            from cosmos_rl_core.observe.gallery import AnswerGallery
+
+            self._gallery = AnswerGallery(self._directory, question=_question, **self._keys)
+        return self._gallery.save(step, group)
+
+    def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
+        raise AssertionError("answers are text")
+
+    def close(self) -> None:
+        pass
+
+
+def _question(group: RolloutGroup) -> str:
+    """The text of the last message of the user."""
+    messages = [message for message in group.prompt.row["prompt"] if message["role"] == "user"]
+    return " ".join(part["text"] for part in parts_of(messages[-1]["content"]) if part["type"] == "text")
 
 
 class PromptMedia(Mapping[str, np.ndarray]):

@@ -15,6 +15,7 @@ export async function rollouts(view, [id], state) {
   if (!kinds.length) { view.replaceChildren(el('h1', {}, 'Rollouts'), empty('No step has written its rollouts yet ([logging] rollouts_every).')); return {} }
   let kind = files[state.kind] ? state.kind : kinds.includes('step') ? 'step' : kinds[0]
   let step = nearest(files[kind], state.step == null ? files[kind].at(-1) : Number(state.step))
+  const kept = new Map((await ofRun(id, 'media')).filter(row => row.prompt_media).map(row => [Object.values(row.prompt_media).join(), row.file]))
   let range = null, text = state.text ?? '', sort = SORTS[state.sort] ? state.sort : 'file', at = 0, data = null, follow = state.step == null
 
   const slider = el('input', { type: 'range', min: '0', 'aria-label': 'Step', oninput: () => { follow = false; go(files[kind][slider.value]) } })
@@ -53,18 +54,19 @@ export async function rollouts(view, [id], state) {
   }
 
   function card(group, h) {
-    const folded = new Map()
+    const equal = new Map()
     for (const rollout of group.rollouts) {
       const key = `${rollout.response}\n${rollout.reward}\n${rollout.shown}`
-      folded.has(key) && !rollout.terms ? folded.get(key).count++ : folded.set(rollout.terms ? rollout : key, { rollout, count: 1 })
+      equal.has(key) && !rollout.terms ? equal.get(key).count++ : equal.set(rollout.terms ? rollout : key, { rollout, count: 1 })
     }
     return el('article', { class: 'card group', 'aria-label': `Group of sample ${group.sample}` },
       el('div', { class: 'row' },
         el('span', { class: `reward ${level(group.mean, h.low, h.high)}`, title: 'mean reward of the group' }, number(group.mean, 3)),
-        el('pre', { class: 'prompt' }, group.prompt),
+        pictures(group),
+        el('pre', { class: 'prompt' }, folded(group.prompt)),
         el('span', { class: 'dim mono' }, `#${group.sample}`),
-        el('button', { type: 'button', onclick: () => time(group.prompt) }, 'Through time')),
-      [...folded.values()].map(({ rollout, count }) => line(rollout, count, h)))
+        el('button', { type: 'button', onclick: () => time(group) }, 'Through time')),
+      [...equal.values()].map(({ rollout, count }) => line(rollout, count, h)))
   }
 
   function line(rollout, count, h) {
@@ -77,16 +79,24 @@ export async function rollouts(view, [id], state) {
       el('div', {}, rollout.terms ? terms(rollout.terms) : el('div', { class: 'text' }, rollout.response || '(empty)'), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
   }
 
-  async function time(prompt) {
+  // Pictures and videos of the prompt: from the gallery where it has them, and their names.
+  function pictures({ prompt_media }) {
+    const names = Object.values(prompt_media ?? {})
+    if (!names.length) return null
+    const file = kept.get(names.join()), label = names.join(', ')
+    return el('figure', { class: 'shown' }, file ? el('img', { src: `/api/run/${encodeURIComponent(id)}/media/${file.split('/').map(encodeURIComponent).join('/')}`, loading: 'lazy', alt: label }) : null, el('figcaption', { class: 'dim mono' }, label))
+  }
+
+  async function time({ prompt, prompt_media }) {
     through.replaceChildren(el('p', { class: 'dim', role: 'status' }, 'reading all steps …'))
     through.scrollIntoView({ block: 'nearest' })
-    const found = (await ofRun(id, 'prompt', { prompt })).filter(group => group.rollouts.length)
+    const found = (await ofRun(id, 'prompt', { prompt, media: JSON.stringify(prompt_media ?? {}) })).filter(group => group.rollouts.length)
     const mean = group => { const known = group.rollouts.map(r => r.reward).filter(r => r != null); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null }
     const trained = found.filter(group => group.kind === 'step')
     const answers = group => { const counts = new Map(); for (const { response } of group.rollouts) counts.set(response, (counts.get(response) ?? 0) + 1); return [...counts].sort((a, b) => b[1] - a[1]).slice(0, 3) }
     through.replaceChildren(el('section', { class: 'card', 'aria-label': 'One prompt through time' },
       el('div', { class: 'row' }, el('h2', {}, 'This prompt through time', el('small', {}, found.length === 1 ? '1 group' : `${found.length} groups`)), el('span', { class: 'grow' }), el('button', { type: 'button', onclick: () => through.replaceChildren() }, 'Close')),
-      el('pre', { class: 'mono' }, prompt),
+      el('pre', { class: 'mono' }, folded(prompt)),
       trained.length > 1 ? chart([{ label: 'mean reward', x: trained.map(group => group.step), mean: trained.map(mean) }], { title: 'mean reward of the group', group: 'prompt' }) : null,
       found.map(group => el('div', { class: 'rollout' },
         el('div', {}, el('a', { href: address([id], 'rollouts', { kind: group.kind, step: group.step }) }, group.kind === 'eval' ? `evaluation ${group.step}` : `step ${group.step}`), el('div', { class: 'dim' }, `mean reward ${number(mean(group), 3)}`)),
@@ -105,6 +115,9 @@ export async function rollouts(view, [id], state) {
     },
   }
 }
+
+// A token that a prompt repeats for each part of a picture, once with its number.
+const folded = prompt => String(prompt).replace(/(<[^<>\s]{1,40}>)(\s*\1){3,}/g, (all, token) => `${token} ×${all.split(token).length - 1}`)
 
 const nearest = (steps, wanted) => steps.reduce((best, step) => Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best, steps[0])
 

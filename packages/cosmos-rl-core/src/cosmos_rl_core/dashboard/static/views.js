@@ -88,9 +88,10 @@ export async function media(view, [id]) {
     const source = `/api/run/${encodeURIComponent(id)}/media/${row.file.split('/').map(encodeURIComponent).join('/')}`, caption = String(row.caption ?? row.prompt ?? `sample ${row.sample}`)
     const shown = row.file.endsWith('.mp4') ? el('video', { src: source, controls: true, loop: true, playsinline: true, preload: 'metadata', 'aria-label': caption }) : el('img', { src: source, loading: 'lazy', alt: caption })
     shown.muted = true
+    if (row.prompt_media) return el('article', { class: 'card' }, el('p', {}, el('b', {}, caption)), shown, [...row.rollouts ?? []].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0)).map(rollout => el('div', { class: 'answer' }, el('span', { class: `reward ${level(rollout.reward, low, high)}` }, number(rollout.reward, 3)), el('span', { class: 'mono' }, rollout.response || '(empty)'))))
     return el('article', { class: 'card' }, el('p', {}, el('b', {}, caption)), shown, el('div', { class: 'row' }, [...row.rollouts ?? []].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0)).map(rollout => el('span', { class: `reward ${level(rollout.reward, low, high)}`, title: Object.entries(rollout.rewards ?? {}).map(([name, value]) => `${name} ${number(value, 3)}`).join(', ') }, number(rollout.reward, 3)))))
   }
-  view.replaceChildren(el('h1', {}, 'Media'), el('div', { class: 'row' }, choice, el('span', { class: 'dim' }, 'In a video the rollouts of a group are side by side.')), body)
+  view.replaceChildren(el('h1', {}, 'Media'), el('div', { class: 'row' }, choice, found.some(row => row.file.endsWith('.mp4')) ? el('span', { class: 'dim' }, 'In a video the rollouts of a group are side by side.') : null), body)
   draw()
   return {}
 }
