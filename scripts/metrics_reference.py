@@ -28,9 +28,9 @@ to other services. The [monitor](monitor.md) watches some of them.
 - A step of several updates (`policy.epochs`, `policy.minibatches`) has the mean over its updates.
 - Limits in the column "healthy" are those of the dashboard or of the monitor where they say so; the others are bounds
   by definition or rules of thumb. Compare a curve with its own past first.
-- `*` stands for a name of yours, such as that of a reward.
+- `*` stands for a name of yours, such as that of a reward. Units are in brackets.
 """
-COLUMNS = ("metric", "unit", "meaning", "healthy", "otherwise", "runs")
+COLUMNS = ("metric", "meaning", "healthy", "runs")
 
 
 def render() -> str:
@@ -48,7 +48,9 @@ def _row(metric: Metric) -> str:
 
 def _cells(metric: Metric) -> Iterator[str]:
     yield f"`{metric.name}`"
-    yield from (metric.unit, metric.meaning, metric.healthy, metric.act, metric.where or "all")
+    yield f"{metric.meaning} [{metric.unit}]" if metric.unit else metric.meaning
+    yield "; otherwise: ".join(filter(None, (metric.healthy, metric.act)))
+    yield metric.where or "all"
 
 
 def main() -> None:

@@ -59,5 +59,5 @@ def test_named_source_files_exist(page):
         assert known, f"{page.name} names {name}, which is not there"
 
 
-ILLUSTRATIONS = {"pyproject.toml", "resolved.toml", "run.toml", "recipe.toml", "config.py", "my_rewards.py"}
+ILLUSTRATIONS = {"pyproject.toml", "resolved.toml", "run.toml", "recipe.toml", "config.py", "my_rewards.py", "demo.py"}
 """Names of files that stand for one of their kind, or that a run writes."""

@@ -22,6 +22,8 @@ NOT_RUN = {"docs/wfm_rewards.md": 1, "docs/generate.md": 1}
 """Pages with blocks that no test runs, and their number."""
 RUN_BY_PACKAGES = {f"packages/cosmos-rl-{name}/README.md" for name in ("core", "transfer", "llm", "vla", "wfm")}
 """Pages whose block a test of the package runs, in an environment with this package alone."""
+TUTORIAL = "docs/ten_minutes.md"
+"""test_ten_minutes.py runs it."""
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .?#+-="
 RECIPE = """\
 [run]
@@ -135,7 +137,7 @@ IN_PLACE = {
 
 
 def is_run(block):
-    return not block.not_run and block.page not in RUN_BY_PACKAGES
+    return not block.not_run and block.page not in {*RUN_BY_PACKAGES, TUTORIAL}
 
 
 def test_blocks_that_no_test_runs_are_counted():

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
 
 class RolloutEngine(Protocol):
-    """Generates rollouts with its current weights. One asyncio loop calls it; the work runs in a thread or process.
+    """Generates rollouts with its current weights.
 
-    rollouts = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=7)   # many at a time
-    await engine.switch(version, apply)     # `apply` writes into `engine.weights()` between two terms
+        rollouts = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=7)   # many at a time
+        await engine.switch(version, apply)     # `apply` writes into `engine.weights()` between two terms
+
+    One asyncio loop calls it; the work runs in a thread or process.
     """
 
     @property

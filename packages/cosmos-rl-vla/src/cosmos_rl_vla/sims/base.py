@@ -75,9 +75,11 @@ class Stepped:
 class Simulator(Protocol):
     """One environment in one process.
 
-    simulator.reset("faucet-open", 1234)          # (task, init) decides everything that follows
-    first = simulator.observe()
-    stepped = simulator.step(action)              # ... until terminated or truncated
+        simulator.reset("faucet-open", 1234)          # (task, init) decides everything that follows
+        first = simulator.observe()
+        stepped = simulator.step(action)              # ... until terminated or truncated
+
+    `SimulatorPool` runs it in a process of its own.
     """
 
     @property

@@ -62,8 +62,10 @@ class Demonstration:
 class DemoWriter:
     """Writes episodes one by one.
 
-    with DemoWriter("demos", fps=10, cameras={"board": (32, 32)}, state_dim=2, action_dim=2) as writer:
-        writer.add(demonstration)
+        with DemoWriter("demos", fps=10, cameras={"board": (32, 32)}, state_dim=2, action_dim=2) as writer:
+            writer.add(demonstration)
+
+    Files are in demos.partial until the end, when the directory is renamed.
     """
 
     def __init__(

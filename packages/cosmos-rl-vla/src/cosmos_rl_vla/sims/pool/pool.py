@@ -35,11 +35,11 @@ from cosmos_rl_vla.sims.pool.messages import Make, ObservationMemory
 class SimulatorPool:
     """`groups` processes of `slots_per_group` slots each; slot s is in group s // slots_per_group.
 
-    with SimulatorPool("metaworld", options={"image_size": 64}, groups=2, slots_per_group=4) as pool:
-        pool.start(0, task="faucet-open", init=7)
-        for event in pool.wait():                                  # Ready or Lost
-            pool.images["corner2"][event.slot], pool.states[event.slot]
-            pool.submit([event.slot], actions)                     # [1, H, D]
+        with SimulatorPool("metaworld", options={"image_size": 64}, groups=2, slots_per_group=4) as pool:
+            pool.start(0, task="faucet-open", init=7)
+            for event in pool.wait():                                  # Ready or Lost
+                pool.images["corner2"][event.slot], pool.states[event.slot]
+                pool.submit([event.slot], actions)                     # [1, H, D]
 
     The caller decides whether to repeat a lost episode. Used by one thread.
     """
