@@ -14,6 +14,7 @@ import time
 import pytest
 from run_files import Clock, group
 
+from cosmos_rl_core import run
 from cosmos_rl_core.cli import app
 from cosmos_rl_core.control import protocol as m
 from cosmos_rl_core.control.evaluation import Evaluation
@@ -375,6 +376,30 @@ def test_10_rewards_that_are_always_0(written):
     assert found.level == "bad"
     assert "100% of the groups have equal rewards; 'format' gave 0 to every rollout" in found.text
     assert "Answers: '<b>0</b>'" in found.text
+
+
+def nothing(group):
+    return [0.0] * len(group.rollouts)
+
+
+def test_10_a_run_whose_reward_is_always_0(tmp_path):
+    tables = {
+        "run": {
+            "domain": "cosmos_rl_core.testing.tiny:TINY",
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 4,
+            "placement": "inline",
+        },
+        "algorithm": {"name": "grpo"},
+        "policy": {"prompts_per_step": 4, "threads": 1},
+        "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_tokens": 3}},
+        "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
+        "logging": {"sinks": ["jsonl"]},
+    }
+    run(tables, rewards=[nothing])
+    found = line(examine_run(tmp_path / "run"), "reward")
+    assert "100% of the groups have equal rewards; 'nothing' gave 0 to every rollout" in found.text
+    assert "Answers: '" in found.text
 
 
 @pytest.mark.parametrize(("staleness", "expected"), [(1.0, "numerical"), (4.0, "versions old")])

@@ -1,5 +1,6 @@
 import pytest
 
+from cosmos_rl_transfer import doctor
 from cosmos_rl_transfer.doctor import MEMCPY, RAW_STREAM, Finding, Measurement, _weights, diagnose, render, ucx_path
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 
@@ -69,3 +70,19 @@ def test_it_names_the_memory_through_which_weights_leave(gpus, path):
     weights, ipc = _weights(gpus)
     assert (weights.name, weights.works, weights.reason) == ("weights", True, path)
     assert ("no CUDA device" in ipc.reason) == (gpus == 0)
+
+
+def test_the_checks_of_the_machine_are_notes_but_for_tcp(monkeypatch):
+    works = {"shm"}
+
+    def measured(name, how, *_):
+        return Finding(name, True, how, 17.0, 30.0) if name in works else Finding(name, False, "refused")
+
+    monkeypatch.setattr(doctor, "_measured", measured)
+    lines = {line.name: line for line in doctor.checks()}
+    assert lines["transport shm"].text == "17.0 GB/s, 30 us, one copy"
+    assert [lines[f"transport {name}"].level for name in ("shm", "tcp", "nixl")] == ["ok", "bad", "note"]
+    assert "cosmos-rl-transfer[nixl]" in lines["transport nixl"].fix
+    assert lines["transport auto"].text.startswith("offers shm")
+    works.clear()
+    assert "transport auto" not in {line.name for line in doctor.checks()}

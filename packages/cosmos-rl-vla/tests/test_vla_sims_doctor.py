@@ -7,7 +7,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from cosmos_rl_vla.sims import doctor
-from cosmos_rl_vla.sims.doctor import Probe, examine
+from cosmos_rl_vla.sims.doctor import Probe, Report, examine
 from cosmos_rl_vla.sims.reach import Reach
 
 SIMS = "cosmos_rl_vla.sims"
@@ -53,3 +53,25 @@ def test_the_table(tmp_path, monkeypatch):
     assert "cannot be imported" in result.output
     assert CliRunner().invoke(app, [names[0], "--pictures", str(tmp_path)]).exit_code == 0
     assert CliRunner().invoke(app, ["nobody"]).exit_code == 2
+
+
+def test_the_checks_of_the_machine_play_what_is_installed(monkeypatch):
+    played = []
+
+    def examine(name, probe, **_):
+        played.append(name)
+        if name == "metaworld":
+            return Report(name, note="no EGL device")
+        return Report(name, ("yes", "board 32x32", "900", "itself"))
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.delenv("ROBOTWIN_PATH", raising=False)
+    installed = {"gymnasium", "metaworld", "sapien"}
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name if name in installed else None)
+    lines = {line.name: line for line in doctor.checks()}
+    assert played == ["gymnasium", "metaworld", "reach"]
+    assert lines["simulator reach"].text == "900 steps/s, cameras: board 32x32, renders with itself"
+    assert (lines["simulator metaworld"].level, lines["simulator metaworld"].text) == ("bad", "no EGL device")
+    assert lines["simulators"].text == "not installed here: behavior, libero, maniskill, maniskill_batch, robotwin"
+    monkeypatch.setenv("ROBOTWIN_PATH", "/opt/robotwin")
+    assert doctor.PROBES["robotwin"].is_installed

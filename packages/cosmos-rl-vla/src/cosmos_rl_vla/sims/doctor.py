@@ -35,6 +35,12 @@ class Probe:
     """Module that it needs; empty: none, or an interpreter of its own."""
     renders_with: str = ""
     """"mujoco", "vulkan", or "" for no renderer of the machine."""
+    variable: str = ""
+    """Environment variable with its folder; empty: it needs none."""
+
+    @property
+    def is_installed(self) -> bool:
+        return (not self.module or find_spec(self.module) is not None) and self.variable in ("", *os.environ)
 
 
 PROBES: Mapping[str, Probe] = {
@@ -45,7 +51,7 @@ PROBES: Mapping[str, Probe] = {
     "maniskill_batch": Probe("PushCube-v1", {"task": "PushCube-v1"}, "mani_skill", "vulkan"),
     "metaworld": Probe("faucet-open", {}, "metaworld", "mujoco"),
     "reach": Probe("red"),
-    "robotwin": Probe("place_empty_cup", {}, "sapien", "vulkan"),
+    "robotwin": Probe("place_empty_cup", {}, "sapien", "vulkan", variable="ROBOTWIN_PATH"),
 }
 """Probes of this package's simulators, by name."""
 
@@ -75,7 +81,7 @@ class Report:
 def checks() -> Iterator[Check]:
     """Yield the lines of `cosmos-rl doctor`: installed simulators play, the others are listed."""
     names = [name for name in plugins.names(GROUP) if name in PROBES]
-    there = [name for name in names if not PROBES[name].module or find_spec(PROBES[name].module)]
+    there = [name for name in names if PROBES[name].is_installed]
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
         for name in there:
             found = examine(name, PROBES[name], folder=Path(folder), python=None, start_timeout_s=START_S)
