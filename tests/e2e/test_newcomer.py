@@ -31,6 +31,28 @@ def one_number(group):
 
 def sometimes(group):
     raise ValueError("an unusual answer")
+
+def nothing(group):
+    return None
+
+def nothings(group):
+    return [None for _ in group.rollouts]
+
+def words(group):
+    return ["good" for _ in group.rollouts]
+
+def not_a_number(group):
+    return [float("nan") for _ in group.rollouts]
+
+def exits(group):
+    raise SystemExit(3)
+
+def ends_the_process(group):
+    import os
+    os._exit(3)
+
+def hangs(group):
+    time.sleep(60)
 """
 
 
@@ -108,6 +130,13 @@ def test_the_command_line(walk, arguments, code, text):
             {"reward__functions": [{"name": "newcomers_rewards:one_number"}]},
             "returned float; it must return one number per rollout",
         ),
+        (
+            {"reward__functions": [{"name": "newcomers_rewards:nothing"}]},
+            "returned NoneType; it must return one number",
+        ),
+        ({"reward__functions": [{"name": "newcomers_rewards:nothings"}]}, "returned None for rollout 0"),
+        ({"reward__functions": [{"name": "newcomers_rewards:words"}]}, "returned 'good' for rollout 0"),
+        ({"reward__functions": [{"name": "newcomers_rewards:exits"}]}, "raised SystemExit: 3"),
     ],
 )
 def test_a_recipe_is_refused_with_its_line(walk, small, change, text):
@@ -143,6 +172,25 @@ def test_notes_do_not_refuse_a_recipe(walk, small):
     assert code == 0
     assert "raised ValueError: an unusual answer (called once, with a made-up response)" in printed
     assert "a step uses each of 10 rows 4 times" in printed
+
+
+def test_a_reward_that_ends_the_process_of_the_checks_is_refused(walk, small):
+    code, printed = walk("check", "--deep", small(reward__functions=[{"name": "newcomers_rewards:ends_the_process"}]))
+    assert (code, "has ended the process of the checks with status 3" in printed) == (2, True), printed
+    assert "rewards: ends_the_process" in printed
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("not_a_number", "returned nan for rollout 0; it must be a finite number (called once, with a made-up"),
+        ("hangs", "was not called, as it took longer than 0.5 s"),
+    ],
+)
+def test_a_reward_that_may_do_better_in_the_run_is_a_note(walk, small, monkeypatch, name, text):
+    monkeypatch.setattr("cosmos_rl_core.launch.preflight.rewards.CALL_S", 0.5)
+    code, printed = walk("check", "--deep", small(reward__functions=[{"name": f"newcomers_rewards:{name}"}]))
+    assert (code, text in printed) == (0, True), printed
 
 
 def test_a_run_is_refused_before_anything_starts(walk, small, tmp_path):

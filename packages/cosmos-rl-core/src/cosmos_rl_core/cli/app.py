@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -71,10 +72,12 @@ def check(
     """Validate a recipe: report every error, or show a summary of the run."""
     import_from(file)
     from cosmos_rl_core.launch.check import check as check_config
+    from cosmos_rl_core.launch.check import check_in_child
     from cosmos_rl_core.recipe.load import load
 
-    checked = check_config(load(file, overrides or ()), deep=deep)
-    typer.echo(f"{file}: ok\n{checked}")
+    loaded = load(file, overrides or ())
+    notes = check_in_child(loaded) if deep else ()
+    typer.echo(f"{file}: ok\n{replace(check_config(loaded), notes=notes)}")
 
 
 @app.command()

@@ -27,6 +27,8 @@ from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_core.settings.source import Source
 
+FAILED = 1
+"""Exit status of a process of checks that met an error of their own."""
 DOMAIN_READS = frozenset({"algorithm", "data", "eval", "model", "policy", "rollout", "run", "teacher"})
 """Sections that `FindsProblems.problems` may read."""
 
@@ -157,8 +159,14 @@ def check_in_child(recipe: Loaded, *, resume: str | None = None) -> tuple[str, .
     with open(ours, "rb") as answer:
         reported = answer.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not reported:  # its traceback is above; the run meets the same error
+    if not reported and status == FAILED:  # its traceback is above; the run meets the same error, or none
         return (f"the checks before the start ended with status {status}",)
+    if not reported:
+        names = ", ".join(function.title for function in recipe.config.reward.functions) or "none"
+        raise UserError(
+            f"a reward, or a library that the recipe imports, has ended the process of the checks with status "
+            f"{status}, as it would end each worker; rewards: {names}"
+        )
     error, notes = json.loads(reported)
     if error:
         raise UserError(error)
@@ -167,7 +175,7 @@ def check_in_child(recipe: Loaded, *, resume: str | None = None) -> tuple[str, .
 
 def _report_check(recipe: Loaded, resume: str | None, pipe: int) -> NoReturn:
     """Write error and notes of a deep check as JSON, and exit."""
-    status = 1
+    status = FAILED
     try:
         error, notes = "", []
         try:

@@ -71,7 +71,7 @@ class Rubric:
         try:
             async with limit:
                 values = await self._call(reward.function, group)
-        except Exception as error:  # user code may raise anything; it is reported and counted
+        except (Exception, SystemExit) as error:  # user code may raise anything; it is reported and counted
             if limit.expired():
                 raise SampleError(f"{where} took longer than [reward] timeout_s = {self._timeout_s:g}") from error
             final = not isinstance(error, ConnectionError | TimeoutError)  # a retry may reach its server

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +30,8 @@ from cosmos_rl_core.types import RolloutGroup
 
 CALL_S = 8.0
 """Maximum time to make a reward and call it once; a slower one is left to the run."""
-MISTAKES = (TypeError, AttributeError, LookupError, NameError, ImportError, SyntaxError)
+MISTAKES = (TypeError, AttributeError, LookupError, NameError, ImportError, SyntaxError, SystemExit)
+NOT_FINITE = re.compile(r" returned \S*(nan|inf)\S* for rollout ")
 EXAMPLE = "def my_reward(group): return [1.0 if 'yes' in rollout.text else 0.0 for rollout in group.rollouts]"
 
 
@@ -72,7 +74,7 @@ def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, w
         asyncio.run(rubric.score(group))
     except SampleError as error:
         cause = error.__cause__
-        is_note = not isinstance(cause, MISTAKES) if cause else "finite number" in error.reason
+        is_note = not isinstance(cause, MISTAKES) if cause else NOT_FINITE.search(error.reason) is not None
         return [replace(wrong, wrong=f"{error.reason} (called once, with a made-up response)", is_note=is_note)]
     finally:
         rubric.close()
