@@ -245,7 +245,7 @@ def curves_of(tmp_path, **series):
         ({"policy_idle_fraction": 0.0, "rollout_idle_fraction": 0.6}, "training is the bottleneck", "policy.replicas"),
         ({"policy_idle_fraction": 0.4, "rollout_idle_fraction": 0.4}, "they take turns", "sync.max_staleness"),
         ({"zero_variance_fraction": 0.9}, "90% of the groups have equal rewards", "filter_zero_variance"),
-        ({"truncated_fraction": 0.5}, "50% of the rollouts are cut off", "max_tokens"),
+        ({"truncated_fraction": 0.5}, "50% of the rollouts are cut off", "rollout.sampling"),
         ({"mismatch_kl": 0.2}, "different log-probabilities", "correction"),
         ({"clip_fraction": 0.5}, "50% of the terms are clipped", "learning_rate"),
     ],
@@ -256,6 +256,20 @@ def test_trouble_is_named_with_the_key_that_changes_it(tmp_path, series, text, k
     (found,) = health(curves, status={}, outcome={}, live=True)
     assert text in found.text
     assert key in found.key
+
+
+def test_sentences_about_robot_policies_have_their_keys_and_compare_no_single_rollouts(tmp_path):
+    curves = curves_of(tmp_path, truncated_fraction=[0.5] * 12, zero_variance_fraction=[1.0] * 12)
+    recipe = {"run": {"domain": "vla"}, "rollout": {"group_size": 1}}
+    (found,) = health(curves, status={}, outcome={}, live=True, recipe=recipe)
+    assert found.key == "rollout.sampling.max_steps"
+    found = health(curves, status={}, outcome={}, live=True, recipe={"run": {"domain": "llm"}})
+    assert [finding.key for finding in found][1:] == ["rollout.sampling.max_tokens"]
+
+
+def test_a_reward_that_fell_in_a_few_steps_is_no_warning(tmp_path):
+    curves = curves_of(tmp_path, reward_mean=[0.5, 0.4, 0.3])
+    assert health(curves, status={}, outcome={}, live=True) == []
 
 
 def test_skipped_steps_are_named(tmp_path):

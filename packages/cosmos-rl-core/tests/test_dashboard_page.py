@@ -8,13 +8,16 @@ import shutil
 import socket
 import threading
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import uvicorn
-from run_files import write_run
+from run_files import group, write_run
 
 from cosmos_rl_core.dashboard.app import Runs, build_app
 from cosmos_rl_core.dashboard.guard import Guard
+from cosmos_rl_core.observe.gallery import Gallery
 from cosmos_rl_core.observe.sinks import JsonLines
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
@@ -32,6 +35,10 @@ def directory(tmp_path_factory):
     made = tmp_path_factory.mktemp("runs")
     write_run(made / "good")
     write_run(made / "broken", state="failed", rate=0.1)
+    shown = group(0, right=1.0)
+    frames = np.zeros((6, 16, 16, 3), np.uint8)
+    rollouts = tuple(replace(rollout, media={"video": frames}) for rollout in shown.rollouts)
+    Gallery(made / "broken" / "media").save(0, replace(shown, rollouts=rollouts))
     return made
 
 
@@ -177,6 +184,16 @@ def test_members_waits_weights_recipe_and_logs_are_read(page):
     assert '"grpo"' in text and "abc123" not in text
     assert "ready at version 0" in read(page, "good/logs", "policy-0.log")
     assert "media_every" in read(page, "good/media", "No pictures")
+
+
+def test_videos_are_played_among_the_media_and_beside_their_rollouts(page):
+    read(page, "broken/media", "0 + 1 =")
+    page.get_by_role("button", name="Play: 0 + 1 =").click()
+    playwright.expect(page.get_by_role("button", name="Pause: 0 + 1 =")).to_be_visible()
+    assert page.locator("video").evaluate("video => !video.paused && video.muted && !video.controls")
+    read(page, "broken/rollouts?step=3", "Rollouts of step 3")
+    playwright.expect(page.locator("article").first.locator("video")).to_have_count(1)
+    playwright.expect(page.locator("video")).to_have_count(1)
 
 
 def test_recipes_side_by_side_show_only_their_differences(page):

@@ -15,6 +15,8 @@ SILENT_S = 30.0
 """Seconds without a heartbeat that are named."""
 MOST = 8
 ORDER = ("bad", "warn", "good")
+LENGTHS = {"llm": "rollout.sampling.max_tokens", "vla": "rollout.sampling.max_steps"}
+"""The key with the maximum length of a rollout, by domain."""
 
 
 class Finding(NamedTuple):
@@ -33,14 +35,16 @@ def health(
     outcome: Mapping[str, Any],
     live: bool,
     monitor: Sequence[Mapping[str, Any]] = (),
+    recipe: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """Return at most MOST sentences, the worst first.
 
     status, outcome: as in status.json and outcome.json. live: whether the controller is alive. monitor: its checks.
+    recipe: as in resolved.toml.
     """
     found = [*_life(status, outcome, live=live), *_monitored(monitor)]
     if curves.steps >= LAST:
-        found += [*_waits(curves), *_learning(curves), *_policy(curves)]
+        found += [*_waits(curves), *_learning(curves, recipe or {}), *_policy(curves)]
     found += _reward(curves)
     return sorted(found, key=lambda finding: ORDER.index(finding.level))[:MOST]
 
@@ -93,15 +97,17 @@ def _waits(curves: Curves) -> list[Finding]:
     return []
 
 
-def _learning(curves: Curves) -> list[Finding]:
+def _learning(curves: Curves, recipe: Mapping[str, Any]) -> list[Finding]:
     found = []
     equal = curves.mean("zero_variance_fraction", last=LAST)
-    if equal is not None and equal > 0.5:
+    is_alone = recipe.get("rollout", {}).get("group_size") == 1  # its rollouts are compared with the critic
+    if equal is not None and equal > 0.5 and not is_alone:
         text = f"{equal:.0%} of the groups have equal rewards and train nothing."
         found.append(Finding("warn", text, "algorithm.filter_zero_variance, harder prompts, or a higher temperature"))
     cut = curves.mean("truncated_fraction", last=LAST)
     if cut is not None and cut > 0.2:
-        found.append(Finding("warn", f"{cut:.0%} of the rollouts are cut off.", "rollout.sampling.max_tokens"))
+        key = LENGTHS.get(recipe.get("run", {}).get("domain", ""), "rollout.sampling")
+        found.append(Finding("warn", f"{cut:.0%} of the rollouts are cut off.", key))
     skipped = int((~np.isfinite(curves.column("grad_norm")[-LAST:])).sum())
     if skipped:
         text = f"{skipped} of the last {LAST} steps were skipped: their gradient was not finite."
@@ -132,6 +138,8 @@ def _reward(curves: Curves) -> list[Finding]:
     if before is None or now is None or curves.steps < 2 or f"{before:.3g}" == f"{now:.3g}":
         return []
     rose = now > before
+    if not rose and curves.steps < LAST:  # too few to warn
+        return []
     verb = "rose" if rose else "fell"
     return [
         Finding("good" if rose else "warn", f"Reward {verb} from {before:.3g} to {now:.3g} in {curves.steps} steps.")

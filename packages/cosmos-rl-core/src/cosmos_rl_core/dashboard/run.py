@@ -104,7 +104,8 @@ class Run:
         self.curves.update()
         status, outcome = self.status(), read_object(self.path / OUTCOME)
         live = status["life"] in ("live", "silent")
-        found = health(self.curves, status=status, outcome=outcome, live=live, monitor=self._monitor.read())
+        checks, recipe = self._monitor.read(), self.recipe()
+        found = health(self.curves, status=status, outcome=outcome, live=live, monitor=checks, recipe=recipe)
         return {
             "id": self.name,
             "status": status,

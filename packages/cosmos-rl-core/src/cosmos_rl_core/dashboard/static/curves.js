@@ -4,9 +4,9 @@ import { clock, el, empty, fill, number, ofRun, seconds, store } from './dom.js'
 import { address } from './app.js'
 
 const SECTIONS = [
-  ['Learning', name => /^(reward|loss|accuracy|perplexity|return|value)/.test(name)],
-  ['Health', name => /^(entropy|kl|mismatch|ratio|clip|grad|zero_var|truncated|response|staleness|learning_rate|skipped|advantage|groups|rows)/.test(name)],
-  ['Speed', name => /(_s$|per_s|idle|bytes|packing|members|terms|rollouts|memory|sync)/.test(name)],
+  ['Learning', name => /^(reward|loss|accuracy|perplexity|return|value|explained)/.test(name)],
+  ['Health', name => /^(entropy|kl|mismatch|ratio|clip|grad|zero_var|truncated|response|staleness|learning_rate|skipped|advantage|groups|rows|data_term|episode)/.test(name)],
+  ['Speed', name => /(_s$|per_s|idle|bytes|packing|members|terms|rollouts|decisions|memory|sync)/.test(name)],
   ['Other', () => true],
 ]
 const FIRST = ['reward_mean', 'loss', 'reward_std', 'entropy', 'grad_norm', 'mismatch_kl', 'terms_per_s', 'step_s', 'policy_idle_fraction', 'rollout_idle_fraction']

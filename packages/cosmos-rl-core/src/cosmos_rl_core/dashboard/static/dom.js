@@ -55,6 +55,19 @@ export async function get(path) {
 }
 export const ofRun = (id, view, query) => get(`run/${encodeURIComponent(id)}/${view}${query ? '?' + new URLSearchParams(query) : ''}`)
 
+// A picture, or a video with a button below it: the browser's own controls would cover half of a small one.
+export function player(id, row, caption) {
+  const source = `/api/run/${encodeURIComponent(id)}/media/${row.file.split('/').map(encodeURIComponent).join('/')}`
+  if (!row.file.endsWith('.mp4')) return el('img', { src: source, loading: 'lazy', alt: caption })
+  const video = el('video', { src: source, loop: true, playsinline: true, preload: 'metadata', 'aria-label': caption })
+  video.muted = true
+  const button = el('button', { type: 'button', 'aria-label': `Play: ${caption}`, onclick: () => video.paused ? video.play() : video.pause() }, 'Play')
+  const show = () => { button.textContent = video.paused ? 'Play' : 'Pause'; button.setAttribute('aria-label', `${button.textContent}: ${caption}`) }
+  video.addEventListener('play', show)
+  video.addEventListener('pause', show)
+  return el('div', { class: 'player' }, video, button)
+}
+
 export const store = {
   get(key, otherwise) { try { return JSON.parse(localStorage.getItem('cosmos-rl.' + key)) ?? otherwise } catch { return otherwise } },
   set(key, value) { localStorage.setItem('cosmos-rl.' + key, JSON.stringify(value)) },

@@ -1,6 +1,6 @@
 // Rollouts of one step: histogram of rewards, filters, groups, and one prompt through time.
 import { chart } from './chart.js'
-import { el, empty, number, ofRun } from './dom.js'
+import { el, empty, player, number, ofRun } from './dom.js'
 import { address } from './app.js'
 
 const SORTS = { file: 'as trained', worst: 'lowest reward', best: 'highest reward', mixed: 'most mixed', longest: 'longest' }
@@ -10,12 +10,13 @@ const PAGE = 20
 export const level = (value, low, high) => value == null || high === low ? '' : (value - low) / (high - low) > .66 ? 'high' : (value - low) / (high - low) < .34 ? 'low' : 'middle'
 
 export async function rollouts(view, [id], state) {
-  const files = await ofRun(id, 'rollouts/files')
+  const [files, media] = await Promise.all([ofRun(id, 'rollouts/files'), ofRun(id, 'media')])
+  const videos = new Map(media.filter(row => !row.prompt_media).map(row => [row.kind === 'evaluation' ? `${row.step}/${row.sample}` : `${row.sample}`, row]))
   const kinds = Object.keys(files)
   if (!kinds.length) { view.replaceChildren(el('h1', {}, 'Rollouts'), empty('No step has written its rollouts yet ([logging] rollouts_every).')); return {} }
   let kind = files[state.kind] ? state.kind : kinds.includes('step') ? 'step' : kinds[0]
   let step = nearest(files[kind], state.step == null ? files[kind].at(-1) : Number(state.step))
-  const kept = new Map((await ofRun(id, 'media')).filter(row => row.prompt_media).map(row => [Object.values(row.prompt_media).join(), row.file]))
+  const kept = new Map(media.filter(row => row.prompt_media).map(row => [Object.values(row.prompt_media).join(), row.file]))
   let range = null, text = state.text ?? '', sort = SORTS[state.sort] ? state.sort : 'file', at = 0, data = null, follow = state.step == null
 
   const slider = el('input', { type: 'range', min: '0', 'aria-label': 'Step', oninput: () => { follow = false; go(files[kind][slider.value]) } })
@@ -54,7 +55,7 @@ export async function rollouts(view, [id], state) {
   }
 
   function card(group, h) {
-    const equal = new Map()
+    const equal = new Map(), shown = videos.get(kind === 'eval' ? `${step}/${group.sample}` : `${group.sample}`)
     for (const rollout of group.rollouts) {
       const key = `${rollout.response}\n${rollout.reward}\n${rollout.shown}`
       equal.has(key) && !rollout.terms ? equal.get(key).count++ : equal.set(rollout.terms ? rollout : key, { rollout, count: 1 })
@@ -66,6 +67,7 @@ export async function rollouts(view, [id], state) {
         el('pre', { class: 'prompt' }, folded(group.prompt)),
         el('span', { class: 'dim mono' }, `#${group.sample}`),
         el('button', { type: 'button', onclick: () => time(group) }, 'Through time')),
+      shown ? player(id, shown, `sample ${group.sample}`) : null,
       [...equal.values()].map(({ rollout, count }) => line(rollout, count, h)))
   }
 
@@ -76,7 +78,7 @@ export async function rollouts(view, [id], state) {
       el('div', {}, el('span', { class: `reward ${level(rollout.reward, h.low, h.high)}` }, number(rollout.reward, 3)), count > 1 ? el('b', {}, ` ×${count}`) : null,
         el('div', { class: 'dim' }, `advantage ${number(rollout.advantage, 3)}`, el('br'), `${rollout.num_terms} terms${versions ? `, version ${versions}` : ''}`),
         rollout.finish_reason && rollout.finish_reason !== 'stop' ? el('div', { class: 'warn' }, rollout.finish_reason === 'length' ? 'cut off' : rollout.finish_reason) : null),
-      el('div', {}, rollout.terms ? terms(rollout.terms) : el('div', { class: 'text' }, rollout.response || '(empty)'), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
+      el('div', {}, rollout.terms ? terms(rollout.terms) : el('div', { class: 'text' }, rollout.response || blank(data.groups)), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
   }
 
   // Pictures and videos of the prompt: from the gallery where it has them, and their names.
@@ -100,7 +102,7 @@ export async function rollouts(view, [id], state) {
       trained.length > 1 ? chart([{ label: 'mean reward', x: trained.map(group => group.step), mean: trained.map(mean) }], { title: 'mean reward of the group', group: 'prompt' }) : null,
       found.map(group => el('div', { class: 'rollout' },
         el('div', {}, el('a', { href: address([id], 'rollouts', { kind: group.kind, step: group.step }) }, group.kind === 'eval' ? `evaluation ${group.step}` : `step ${group.step}`), el('div', { class: 'dim' }, `mean reward ${number(mean(group), 3)}`)),
-        el('div', { class: 'text' }, answers(group).map(([answer, count]) => el('div', {}, count > 1 ? el('b', {}, `×${count} `) : null, answer || '(empty)')))))))
+        el('div', { class: 'text' }, answers(group).map(([answer, count]) => el('div', {}, count > 1 ? el('b', {}, `×${count} `) : null, answer || blank(found))))))))
     through.firstElementChild.scrollIntoView({ block: 'start' })
   }
 
@@ -118,6 +120,9 @@ export async function rollouts(view, [id], state) {
 
 // A token that a prompt repeats for each part of a picture, once with its number.
 const folded = prompt => String(prompt).replace(/(<[^<>\s]{1,40}>)(\s*\1){3,}/g, (all, token) => `${token} ×${all.split(token).length - 1}`)
+
+// An answer without text, in a run whose rollouts have text at all.
+const blank = groups => groups.some(group => group.rollouts.some(rollout => rollout.response)) ? '(empty)' : ''
 
 const nearest = (steps, wanted) => steps.reduce((best, step) => Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best, steps[0])
 

@@ -1,6 +1,6 @@
 // The list of runs, members and waits, weights, media, recipe and logs.
 import { chart, legend } from './chart.js'
-import { bytes, clock, el, empty, get, median, number, ofRun, pill, seconds, spark, store, table } from './dom.js'
+import { bytes, clock, el, empty, player, get, median, number, ofRun, pill, seconds, spark, store, table } from './dom.js'
 import { address } from './app.js'
 import { level } from './rollouts.js'
 
@@ -85,9 +85,7 @@ export async function media(view, [id]) {
     body.replaceChildren(...steps.flatMap(step => [el('h2', {}, `Weights of version ${step}`), el('div', { class: 'gallery' }, rows.filter(row => row.step === step).map(card))]))
   }
   function card(row) {
-    const source = `/api/run/${encodeURIComponent(id)}/media/${row.file.split('/').map(encodeURIComponent).join('/')}`, caption = String(row.caption ?? row.prompt ?? `sample ${row.sample}`)
-    const shown = row.file.endsWith('.mp4') ? el('video', { src: source, controls: true, loop: true, playsinline: true, preload: 'metadata', 'aria-label': caption }) : el('img', { src: source, loading: 'lazy', alt: caption })
-    shown.muted = true
+    const caption = String(row.caption ?? row.prompt ?? `sample ${row.sample}`), shown = player(id, row, caption)
     if (row.prompt_media) return el('article', { class: 'card' }, el('p', {}, el('b', {}, caption)), shown, [...row.rollouts ?? []].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0)).map(rollout => el('div', { class: 'answer' }, el('span', { class: `reward ${level(rollout.reward, low, high)}` }, number(rollout.reward, 3)), el('span', { class: 'mono' }, rollout.response || '(empty)'))))
     return el('article', { class: 'card' }, el('p', {}, el('b', {}, caption)), shown, el('div', { class: 'row' }, [...row.rollouts ?? []].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0)).map(rollout => el('span', { class: `reward ${level(rollout.reward, low, high)}`, title: Object.entries(rollout.rewards ?? {}).map(([name, value]) => `${name} ${number(value, 3)}`).join(', ') }, number(rollout.reward, 3)))))
   }
