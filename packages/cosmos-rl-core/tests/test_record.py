@@ -26,6 +26,7 @@ from cosmos_rl_core.observe.reporting import (
     Reporter,
     StatusLog,
     phase_changes,
+    status_interval,
     worker_changes,
 )
 from cosmos_rl_core.observe.startup import Phases, describe, entering, phase
@@ -239,3 +240,7 @@ def test_an_error_in_a_report_is_shown_once_and_ends_neither_the_reports_nor_the
     [note] = notes
     assert "the run continues" in note and note.endswith("ValueError: no such phase")
     assert json.loads((tmp_path / "status.json").read_text())["phase"] == "training"
+
+
+def test_the_status_of_thousands_of_workers_takes_a_hundredth_of_a_processor():
+    assert [status_interval(cpu_s) for cpu_s in (0.0, 0.01, 0.03, 1.0)] == [1.0, 1.0, 3.0, 5.0]

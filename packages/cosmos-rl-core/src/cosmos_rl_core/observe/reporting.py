@@ -33,7 +33,8 @@ from cosmos_rl_core.observe.thinned import ThinnedLog
 from cosmos_rl_core.observe.trace import merge
 
 STATUS_S = 1.0
-"""Interval of status.json."""
+"""Interval of status.json, unless it takes more than STATUS_SHARE of a processor: then it is longer."""
+STATUS_SHARE, LONGEST_S = 0.01, 5.0
 HISTORY_S = 5.0
 """First interval of status.jsonl; it doubles when the file is full."""
 MOST_LINES = 2000
@@ -97,12 +98,13 @@ class Reporter:
     async def run(self) -> None:
         """Report every second, also after an error, which does not end the run: training does not depend on reports."""
         while True:
+            began = time.thread_time()
             for task in (self._check, lambda: self.report(self._phase())):
                 try:
                     task()
                 except Exception as error:
                     self._show(error)
-            await asyncio.sleep(STATUS_S)
+            await asyncio.sleep(status_interval(time.thread_time() - began))
 
     def _show(self, error: Exception) -> None:
         if repr(error) not in self._noted:
@@ -130,6 +132,11 @@ class Reporter:
             temporary.write_bytes(msgspec.json.encode(status))
             temporary.replace(self._directory / "status.json")
             self._log.add(status, states)
+
+
+def status_interval(cpu_s: float) -> float:
+    """Return the seconds to the next status after one that took `cpu_s` of a processor."""
+    return min(LONGEST_S, max(STATUS_S, cpu_s / STATUS_SHARE))
 
 
 def worker_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
