@@ -1,4 +1,4 @@
-"""status.json: replaced every second, or every five with thousands of workers, by the controller; shown by `cosmos-rl status`, with the end of the run."""
+"""status.json, replaced by the controller every second, with thousands of workers every five; `cosmos-rl status`."""
 
 from __future__ import annotations
 
