@@ -191,9 +191,12 @@ class Events:
         self.step = 0
         """Number of steps so far."""
 
-    def add(self, kind: str, text: str) -> None:
-        line = msgspec.json.encode(Event(time=time.time(), kind=kind, text=text, step=self.step))
-        append_lines(self._path, [line])
+    def add(self, kind: str, *texts: str) -> None:
+        """Append an event for each text."""
+        now = time.time()
+        events = [Event(time=now, kind=kind, text=text, step=self.step) for text in texts]
+        if events:
+            append_lines(self._path, [msgspec.json.encode(event) for event in events])
 
 
 def append_lines(path: Path, lines: Sequence[bytes]) -> None:

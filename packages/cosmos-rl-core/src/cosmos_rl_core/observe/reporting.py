@@ -117,14 +117,12 @@ class Reporter:
         status = self._status(phase)
         states = {member.name: member.state for member in status["members"]}
         if states != self._states:
-            for text in worker_changes(self._states, states):
-                self._events.add("worker", text)
+            self._events.add("worker", *worker_changes(self._states, states))
         self._states = states
         starting = [(member.name, member.phase, member.phase_s) for member in status["members"] if member.phase]
         phases = {name: phase for name, phase, _ in starting}
         if phases != self._phases:
-            for text in phase_changes(self._phases, status["members"]):
-                self._events.add("worker", text)
+            self._events.add("worker", *phase_changes(self._phases, status["members"]))
             self._phases = phases
         self._starting(starting)
         with contextlib.suppress(OSError):
