@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,6 +151,14 @@ def test_a_row_that_cannot_be_read_is_dropped_and_counted(chat, tmp_path, row, r
     (dropped,) = batch.rows_dropped
     with pytest.raises(MediaError, match=reason):
         raise MediaError(dropped)
+
+
+def test_a_picture_for_a_model_of_text_is_an_error_of_its_row(chat):
+    """Such as a chat of a list of prompts; a column of pictures is refused before the start."""
+    plain = replace(chat, vision=None)
+    row = {"prompt": CHAT[:1]}
+    with pytest.raises(PromptError, match="row 1: 'image' in a chat, and model and engine read text"):
+        plain.encode_prompt(row, where="row 1")
 
 
 def test_pictures_are_read_with_the_settings_of_the_rows_own_section(chat, tmp_path):

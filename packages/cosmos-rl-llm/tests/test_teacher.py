@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from llm_parity import FAMILIES, make_batch
+from llm_parity import FAMILIES, make_batch, make_tiny, vision_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,7 +23,7 @@ from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.model.causal_lm import Head, make_model
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.teacher.check import check_tokens, first_difference
+from cosmos_rl_llm.teacher.check import check_axes, check_tokens, first_difference
 from cosmos_rl_llm.teacher.divergence import Top, Whole, term_divergence, with_rest
 from cosmos_rl_llm.teacher.teacher import Teacher
 
@@ -192,10 +192,17 @@ def tiny(**changes):
     return make_model({**FAMILIES["qwen3"], "num_hidden_layers": 2, **changes}, dtype=torch.float32, seed=0)
 
 
-def taught_policy(section, setup=None):
-    """A policy, and its teacher: wider, deeper, with another head and more rows of it."""
-    policy = CausalLMPolicy(tiny(), setup=setup, temperature=0.8)
+def taught_policy(section, setup=None, *, sees=False):
+    """A policy, and its teacher: wider, deeper, with another head and more rows of it; or two that see pictures."""
     frozen = None if setup is None else replace(setup, frozen=True)
+    if sees:
+        own, other = make_tiny("qwen3_vl"), make_tiny("qwen3_vl", num_layers=3)
+        vision = vision_of(own)
+        policy = CausalLMPolicy(own, setup=setup, temperature=0.8, vision=vision)
+        teacher = Teacher(CausalLMPolicy(other, setup=frozen, temperature=0.8, vision=vision), policy, section)
+        teacher.module.requires_grad_(False)
+        return policy, teacher
+    policy = CausalLMPolicy(tiny(), setup=setup, temperature=0.8)
     wider = tiny(hidden_size=96, num_hidden_layers=3, tie_word_embeddings=False, vocab_size=64)
     teacher = Teacher(CausalLMPolicy(wider, setup=frozen, temperature=0.8), policy, section)
     teacher.module.requires_grad_(False)
@@ -207,10 +214,10 @@ def with_teacher(batch, teacher):
     return replace(batch, microbatches=tuple(taught))
 
 
-def learn(section, *, share, mesh=None, parallel=None, steps=3):
+def learn(section, *, share, mesh=None, parallel=None, steps=3, sees=False):
     """Losses, metrics and weights of a few steps."""
     setup = None if mesh is None else ModelSetup(mesh=mesh, parallel=parallel)
-    policy, teacher = taught_policy(section, setup)
+    policy, teacher = taught_policy(section, setup, sees=sees)
     task = build_objective(AlgorithmConfig(name="grpo"), max_terms=32)
     trainer = Trainer(
         policy,
@@ -224,7 +231,10 @@ def learn(section, *, share, mesh=None, parallel=None, steps=3):
     )
     lines = []
     for step in range(steps):
-        batch = with_teacher(make_batch(step, share=share, supervised=False, microbatch_terms=48), teacher)
+        made = make_batch(
+            step, share=share, supervised=False, microbatch_terms=48, vision=policy.module.vision if sees else None
+        )
+        batch = with_teacher(made, teacher)
         trainer.begin(batch)
         trainer.forward_backward(batch.microbatches)
         lines.append(trainer.optim_step().metrics)
@@ -237,10 +247,14 @@ def whole(tensor):
     return getattr(tensor, "full_tensor", lambda: tensor)().detach().numpy().copy()
 
 
-def learn_rank(rank, world_size, *, dims, keys):
+def learn_rank(rank, world_size, *, dims, keys, sees=False):
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu"))
     return learn(
-        TeacherSection(path="t", **keys), share=mesh.share, mesh=mesh, parallel=ParallelSection.model_validate(dims)
+        TeacherSection(path="t", **keys),
+        share=mesh.share,
+        mesh=mesh,
+        parallel=ParallelSection.model_validate(dims),
+        sees=sees,
     )
 
 
@@ -260,6 +274,31 @@ def test_ranks_learn_as_one_process_does(dims, keys):
     for found in run_ranks(learn_rank, np.prod(list(dims.values())), dims=dims, keys=keys):
         for name, wanted in expected.items():
             np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"beta": 0.5}, marks=pytest.mark.ci),
+        pytest.param({"loss": "advantage"}, marks=pytest.mark.slow),
+    ],
+    ids=["jsd", "advantage"],
+)
+def test_ranks_learn_from_a_teacher_that_sees_pictures(keys):
+    pytest.importorskip("PIL")
+    expected = learn(TeacherSection(path="t", **keys), share=Share(), sees=True)
+    assert np.abs(np.diff(expected["loss"])).min() > 1e-4
+    for found in run_ranks(learn_rank, 2, dims={"dp_shard": 2}, keys=keys, sees=True):
+        for name, wanted in expected.items():
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
+def test_a_replica_that_a_teacher_cannot_be_spread_over_is_refused(axis):
+    with pytest.raises(
+        UserError, match=rf"{axis} = 2: a teacher is sharded over dp_shard and dp_replicate; set {axis}"
+    ):
+        check_axes(ParallelSection.model_validate({axis: 2}))
 
 
 def test_a_packed_batch_has_the_divergence_of_plain_transformers():
