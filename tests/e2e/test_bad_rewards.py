@@ -1,5 +1,6 @@
 """Rewards that fail once a run is on its way, and signals to the command: exit code, text and time of the end."""
 
+import json
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 
 pytestmark = pytest.mark.ci
 
+SLOW = pytest.mark.slow
 LATEST_S = 120.0
 """Maximum time of a run that ends by its error, on a busy machine."""
 REWARDS = """
@@ -67,9 +69,9 @@ def ended(tmp_path, bandit, write_recipe, start):
     ("name", "changes", "code", "text"),
     [
         ("exits_late", {}, 2, "reward 'exits_late' on tiny:"),
-        ("nothing_late", {}, 2, "returned NoneType; it must return one number per rollout"),
+        pytest.param("nothing_late", {}, 2, "returned NoneType; it must return one number per rollout", marks=SLOW),
         ("hangs_late", {"reward__timeout_s": 0.2}, 2, "took longer than [reward] timeout_s = 0.2"),
-        ("dies_late", {"elastic__restart_workers": 0}, 1, "rollout-0 died (exit code 3)"),
+        pytest.param("dies_late", {"elastic__restart_workers": 0}, 1, "rollout-0 died (exit code 3)", marks=SLOW),
     ],
 )
 def test_a_reward_that_fails_later_ends_the_run_with_its_name(ended, name, changes, code, text):
@@ -77,6 +79,7 @@ def test_a_reward_that_fails_later_ends_the_run_with_its_name(ended, name, chang
     assert (found, text in printed) == (code, True), printed
 
 
+@SLOW
 def test_a_slow_reward_delays_the_run_and_nothing_else(ended, rows_of, tmp_path):
     code, printed = ended("slow", run__max_steps=2)
     assert code == 0, printed
@@ -94,6 +97,9 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path, bandit, write_recipe, start
     assert "--resume auto" in told
     (step,) = list_steps(tmp_path / "run" / "checkpoints")[-1:]
     assert read_state(tmp_path / "run" / "checkpoints" / f"step_{step}").step == step
+    outcome, status = (json.loads((tmp_path / "run" / name).read_text()) for name in ("outcome.json", "status.json"))
+    assert (outcome["state"], outcome["step"]) == ("interrupted", step)
+    assert not any("lost" in str(wait) for wait in status["waits"]), status["waits"]
 
 
 def test_a_killed_command_takes_its_workers_with_it(tmp_path, bandit, write_recipe, start, wait_for, rows_of, pid_of):
