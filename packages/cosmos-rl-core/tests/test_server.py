@@ -256,6 +256,24 @@ async def test_the_oldest_rollout_scores_the_real_rows_and_the_next_one_if_it_is
 
 
 @in_a_loop
+async def test_many_workers_that_wait_for_the_same_have_one_line(tmp_path):
+    async with running(tmp_path) as (controller, _):
+        rollouts = [Worker(controller, "rollout", f"rollout-{number}") for number in range(6)]
+        for rollout in rollouts:
+            await rollout.hears(p.Welcome)
+            rollout.says(p.Ready())
+        await until(
+            lambda: controller.waits()[1:] == ["rollout-0 waits for weights: no policy is ready (and 5 others)"]
+        )
+        rollouts[4].says(p.Heartbeat(version=0), p.RequestLeases(version=0, capacity=1))
+        await rollouts[4].hears(p.Grant)
+        rollouts[5].says(None)
+        await rollouts[5].served
+        lines = [f"rollout-{number} waits for weights: no policy is ready" for number in range(4)]
+        assert [line for line in controller.waits() if "weights" in line] == lines
+
+
+@in_a_loop
 async def test_every_idle_worker_has_the_reason_for_which_it_waits(tmp_path):
     async with running(tmp_path) as (controller, _):
         rollout = Worker(controller, "rollout", "rollout-0")

@@ -9,7 +9,7 @@ RequestBatch  -> evaluation runs? -- yes -> wait for its end; likewise for group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import dataclass, field
 
 from cosmos_rl_core.control import protocol as p
@@ -18,6 +18,9 @@ from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.reports import Observer
+
+FEW = 4
+"""Workers that wait for the same and have a line each."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +126,8 @@ class Turns:
         if self.awaited:
             found.append(f"the run waits for {len(self.awaited)} groups to return after the controller's restart")
         found += [f"{peer.name} {why}" for peer in self.peers.of_role("policy") if (why := self._why_policy(peer))]
-        return found + [f"{peer.name} {why}" for peer in self.peers.of_role("rollout") if (why := self._why_idle(peer))]
+        found += [f"{peer.name} {why}" for peer in self.peers.of_role("rollout") if (why := self._why_idle(peer))]
+        return _shortened(found, self.peers.by_name)
 
     def _why_policy(self, peer: Peer) -> str:
         """Return why a policy waits, for reasons that the ledger does not have."""
@@ -156,3 +160,15 @@ class Turns:
         for rollout in self.peers.of_role("rollout"):
             if rollout.held is not None:
                 self.request_leases(rollout, rollout.held)
+
+
+def _shortened(lines: Sequence[str], workers: Container[str]) -> list[str]:
+    """Return the lines with one for all workers that wait for the same, where these are more than FEW."""
+    same: dict[str, list[str]] = {}
+    for line in lines:
+        name, _, why = line.partition(" ")
+        same.setdefault(why if name in workers else line, []).append(line)
+    found = []
+    for each in same.values():
+        found += each if len(each) <= FEW else [f"{each[0]} (and {len(each) - 1} others)"]
+    return found
