@@ -9,13 +9,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.local import LocalWorkers
 from cosmos_rl_core.launch.supervised.keeper import Ended, Present, WorkerSpec
-from cosmos_rl_core.launch.supervised.link import Attach, Supervised, link, serve_controllers
+from cosmos_rl_core.launch.supervised.link import Attach, Outbox, Supervised, link, serve_controllers
 from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.workers.node import Node, WorkerAddress
 
@@ -47,8 +46,8 @@ def spec(name, **changes):
     return replace(WorkerSpec(address=address, node=Node(), gpus=("0", "1")), **changes)
 
 
-def end(name, code, status=""):
-    return Ended(name=name, exit_code=code, status=status, last_lines="the end")
+def end(name, code, status="", last_lines="the end"):
+    return Ended(name=name, exit_code=code, status=status, last_lines=last_lines)
 
 
 def supervised(theirs):
@@ -106,7 +105,7 @@ def test_messages_to_an_earlier_controller_are_skipped():
         kept, ended = Kept(Present(began=True, workers=(spec("policy-0"),), ended=())), []
         async with served(kept) as theirs:
             first = Attach(controller="tcp://first:1", secrets={}, pid=os.getpid() + 1)
-            theirs.send(msgspec.msgpack.encode(first))
+            Outbox(theirs).send(first)
             await until(lambda: kept.on_end is not None)
             kept.on_end(end("policy-0", 1))  # nobody reads it
             second = supervised(theirs)
@@ -145,6 +144,58 @@ def test_both_ends_send_more_than_the_socket_holds():
         return ended
 
     assert asyncio.run(go()) == names
+
+
+LARGE = 5_000_000
+
+
+@pytest.mark.timeout(60)
+def test_messages_of_megabytes_pass_in_both_directions_while_both_ends_send():
+    text = "".join(chr(97 + place % 26) for place in range(LARGE))
+
+    async def go():
+        kept, ended = Kept(), []
+        async with served(kept) as theirs:
+            controller = supervised(theirs)
+            await controller.attach("tcp://here:1", secrets={"token": text}, on_end=ended.append)
+            kept.on_end(end("policy-0", 1, last_lines=text))
+            controller.kill([text, "rollout-1"])  # neither end has read the other's packets
+            controller.forget("rollout-0")
+            kept.on_end(end("rollout-0", 0))
+            await until(lambda: len(ended) == 2 and len(kept.asked) == 3)
+        return kept.asked, ended
+
+    asked, ended = asyncio.run(go())
+    assert asked == [("tcp://here:1", {"token": text}), ("kill", text, "rollout-1"), ("forget", "rollout-0")]
+    assert ended == [end("policy-0", 1, last_lines=text), end("rollout-0", 0)]
+
+
+@pytest.mark.timeout(60)
+def test_a_controller_that_dies_within_a_large_message_leaves_no_part_of_it():
+    """Neither of its own, nor of one to it, whose beginning it has read."""
+    text = "x" * LARGE
+
+    async def go():
+        kept, ended = Kept(), []
+        async with served(kept) as theirs:
+            first = supervised(theirs)
+            await first.attach("tcp://first:1", secrets={}, on_end=ended.append)
+            kept.on_end(end("policy-0", 1, last_lines=text))
+            first.kill([text])
+            # It reads and sends as much as the socket holds, and is killed.
+            await until(lambda: first._inbox._begun)
+            first._reading.cancel()
+            asyncio.get_running_loop().remove_writer(theirs)
+            assert first._outbox._waiting
+            second = supervised(theirs)
+            await second.attach("tcp://second:1", secrets={}, on_end=ended.append)
+            second.forget("rollout-0")
+            await until(lambda: ("forget", "rollout-0") in kept.asked)
+        return kept.asked, ended
+
+    asked, ended = asyncio.run(go())
+    assert asked == [("tcp://first:1", {}), ("tcp://second:1", {}), ("forget", "rollout-0")]
+    assert ended == []
 
 
 def local(kept, tmp_path, *, restart_workers=1):

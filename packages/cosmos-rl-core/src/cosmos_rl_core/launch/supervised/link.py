@@ -4,8 +4,14 @@ controller  --Attach-->               launcher
             <--Present, Ended...--
             --Start, Kill, Forget-->
 
-One socket that keeps message boundaries; every controller inherits the same end. A killed controller leaves no part of
-a message, and messages that it has not read are skipped by the next one, which begins with Attach.
+One socket that keeps packet boundaries; every controller inherits the same end. A message is one packet or several, and
+the first byte of each says whether a message begins and ends with it:
+
+    BEGINS | ENDS         a whole message
+    BEGINS, 0, 0, ENDS    the parts of a large one; without its beginning or its end it is dropped
+
+So a part that a killed controller has sent or read is no message, and the next controller, which begins with Attach,
+skips the messages that were not read.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,8 +34,9 @@ from cosmos_rl_core.launch.supervised.keeper import Ended, Keeper, Present, Work
 
 CRASHED = 70
 """Exit code of a controller that ended with an unexpected exception: EX_SOFTWARE of sysexits.h."""
-LARGEST_BYTES = 2**20
-"""Of a message; the socket's send buffer is smaller."""
+PACKET_BYTES = 2**15
+"""Most of a message in one packet. The kernel refuses packets above the socket's send buffer, about 200 kB."""
+BEGINS, ENDS = 1, 2
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -66,17 +73,42 @@ def link() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+class Inbox:
+    """Receives the messages at one end of the link."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._begun: bytearray | None = None
+        """The message in work; None between messages, and in one whose beginning was read by somebody else."""
+
+    async def receive(self) -> bytes:
+        """Return the next message; b"" after the other end was closed. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        while packet := await loop.sock_recv(self._end, 1 + PACKET_BYTES):
+            if packet[0] & BEGINS:
+                self._begun = bytearray()
+            if self._begun is None:
+                continue
+            self._begun += memoryview(packet)[1:]
+            if packet[0] & ENDS:
+                message, self._begun = bytes(self._begun), None
+                return message
+        return b""
+
+
 class Outbox:
     """Sends messages over one end of the link in order, without blocking: both ends may send more than it holds."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._waiting: deque[bytes] = deque()
+        """Packets."""
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message at once, or from the running event loop as soon as the socket has room. Raises OSError."""
-        self._waiting.append(_encode(message))
-        if len(self._waiting) == 1 and not self._flush():
+        is_waiting = bool(self._waiting)
+        self._waiting += _packets(_encode(message))
+        if not is_waiting and not self._flush():
             asyncio.get_running_loop().add_writer(self._end, self._continue)
 
     def _continue(self) -> None:
@@ -84,17 +116,24 @@ class Outbox:
             asyncio.get_running_loop().remove_writer(self._end)
 
     def _flush(self) -> bool:
-        """Send until the socket is full; return whether no message waits. Messages to a closed end are dropped."""
+        """Send until the socket is full; return whether no packet waits. Messages to a closed end are dropped."""
         while self._waiting:
-            message = self._waiting.popleft()
             try:
-                self._end.send(message)
+                self._end.send(self._waiting[0])
+                self._waiting.popleft()
             except BlockingIOError:
-                self._waiting.appendleft(message)
                 return False
             except (BrokenPipeError, ConnectionResetError):
                 self._waiting.clear()
         return True
+
+
+def _packets(message: bytes) -> Iterator[bytes]:
+    view = memoryview(message)
+    for start in range(0, len(message), PACKET_BYTES):
+        end = start + PACKET_BYTES
+        flags = (BEGINS if start == 0 else 0) | (ENDS if end >= len(message) else 0)
+        yield bytes((flags,)) + view[start:end]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,10 +148,11 @@ class Supervised:
     can_restart: bool
     """Whether another controller would follow this one."""
     _outbox: Outbox = field(init=False)
+    _inbox: Inbox = field(init=False)
     _reading: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self._outbox = Outbox(self.socket)
+        self._outbox, self._inbox = Outbox(self.socket), Inbox(self.socket)
 
     async def attach(self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[Ended], None]) -> Present:
         self._outbox.send(Attach(controller=controller, secrets=dict(secrets), pid=os.getpid()))
@@ -155,16 +195,15 @@ class Supervised:
                 on_end(message)
 
     async def _receive(self) -> Present | Ended:
-        data = await asyncio.get_running_loop().sock_recv(self.socket, LARGEST_BYTES)
-        return _to_controller.decode(data)
+        return _to_controller.decode(await self._inbox.receive())
 
 
 async def serve_controllers(ours: socket.socket, keeper: Keeper) -> None:
     """Work for the controllers at the other end, one after the other, until the last one has ended."""
-    loop, outbox = asyncio.get_running_loop(), Outbox(ours)
+    inbox, outbox = Inbox(ours), Outbox(ours)
     while True:
         try:
-            data = await loop.sock_recv(ours, LARGEST_BYTES)
+            data = await inbox.receive()
         except ConnectionResetError:  # it has ended without having read all messages
             return
         if not data:
