@@ -1,5 +1,6 @@
 """A policy replica over two machines: two agents on this one, which meet as torchrun's do."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -51,21 +52,72 @@ def test_a_rank_killed_on_the_second_machine_ends_the_run_and_is_named(tmp_path,
         policy__num_nodes=2,
         policy__parallel__dp_shard=2,
         policy__threads=2,
+        elastic__restart_workers=0,
         logging__sinks=["console", "jsonl"],
     )
     first, second = start_both(write_recipe(tmp_path / "run.toml", tables), start)
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").read_text(), "the first step")
-    children = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()
-    (rank,) = [
-        pid for pid in children if b"cosmos_rl_core.workers.rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(int(rank), signal.SIGKILL)
-    _, errors = first.communicate(timeout=60)
+    os.kill(child(second.pid, "rank_main"), signal.SIGKILL)
+    said, errors = first.communicate(timeout=120)
     assert first.returncode == 1
-    assert "policy-0, rank 1: died (signal SIGKILL); the run cannot continue without it" in errors
+    assert "policy-0, rank 1: died (signal SIGKILL)" in said
+    assert "policy-0 died (exit code 1); the run cannot continue without it" in errors
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
     assert "policy-0, rank 1: died (signal SIGKILL)" in errors
+
+
+@pytest.mark.slow
+def test_a_policy_over_two_machines_is_started_again(
+    tmp_path, bandit, write_recipe, start, wait_for, finished, rows_of
+):
+    """After the death of a rank of each machine, and of the first machine's agent; the last weights are the same."""
+    steps = 12
+
+    def begin(name):
+        tables = bandit(
+            tmp_path / name,
+            run__max_steps=steps,
+            run__bind="127.0.0.2",
+            policy__num_nodes=2,
+            policy__parallel__dp_shard=2,
+            policy__threads=2,
+            policy__prompts_per_step=2,
+            rollout__options={"delay_s": 0.2},
+            sync__max_staleness=0,
+            checkpoint__every_steps=1,
+            logging__sinks=["console", "jsonl"],
+        )
+        return start_both(write_recipe(tmp_path / f"{name}.toml", tables), start)
+
+    def trained(name):
+        lines = rows_of(tmp_path / name / "metrics.jsonl")
+        return [(line["step"], line["loss"], line["grad_norm"], line["reward_mean"]) for line in lines]
+
+    for process in begin("whole"):
+        finished(process)
+    first, second = begin("killed")
+    agent = lambda: child(first.pid, "main")  # noqa: E731
+    victims = [lambda: child(second.pid, "rank_main"), lambda: child(agent(), "rank_main"), agent]
+    for number, victim in enumerate(victims):
+        done = 2 + 3 * number
+        wait_for(lambda done=done: len(trained("killed")) >= done, f"{done} steps", timeout_s=180)
+        os.kill(wait_for(victim, "the process to kill"), signal.SIGKILL)
+    said, errors = first.communicate(timeout=300)
+    assert first.returncode == 0, errors
+    assert said.count("starting it again") == len(victims)
+    finished(second)
+    assert trained("killed") == trained("whole")
+
+
+def child(process, module):
+    """The child of a process that runs a module of the workers for policy-0; None while it has none."""
+    wanted = {f"cosmos_rl_core.workers.{module}", "policy-0"}
+    with contextlib.suppress(OSError):  # it ended while we looked
+        for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+            if wanted <= set(Path(f"/proc/{pid}/cmdline").read_text().split("\0")):
+                return int(pid)
+    return None
 
 
 @pytest.mark.slow

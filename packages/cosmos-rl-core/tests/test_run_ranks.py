@@ -105,11 +105,11 @@ def test_the_command_for_another_machine_says_all_it_needs(tmp_path):
     worker = WorkerAddress(
         controller="tcp://10.0.0.1:5000", role="policy", name="policy-0", token_file=tmp_path / "my token", threads=8
     )
-    commands = node.commands_for_others(worker, python_path=("recipes",))
+    commands = node.commands_for_others(worker, python_path=("recipes",), restarts=3)
     assert commands[1] == (
         "cosmos-rl worker --role policy --name policy-0 --controller tcp://10.0.0.1:5000 "
         f"--token-file '{tmp_path}/my token' --threads 8 --node 2 --num-nodes 3 --ranks-per-node 4 "
-        "--collective-timeout-s 60 --rendezvous 10.0.0.1:4000 --python-path recipes"
+        "--collective-timeout-s 60 --restarts 3 --rendezvous 10.0.0.1:4000 --python-path recipes"
     )
     assert len(commands) == 2
 

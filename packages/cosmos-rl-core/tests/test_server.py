@@ -16,7 +16,7 @@ from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.peers import IN_USE_S
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.errors import UserError, WorkerFailed, WorkerLost
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
 
@@ -34,8 +34,8 @@ def in_a_loop(test):
 class Worker:
     """A connected worker as the controller sees it: `says` goes in, what it is told comes out of `hears`."""
 
-    def __init__(self, controller, role, name):
-        self.peer = Hello(name=name, role=role)
+    def __init__(self, controller, role, name, *, incarnation=0):
+        self.peer = Hello(name=name, role=role, incarnation=incarnation)
         self.closed = asyncio.Event()
         self._inbox, self._outbox = asyncio.Queue(), asyncio.Queue()
         self.served = asyncio.create_task(self._serve(controller))
@@ -53,6 +53,9 @@ class Worker:
     async def consume(self, handle):
         while True:
             handle(await self.receive())
+
+    def close(self):
+        self.closed.set()
 
     def post(self, message):
         self._outbox.put_nowait(message)
@@ -526,6 +529,25 @@ async def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path):
         await other.hears(p.Welcome)
         other.says(p.Ready(), p.RequestLeases(version=0, capacity=8))
         assert [prompt.sample for prompt in (await other.hears(p.Grant)).prompts] == [one.sample]
+
+
+@in_a_loop
+async def test_a_policy_whose_rank_has_died_on_another_machine_is_removed_and_refused_when_it_returns(tmp_path):
+    """Its first rank may wait for a batch that never comes, as rollouts wait for weights of the dead rank."""
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=1e9))
+    async with running(tmp_path, ledger=ledger, policy_wait_s=30.0) as (controller, task):
+        policy, _ = await join(controller)
+        controller.failed("policy-0", WorkerLost("policy-0, rank 1: died (signal SIGKILL)"))
+        assert policy.closed.is_set()
+        policy.says(None)
+        await policy.served
+        again = Worker(controller, "policy", "policy-0", incarnation=1)
+        again.says(p.Rejoin())
+        assert "away for too long" in (await again.hears(p.Refused)).reason
+        welcome = await Worker(controller, "policy", "policy-0").hears(p.Welcome)
+        assert (welcome.lineage, welcome.incarnation) == (1, 2)
+        controller.failed("policy-7", WorkerLost("of a replica that is gone"))
+        assert not task.done()
 
 
 # -- groups that lie in spools

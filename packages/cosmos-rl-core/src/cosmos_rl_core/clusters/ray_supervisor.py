@@ -1,6 +1,6 @@
 """The actor that supervises one process of a run on a machine of Ray. It needs no launcher: it ends by itself.
 
-worker's actor        its process has left, or fails too often -> the actor and its placement group are removed
+worker's actor        its process has left, or fails too often -> the actor is removed, then its placement group
 controller's actor    its process has ended: the run has -> the other actors are removed, the exit code is written
 
 Ray starts an actor again elsewhere when its machine is lost. Ray moves no data of the run.
@@ -135,6 +135,16 @@ class Supervisor:
         """Ask the process to save and leave."""
         self._process.end()
 
+    def remove(self, name: str, group: str) -> None:
+        """Remove a worker's actor, then its placement group; called on the controller's actor, which is in no group.
+
+        The other way round Ray may see the actor's process die with the group, and restart the actor, which would wait
+        for a place in the group forever.
+        """
+        with contextlib.suppress(ValueError):  # it has ended
+            _kill(_actor(self._place.label, name))
+        remove_groups(self._place.label, group)
+
     def _supervise(self) -> None:
         try:
             self._run()
@@ -155,7 +165,15 @@ class Supervisor:
             self._end_run(code)
         elif place.group and place.machine == 0:
             _until(lambda: not actors(place.label).keys() & set(others), timeout_s=SAVE_S)
-            remove_groups(place.label, place.group)
+            self._ask_for_removal()
+
+    def _ask_for_removal(self) -> None:
+        import ray
+        from ray.exceptions import RayActorError
+
+        with contextlib.suppress(RayActorError, ValueError):  # at the end of the run the controller removes all groups
+            controller = _actor(self._place.label, CONTROLLER)
+            ray.get(controller.remove.remote(self._job.name, self._place.group))
 
     def _wait_for_places(self) -> None:
         """Wait until the other jobs have machines; the launcher removes this one if they do not get any."""

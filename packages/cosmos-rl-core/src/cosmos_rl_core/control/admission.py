@@ -5,6 +5,7 @@ the same process again      -> Rejoin -> Join(incarnation, holding) -> Welcome, 
 ... after it was removed    -> Refused: others have its work
 another process of a name   -> Refused while the first one is alive
 the connection closes       -> Disconnected: suspect until it returns, or until its launcher reports its end
+one of its ranks has died   -> Gone, by its agent's report: the other ranks may not notice before the next collective
 """
 
 from __future__ import annotations
@@ -96,6 +97,13 @@ class Admission:
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, peer)  # a child may hold the socket open
         elif name in self.ledger.members.by_name:
             self._disconnect(name, has_ended=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a worker that has lost a rank on another machine: its process is refused when it connects again."""
+        if (peer := self.peers.by_name.get(name)) is not None:
+            peer.has_ended = True
+            self.lose(peer)
+            peer.connection.close()
 
     def _disconnect(self, name: str, *, has_ended: bool) -> None:
         lost = events.Gone if has_ended else events.Disconnected

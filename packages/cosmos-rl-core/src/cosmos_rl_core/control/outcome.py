@@ -61,12 +61,13 @@ class Outcome:
             self.decided.set_exception(error)
 
     def worker_failed(self, replica: str, error: Exception) -> None:
-        """End the run with a worker's error, unless it died or never was ready, and another one can do its work.
+        """End the run with a worker's error, unless it never was ready, and another one can do its work.
 
-        That is another one of its role that was ready, or with `external` one that may join.
+        That is another one of its role that was ready, or with `external` one that may join. After a WorkerLost the
+        replica may be started again.
         """
         member = self._members.by_name.get(replica)
-        if self._external and isinstance(error, WorkerLost):
+        if isinstance(error, WorkerLost):
             self._note(str(error).partition(";")[0])
         elif (self._external or self._has_other(replica)) and (member is None or not member.was_ready):
             self._note(f"{replica} could not start, and the run continues without it: {error}")

@@ -31,7 +31,7 @@ from cosmos_rl_core.control.reports import Observer, PolicyReports
 from cosmos_rl_core.control.succession import Predecessor, Succession
 from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import UserError, WorkerLost
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
@@ -181,6 +181,12 @@ class Controller:
         """Send Stop to every worker: the run is over."""
         for peer in self.peers.by_name.values():
             peer.dismiss(self._turns.stop_reason or "the run is over")
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Handle the failure of a rank, which the agent of its machine reports."""
+        self.outcome.worker_failed(name, error)
+        if isinstance(error, WorkerLost):
+            self._admission.remove(name)
 
     def ended(self, name: str) -> None:
         """Remove a worker whose process has ended, once its last messages are read. Called by its launcher."""

@@ -52,7 +52,7 @@ class LocalWorkers:
     token_file: Path
     log_dir: Path
     restart_workers: int
-    """Maximum restarts of a worker; a policy replica of several machines is never restarted."""
+    """Maximum restarts of a worker; of a policy replica over several machines, of this machine's part."""
     on_death: Callable[[Death], None]
     tls_file: Path | None = None
     """File with the certificate of workers; None without TLS."""
@@ -199,8 +199,7 @@ class LocalWorkers:
         spec = self._workers[end.name]
         if self._stopping or end.exit_code == 0 or end.name in self._leaving:
             return self._forget(end.name)
-        can_restart = spec.node.num_nodes == 1 and end.exit_code != 2
-        restarting = can_restart and (not counts or spec.starts <= self.restart_workers)
+        restarting = end.exit_code != 2 and (not counts or spec.starts <= self.restart_workers)
         if not restarting:
             self._forget(end.name)
         role = spec.address.role
@@ -299,7 +298,8 @@ async def start_processes(launch: Launch) -> LocalWorkers:
     address = replace(
         workers.address("policy", "policy-0", threads=config.policy.threads and a_rank), controller=launch.address
     )
-    for index, command in enumerate(node.commands_for_others(address, python_path=launch.python_path), 1):
+    others = node.commands_for_others(address, python_path=launch.python_path, restarts=config.elastic.restart_workers)
+    for index, command in enumerate(others, 1):
         observer.note(f"machine {index} of policy-0 joins by: {command}")
     return workers
 

@@ -34,8 +34,8 @@ from typing import IO, Any
 
 from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.processes import ChildProcess, environment, inherited_socket, machine_gpus, unnamed_memory
+from cosmos_rl_core.workers.node import ENTRY
 
-ENTRY = "cosmos_rl_core.workers.main"
 EVERY_RUN = (ENTRY, *(f"cosmos_rl_core.workers.{name}" for name in ("policy", "rollout", "steps")))
 """Modules of the workers of every run."""
 LONGEST_COMMAND = 4096

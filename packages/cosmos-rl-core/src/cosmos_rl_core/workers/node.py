@@ -26,6 +26,8 @@ from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token, rea
 from cosmos_rl_core.wire.listening import Address, is_loopback, listen
 from cosmos_rl_core.wire.tls import TLS_FILE, TLS_VARIABLE, Tls, environment_tls, read_tls
 
+ENTRY = "cosmos_rl_core.workers.main"
+"""Module that runs a worker, with the command line of `cosmos-rl worker`."""
 AGENT_PID = "COSMOS_RL_AGENT_PID"
 """Environment variable of a rank: the process of its agent."""
 LEFT_FILE = "COSMOS_RL_LEFT_FILE"
@@ -127,6 +129,10 @@ class Node:
     num_nodes: int = field(default=1, metadata={"help": "Machines of the replica."})
     ranks_per_node: int = field(default=1, metadata={"help": "Processes of the replica on each machine."})
     collective_timeout_s: float = field(default=600.0, metadata={"help": "Timeout of collectives between ranks."})
+    restarts: int = field(
+        default=0,
+        metadata={"help": "Times that a further machine of a `cosmos-rl run` starts its ranks again, with machine 0."},
+    )
     rendezvous: str = field(default="", metadata={"help": "host:port on machine 0 where the machines meet."})
     store: Path | None = field(default=None, metadata={"help": "File for the rendezvous of the ranks of one machine."})
     python_path: str = field(default="", metadata={"help": "Folders for module:attribute names, as in PYTHONPATH."})
@@ -154,10 +160,11 @@ class Node:
         host, _, port = self.rendezvous.rpartition(":")
         return route_address(host, int(port))
 
-    def commands_for_others(self, worker: WorkerAddress, *, python_path: tuple[str, ...]) -> list[str]:
+    def commands_for_others(self, worker: WorkerAddress, *, python_path: tuple[str, ...], restarts: int) -> list[str]:
         """Return the commands to run on the other machines, machine 1 first."""
         folders = os.pathsep.join(python_path)
-        parts = [replace(self, index=i, python_path=folders) for i in range(1, self.num_nodes)]
+        indices = range(1, self.num_nodes)
+        parts = [replace(self, index=i, python_path=folders, restarts=restarts) for i in indices]
         return [shlex.join(["cosmos-rl", "worker", *to_arguments(worker, part)]) for part in parts]
 
 

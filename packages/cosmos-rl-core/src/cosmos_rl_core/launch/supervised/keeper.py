@@ -21,8 +21,8 @@ import msgspec
 from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
 from cosmos_rl_core.wire.handshake import keep_secret
-from cosmos_rl_core.workers.fork_server import ENTRY, ForkedProcess, ForkServer
-from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
+from cosmos_rl_core.workers.fork_server import ForkedProcess, ForkServer
+from cosmos_rl_core.workers.node import ENTRY, Node, WorkerAddress, to_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
