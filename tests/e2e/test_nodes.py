@@ -68,6 +68,7 @@ def test_a_rank_killed_on_the_second_machine_ends_the_run_and_is_named(tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_policy_over_two_machines_is_started_again(
     tmp_path, bandit, write_recipe, start, wait_for, finished, rows_of
 ):

@@ -523,7 +523,7 @@ async def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path):
         _, rollout = await join(controller)
         rollout.says(p.RequestLeases(version=0, capacity=8))
         zero, one = (await rollout.hears(p.Grant)).prompts
-        controller.ended("rollout-0")
+        controller.admission.ended("rollout-0")
         rollout.says(delivery(zero, b"the last word"), None)
         other = Worker(controller, "rollout", "rollout-1")
         await other.hears(p.Welcome)
@@ -537,7 +537,7 @@ async def test_a_policy_whose_rank_has_died_on_another_machine_is_removed_and_re
     ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=1e9))
     async with running(tmp_path, ledger=ledger, policy_wait_s=30.0) as (controller, task):
         policy, _ = await join(controller)
-        controller.failed("policy-0", WorkerLost("policy-0, rank 1: died (signal SIGKILL)"))
+        controller.admission.failed("policy-0", WorkerLost("policy-0, rank 1: died (signal SIGKILL)"))
         assert policy.closed.is_set()
         policy.says(None)
         await policy.served
@@ -546,7 +546,7 @@ async def test_a_policy_whose_rank_has_died_on_another_machine_is_removed_and_re
         assert "away for too long" in (await again.hears(p.Refused)).reason
         welcome = await Worker(controller, "policy", "policy-0").hears(p.Welcome)
         assert (welcome.lineage, welcome.incarnation) == (1, 2)
-        controller.failed("policy-7", WorkerLost("of a replica that is gone"))
+        controller.admission.failed("policy-7", WorkerLost("of a replica that is gone"))
         assert not task.done()
 
 

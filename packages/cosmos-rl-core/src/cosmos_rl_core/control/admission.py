@@ -20,8 +20,10 @@ from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.outcome import Outcome
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.recovery import Recovery
+from cosmos_rl_core.errors import WorkerLost
 from cosmos_rl_core.observe.startup import IMPORTING, describe
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
@@ -39,6 +41,7 @@ class Admission:
     peers: Peers
     evaluator: Evaluator
     recovery: Recovery
+    outcome: Outcome
     note: Callable[[str], None]
     clock: Callable[[], float]
 
@@ -91,16 +94,20 @@ class Admission:
                 self._disconnect(peer.name, has_ended=peer.has_ended)
 
     def ended(self, name: str) -> None:
-        """Remove a worker whose process has ended, once its last messages are read."""
+        """Remove a worker whose process has ended, once its last messages are read. Called by its launcher."""
         if (peer := self.peers.by_name.get(name)) is not None:
             peer.has_ended = True
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, peer)  # a child may hold the socket open
         elif name in self.ledger.members.by_name:
             self._disconnect(name, has_ended=True)
 
-    def remove(self, name: str) -> None:
-        """Remove a worker that has lost a rank on another machine: its process is refused when it connects again."""
-        if (peer := self.peers.by_name.get(name)) is not None:
+    def failed(self, name: str, error: Exception) -> None:
+        """Handle the failure of a rank, which the agent of its machine reports.
+
+        A worker that has lost a rank is removed: its process is refused when it connects again.
+        """
+        self.outcome.worker_failed(name, error)
+        if isinstance(error, WorkerLost) and (peer := self.peers.by_name.get(name)) is not None:
             peer.has_ended = True
             self.lose(peer)
             peer.connection.close()

@@ -31,7 +31,7 @@ from cosmos_rl_core.control.reports import Observer, PolicyReports
 from cosmos_rl_core.control.succession import Predecessor, Succession
 from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.errors import UserError, WorkerLost
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
@@ -132,12 +132,13 @@ class Controller:
             resume_from=job.resume_from,
         )
         self._rendezvous = Rendezvous()
-        self._admission = Admission(
+        self.admission = Admission(
             ledger=ledger,
             feed=self._ledger.feed,
             peers=self.peers,
             evaluator=self._evaluator,
             recovery=self._recovery,
+            outcome=self.outcome,
             note=observer.note,
             clock=clock,
         )
@@ -182,16 +183,6 @@ class Controller:
         for peer in self.peers.by_name.values():
             peer.dismiss(self._turns.stop_reason or "the run is over")
 
-    def failed(self, name: str, error: Exception) -> None:
-        """Handle the failure of a rank, which the agent of its machine reports."""
-        self.outcome.worker_failed(name, error)
-        if isinstance(error, WorkerLost):
-            self._admission.remove(name)
-
-    def ended(self, name: str) -> None:
-        """Remove a worker whose process has ended, once its last messages are read. Called by its launcher."""
-        self._admission.ended(name)
-
     def waits(self) -> list[str]:
         """Return one line per wait, for the status."""
         return self._turns.waits()
@@ -203,12 +194,12 @@ class Controller:
             return  # the run is over
         if connection.peer.role == STORE:
             return await self._rendezvous.serve(connection)
-        if (peer := await self._admission.admit(connection)) is None:
+        if (peer := await self.admission.admit(connection)) is None:
             return
         try:
             await consume(peer, self._handle, peers=self.peers, fail=self.outcome.fail)
         except ConnectionClosed:
-            self._admission.lose(peer)
+            self.admission.lose(peer)
             raise
 
     def _handle(self, peer: Peer, message: p.ToController) -> None:
@@ -231,7 +222,7 @@ class Controller:
             case p.Return() | p.Vote() | p.PeersLost():
                 self._feed(peer, message)
             case p.Phase() | p.Ready():
-                self._admission.starts(peer, message)
+                self.admission.starts(peer, message)
             case _:
                 self._handle_report(peer, message)
 

@@ -258,7 +258,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
         if death.restarting or others:
             observer.note(report)
-            controller.ended(death.name)
+            controller.admission.ended(death.name)
         else:
             controller.outcome.fail(WorkerFailed(report), worker=death.name)
 

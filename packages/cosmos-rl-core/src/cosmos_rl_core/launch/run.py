@@ -323,7 +323,7 @@ class _Run:
 
         async def on_connect(connection: Connection) -> None:
             if connection.peer.role == AGENT:
-                await receive_report(connection, controller.failed)
+                await receive_report(connection, controller.admission.failed)
             elif connection.peer.role == OPERATOR:
                 await answer_operator(connection, self._scaling, self._interrupts)
             else:
