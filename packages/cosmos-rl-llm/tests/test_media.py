@@ -87,7 +87,7 @@ def test_frames_of_a_video_are_taken_at_the_rate_of_the_recipe():
     found = decode_video(mp4(), MediaSection(fps=2.0))
     assert found.frames.shape == (6, 24, 32, 3)
     np.testing.assert_allclose(found.times, np.arange(6) / 2)
-    assert found.fps == pytest.approx(2.0)
+    assert (found.fps, found.duration) == pytest.approx((2.0, 3.0))
     assert decode_video(mp4(), MediaSection(fps=8.0, max_frames=5)).frames.shape[0] == 5
     assert decode_video(mp4(), MediaSection(fps=0.1)).frames.shape[0] == 1
     few = decode_video(mp4(), MediaSection(fps=0.1, min_frames=4))
@@ -183,7 +183,7 @@ def test_limits_must_be_ranges(limits, reason):
 
 def test_a_still_video_has_the_patches_of_its_picture(family):
     still = picture(32, 40, seed=4)
-    found = family.video(Video(frames=np.stack([np.asarray(still)] * 2), times=np.arange(2.0), fps=1.0))
+    found = family.video(Video(frames=np.stack([np.asarray(still)] * 2), times=np.arange(2.0), fps=1.0, duration=2.0))
     np.testing.assert_allclose(found.pixels, family.image(still).pixels, rtol=0, atol=1e-5)
 
 

@@ -14,6 +14,8 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.media.item import expand, view_of
+from cosmos_rl_llm.media.source import Video
+from cosmos_rl_llm.media.tiles import in_words
 from cosmos_rl_llm.media.vision import FAMILIES, find_family
 from cosmos_rl_llm.model.miniature import shrink
 from cosmos_rl_llm.policy.probe import compare, family_miniature
@@ -21,6 +23,7 @@ from cosmos_rl_llm.tiny import write_tiny_model
 
 pytest.importorskip("PIL")
 
+from PIL import Image
 from tiny_vision import (
     NAMES,
     PROCESSING,
@@ -101,6 +104,40 @@ def test_gemma_3_is_processed_as_by_its_own_processor(size, tmp_path):
     np.testing.assert_array_equal(np.concatenate([item.pixels for item in items]), wanted["pixel_values"])
 
 
+@pytest.mark.parametrize("name", ["smolvlm", "internvl"])
+def test_a_video_expands_as_in_transformers(name, tmp_path, monkeypatch):
+    model, kind = make(name), processor_class(name)
+    family = family_of(model, tmp_path)
+    shown = Video(frames=video(frames=3).frames, times=np.array([0.0, 59.5, 125.25]), fps=0.5, duration=186.0)
+    item = family.video(shown)
+    module = import_module(f"transformers.models.{name}.processing_{name}")
+    monkeypatch.setattr(module, "num2words", {3: "three"}.get, raising=False)
+    metadata = SimpleNamespace(fps=8.0, timestamps=shown.times.tolist(), duration=186.0)
+    processor = SimpleNamespace(
+        image_token=WORDS[model.config.image_token_id],
+        image_seq_len=4,
+        image_seq_length=4,
+        fake_image_token="<fake_token_around_image>",
+        global_image_token="<global-img>",
+        start_image_token="<img>",
+        end_image_token="</img>",
+    )
+    key = "pixel_values" if name == "smolvlm" else "pixel_values_videos"
+    found = {key: item.pixels[None], "video_metadata": [metadata]}
+    assert family.expansion(item) == kind.replace_video_token(processor, found, 0)
+    assert family.num_tokens(item) == 3 * 4
+    how = family.image_processor
+    resized = [np.asarray(Image.fromarray(frame).resize((16, 16), how.resample)) for frame in shown.frames]
+    wanted = (np.stack(resized) / 255 - how.image_mean) / how.image_std
+    np.testing.assert_allclose(item.pixels, wanted.transpose(0, 3, 1, 2), rtol=0, atol=1e-6)
+
+
+def test_numbers_of_frames_in_words():
+    words = {1: "one", 13: "thirteen", 20: "twenty", 64: "sixty-four", 100: "one hundred", 105: "one hundred and five"}
+    assert {number: in_words(number) for number in words} == words
+    assert (in_words(768), in_words(1000)) == ("seven hundred and sixty-eight", "1000")
+
+
 def test_every_family_is_tested():
     assert set(NAMES) == set(FAMILIES) == set(PROCESSING)
 
@@ -156,7 +193,7 @@ def test_a_family_that_is_not_supported_is_named(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "column"), [("text", "image_column"), ("text", "video_column"), ("smolvlm", "video_column")]
+    ("model", "column"), [("text", "image_column"), ("text", "video_column"), ("idefics3", "video_column")]
 )
 def test_a_column_that_the_model_cannot_take_is_refused(model, column, tmp_path):
     if model == "text":

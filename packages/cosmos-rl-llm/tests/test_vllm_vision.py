@@ -1,11 +1,12 @@
-"""vLLM with pictures, on CPU, with a tiny Idefics3: one engine for all tests, since it takes half a minute to start.
+"""vLLM with pictures, on CPU, with tiny models: one engine a family, since it takes half a minute to start.
 
-The files of vLLM for Qwen-VL, InternVL and Llava import torchvision, which the CPU's environment does not have.
+The files of vLLM for all but Idefics3 import torchvision, which the CPU's environment does not have (`towers`).
 """
 
 import asyncio
 import copy
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
-from cosmos_rl_llm.engines.vllm.media import SUPPORTED, placeholders
+from cosmos_rl_llm.engines.vllm.media import SUPPORTED, VllmMedia, placeholders
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.media.item import View
@@ -29,7 +30,18 @@ psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 pytest.importorskip("PIL")
 pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
 
-from tiny_vision import NAMES, WORDS, family_of, make, picture, plain_logprobs, prompt, write_processing  # noqa: E402  it needs Pillow
+from tiny_vision import (  # noqa: E402  it needs Pillow
+    NAMES,
+    WORDS,
+    family_of,
+    make,
+    picture,
+    plain_logits,
+    plain_logprobs,
+    prompt,
+    video,
+    write_processing,
+)
 
 pytestmark = [
     pytest.mark.ci,
@@ -45,9 +57,17 @@ SETTINGS = SyncSettings(token=b"the secret of the test", timeout_s=60.0)
 SYNCS = 10
 
 
-def tiny():
+@pytest.fixture(
+    scope="module",
+    params=["idefics3", *(pytest.param(name, marks=pytest.mark.slow) for name in SUPPORTED if name != "idefics3")],
+)
+def name(request):
+    return request.param
+
+
+def tiny(name):
     """A model that would draw the placeholder of pictures at almost every place."""
-    model = make("idefics3")
+    model = make(name, wide=True)
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         head[model.config.image_token_id] = 100 * head[len(WORDS)]
@@ -62,10 +82,10 @@ def runner():
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
+def directory(tmp_path_factory, name):
     directory = tmp_path_factory.mktemp("tiny")
-    tiny().save_pretrained(directory)
-    write_processing(directory, "idefics3")
+    tiny(name).save_pretrained(directory)
+    write_processing(directory, name)
     return directory
 
 
@@ -79,8 +99,8 @@ def llm(runner, directory):
 
 
 @pytest.fixture
-def family(directory):
-    return family_of(make("idefics3"), directory)
+def family(directory, name):
+    return family_of(make(name), directory)
 
 
 @pytest.fixture
@@ -128,7 +148,9 @@ def shown_at(span):
     return (span.offset + np.flatnonzero(np.ones(span.length) if span.is_embed is None else span.is_embed)).tolist()
 
 
-def test_its_own_processor_makes_the_same_tokens_and_tensors_of_a_picture(llm, family, directory):
+def test_its_own_processor_makes_the_same_tokens_and_tensors_of_a_picture(llm, family, directory, name):
+    if name != "idefics3":
+        pytest.skip(f"vLLM's processor of {name} needs torchvision")
     shown = [picture(32, 40, seed=0), picture(12, 30, seed=1)]
     items = [family.image(each) for each in shown]
     tokens, view = prompt(items, family, directory)
@@ -149,9 +171,9 @@ def test_its_own_processor_makes_the_same_tokens_and_tensors_of_a_picture(llm, f
             torch.testing.assert_close(value, theirs.get_data()[name], rtol=0, atol=0)
 
 
-def test_log_probabilities_are_those_of_transformers(llm, runner, family, prompts):
+def test_log_probabilities_are_those_of_transformers(llm, runner, family, prompts, name):
     """Also after prompts of equal text with other pictures, whose keys and values are cached."""
-    model, engine = tiny(), engine_of(llm, family, prompts)
+    model, engine = tiny(name), engine_of(llm, family, prompts)
     for _ in range(2):
         for number in range(len(prompts)):
             drawn = check(runner.run(draw(engine, number)), model, family)
@@ -159,8 +181,10 @@ def test_log_probabilities_are_those_of_transformers(llm, runner, family, prompt
 
 
 def test_a_picture_of_more_tokens_than_vllm_keeps_is_an_error_of_its_row(llm, runner, family, prompts, monkeypatch):
-    monkeypatch.setattr(llm.input_processor, "mm_encoder_cache_size", 19)
-    with pytest.raises(PromptError, match=r"rows:0: a picture of 20 tokens, and vLLM takes up to 19; raise max_num"):
+    size = family.num_tokens(prompts[0].view.items[0])
+    monkeypatch.setattr(llm.input_processor, "mm_encoder_cache_size", size - 1)
+    reason = f"rows:0: a picture of {size} tokens, and vLLM takes up to {size - 1}; raise max_num"
+    with pytest.raises(PromptError, match=reason):
         runner.run(draw(engine_of(llm, family, prompts), 0))
 
 
@@ -170,6 +194,17 @@ def test_it_takes_no_other_familys_pictures(tmp_path):
         with pytest.raises(UserError, match=f"and not of {name}; set it to"):
             model = LLM.Model(path=str(tmp_path / name))
             LLM.build_engine(model, data=LLM.Data(path="x"), name="vllm", options={})
+
+
+def test_it_takes_no_videos(tmp_path):
+    make("qwen3_vl").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"data\.video_column = 'film': rollout\.engine = \"vllm\" takes no videos"):
+        data = LLM.Data(path="x", video_column="film")
+        LLM.build_engine(LLM.Model(path=str(tmp_path)), data=data, name="vllm", options={})
+    family = family_of(make("qwen3_vl"), tmp_path)
+    encoded = prompt([family.video(video())], family, tmp_path)[1]
+    with pytest.raises(PromptError, match=r"rows:0: .* takes no videos"):
+        VllmMedia.check(SimpleNamespace(), encoded, where="rows:0")
 
 
 def test_placeholders_span_what_lies_between_the_tokens_of_an_item():
@@ -214,9 +249,9 @@ def test_a_run_with_pictures(tmp_path):
     assert all(line["mismatch_kl"] < 1e-5 for line in metrics)  # drawn with the weights that are trained
 
 
-def test_weights_of_the_tower_arrive_and_its_cached_outputs_do_not_stay(llm, runner, family, prompts):
+def test_weights_of_the_tower_arrive_and_its_cached_outputs_do_not_stay(llm, runner, family, prompts, name):
     """Ten versions, in each of which every weight differs; the same picture is shown in all."""
-    model, engine = copy.deepcopy(tiny()), engine_of(llm, family, prompts)
+    model, engine = copy.deepcopy(tiny(name)), engine_of(llm, family, prompts)
 
     async def work():
         async with sent_weights(engine, model, SETTINGS) as send:
@@ -238,8 +273,6 @@ def test_weights_of_the_tower_arrive_and_its_cached_outputs_do_not_stay(llm, run
 @torch.no_grad()
 def greedy(model, family, rollout):
     """The likeliest token at each place after the drawn ones before it, by transformers."""
-    ids = torch.from_numpy(np.concatenate([rollout.arrays["prompt_tokens"], rollout.arrays["tokens"]])).long()
     items = View.of_arrays(rollout.arrays).items
-    logits = model(input_ids=ids[None], **family.inputs(items)).logits[0, -1 - len(rollout.arrays["tokens"]) : -1]
-    logits[:, list(family.token_ids.values())] -= 1e4
+    logits = plain_logits(model, family, rollout.arrays["prompt_tokens"], rollout.arrays["tokens"], items)
     return logits.argmax(-1).tolist()

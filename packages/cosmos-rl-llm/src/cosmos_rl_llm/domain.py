@@ -360,7 +360,7 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
     config, generation = read_config(source)
     pictures = sees(config)
     if pictures:
-        check_supported(config.model_type)
+        check_supported(config.model_type, video_column=data.video_column)
     chat = _chat(
         source,
         data,

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 from cosmos_rl_llm.media.item import Item, VisionFamily, expand, view_of
 from cosmos_rl_llm.media.source import Video
+from cosmos_rl_llm.media.tiles import VIDEO
 from cosmos_rl_llm.media.vision import find_family
 
 SIGNS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -150,7 +151,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
 }
 NAMES = tuple(CONFIGS)
-WITH_VIDEOS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WITH_VIDEOS = (*QWEN, "smolvlm", "internvl")
 _QWEN_PROCESSING = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": 4,
@@ -160,9 +162,13 @@ _QWEN_PROCESSING = {
 }
 _IDEFICS_PROCESSING = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
 PROCESSING: dict[str, dict[str, object]] = {
-    **dict.fromkeys(WITH_VIDEOS, _QWEN_PROCESSING),
+    **dict.fromkeys(QWEN, _QWEN_PROCESSING),
     "idefics3": {"image_processor_type": "Idefics3ImageProcessor", **_IDEFICS_PROCESSING},
-    "smolvlm": {"image_processor_type": "SmolVLMImageProcessorFast", **_IDEFICS_PROCESSING},
+    "smolvlm": {
+        "image_processor_type": "SmolVLMImageProcessorFast",
+        "video_sampling": {"fps": 1, "max_frames": 64, "video_size": {"longest_edge": 32}},
+        **_IDEFICS_PROCESSING,
+    },
     "internvl": {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 16, "width": 16}},
     "llava": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 16}, "crop_size": 16},
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
@@ -170,11 +176,13 @@ PROCESSING: dict[str, dict[str, object]] = {
 """The image processor's file of each family."""
 
 
-def make(name: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
-    """A model with a tower of two layers and a decoder of `num_layers`."""
+def make(name: str, *, seed: int = 0, num_layers: int = 2, wide: bool = False) -> PreTrainedModel:
+    """A model with a tower of two layers and a decoder of `num_layers`. wide: heads of 32, as vLLM wants them."""
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
     config["text_config"]["num_hidden_layers"] = num_layers
+    if wide:
+        _widen(config["text_config"], config["vision_config"])
     built = AutoConfig.for_model(name, **config)
     model = AutoModelForImageTextToText.from_config(built, attn_implementation="sdpa").eval()
     with torch.no_grad():
@@ -182,6 +190,17 @@ def make(name: str, *, seed: int = 0, num_layers: int = 2) -> PreTrainedModel:
             if parameter.ndim == 2 and not parameter.any():  # Gemma 3's projector, which would show nothing
                 parameter.normal_(std=0.1)
     return model
+
+
+def _widen(text: dict[str, object], tower: dict[str, object]) -> None:
+    old = text["hidden_size"]
+    text |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text |= {"head_dim": 32} if "head_dim" in text else {}
+    if "rope_parameters" in text:
+        text["rope_parameters"]["mrope_section"] = [4, 6, 6]
+    key = "hidden_size" if "embed_dim" in tower else "out_hidden_size"  # of Qwen2-VL, of Qwen2.5-VL and Qwen3-VL
+    if tower.get(key) == old:
+        tower[key] = 64
 
 
 def write_processing(directory: Path, name: str = "qwen3_vl") -> None:
@@ -196,7 +215,7 @@ def write_processing(directory: Path, name: str = "qwen3_vl") -> None:
         additional_special_tokens=[word for word in WORDS[3:] if word[0] == "<" and word[1:]],
     )
     sign = CONFIGS[name].get("boi_token_id", CONFIGS[name]["image_token_id"])
-    fast.chat_template = TEMPLATE.replace(SIGNS[2], WORDS[sign])
+    fast.chat_template = TEMPLATE.replace(SIGNS[2], WORDS[sign]).replace(SIGNS[3], SIGNS[3] if name in QWEN else VIDEO)
     fast.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSING[name]))
     if name in ("idefics3", "smolvlm"):  # read by transformers' processor, which vLLM makes
@@ -224,7 +243,7 @@ def square(colour: tuple[int, int, int], *, dark_rows: int) -> Image.Image:
 def video(*, frames: int = 5, seed: int = 0) -> Video:
     """Frames of 24 x 32 pixels, two a second."""
     shown = np.random.default_rng(seed).integers(0, 255, (frames, 24, 32, 3), dtype=np.uint8)
-    return Video(frames=shown, times=np.arange(frames) / 2, fps=2.0)
+    return Video(frames=shown, times=np.arange(frames) / 2, fps=2.0, duration=frames / 2)
 
 
 def prompt(items: Sequence[Item], family: VisionFamily, directory: Path) -> tuple[np.ndarray, object]:
@@ -241,9 +260,17 @@ def plain_logprobs(
     model: PreTrainedModel, family: VisionFamily, tokens: np.ndarray, response: np.ndarray, items: Sequence[Item]
 ) -> torch.Tensor:
     """Log-probabilities [T] of transformers' own forward pass, over the tokens that may be sampled."""
+    logits = plain_logits(model, family, tokens, response, items)
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0]
+
+
+def plain_logits(
+    model: PreTrainedModel, family: VisionFamily, tokens: np.ndarray, response: np.ndarray, items: Sequence[Item]
+) -> torch.Tensor:
+    """Logits [T, V] of transformers' own forward pass at each token of a response, low for those never sampled."""
     ids = torch.from_numpy(np.concatenate([tokens, response[:-1]]).astype(np.int64))[None]
     inputs, positions = family.inputs(items), None
-    if items and "video" in family.token_ids:
+    if items and hasattr(model.model, "get_rope_index"):
         kinds = torch.where(ids == 5, 1, torch.where(ids == 6, 2, 0)).int()
         videos = [item.seconds for item in items if item.kind == "video"]
         spaced = {"second_per_grid_ts": torch.tensor(videos)} if model.config.model_type == "qwen2_5_vl" else {}
@@ -255,4 +282,4 @@ def plain_logprobs(
     logits = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), **inputs).logits[0]
     logits = logits[len(tokens) - 1 :].clone()
     logits[:, list(family.token_ids.values())] -= 1e4
-    return logits.log_softmax(-1).gather(1, torch.from_numpy(response.astype(np.int64))[:, None])[:, 0]
+    return logits

@@ -34,7 +34,9 @@ class Item:
     seconds: float = 0.0
     """Time between two steps of the grid, of a video."""
     times: tuple[float, ...] = ()
-    """Time of each step of the grid, of a video."""
+    """Time of each step of the grid, of a video, or of each frame."""
+    duration: float = 0.0
+    """Seconds of the whole video."""
 
     @property
     def digest(self) -> int:

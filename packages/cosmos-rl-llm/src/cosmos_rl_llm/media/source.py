@@ -49,6 +49,8 @@ class Video:
     """[T] float64: seconds from the video's start."""
     fps: float
     """Frames a second among `frames`."""
+    duration: float
+    """Seconds of the whole video."""
 
 
 LIMITS = "data.media"
@@ -193,7 +195,8 @@ def decode_video(data: bytes, limits: MediaSection) -> Video:
         video.read(places, take)
     times = seconds[places]
     spacing = float(np.diff(times).mean()) if len(times) > 1 else 1 / limits.fps
-    return Video(frames=np.stack(frames), times=times, fps=1 / spacing)
+    duration = float(seconds[-1]) * len(seconds) / max(1, len(seconds) - 1)  # to the end of the last frame
+    return Video(frames=np.stack(frames), times=times, fps=1 / spacing, duration=duration)
 
 
 def parts_of(content: Any) -> list[Mapping[str, Any]]:

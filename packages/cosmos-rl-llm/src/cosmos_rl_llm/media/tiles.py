@@ -4,6 +4,7 @@
 
     Idefics3, SmolVLM   rows x columns of tiles and the whole picture; rows and columns are written between the tokens
     InternVL            tiles that fit the picture's proportions, and the whole picture, in one run of tokens
+    both, of a video    each frame is one tile, with its time (SmolVLM) or number (InternVL) as text
     Llava               one tile, the middle of the picture
     Gemma 3             one tile, the whole picture; its tokens attend to each other in both directions
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -53,6 +55,8 @@ class TiledVision(ABC):
     """Names and texts of the processing's files."""
     two_way: bool = False
     """Whether the tokens of a picture attend to each other in both directions."""
+    frame_options: Mapping[str, Any] | None = None
+    """Options with which the image processor makes one tile of each frame of a video; None: no videos."""
 
     @property
     @abstractmethod
@@ -65,18 +69,14 @@ class TiledVision(ABC):
 
     @property
     def placeholders(self) -> Mapping[str, str]:
-        return {"image": self.sign}
+        return {"image": self.sign, "video": VIDEO} if self.frame_options else {"image": self.sign}
 
     @property
     def token_ids(self) -> Mapping[str, int]:
-        return {"image": self.token_id}
+        return dict.fromkeys(self.placeholders, self.token_id)
 
     def image(self, picture: Image, limits: MediaSection = UNRESIZED) -> Item:
-        if limits.resizes:
-            raise UserError(
-                f"data.media.min_pixels, max_pixels, total_pixels: {self.kind} takes pictures in tiles of one size; "
-                "remove them"
-            )
+        self._check(limits)
         try:
             pixels, grid = self._tiles(picture)
         except ValueError as error:
@@ -89,7 +89,19 @@ class TiledVision(ABC):
         return Item(kind="image", pixels=pixels.astype(np.float32), grid=grid)
 
     def video(self, video: Video, limits: MediaSection = UNRESIZED) -> Item:
-        raise MediaError(f"videos of {self.kind} are not supported")
+        from PIL import Image
+
+        self._check(limits)
+        if self.frame_options is None:
+            raise MediaError(f"videos of {self.kind} are not supported")
+        frames = [Image.fromarray(frame) for frame in video.frames]
+        found = self.image_processor(frames, return_tensors="np", **self.frame_options)["pixel_values"]
+        return Item(
+            kind="video",
+            pixels=found.reshape(len(frames), 3, *self.tile).astype(np.float32),
+            times=tuple(video.times.tolist()),
+            duration=video.duration,
+        )
 
     def num_tokens(self, item: Item) -> int:
         return len(item.pixels) * self.tokens_per_tile
@@ -109,20 +121,38 @@ class TiledVision(ABC):
         """Return one black tile, or nearly: transformers leaves tiles of zeros out."""
         return Item(kind=kind, pixels=np.full((1, 3, *self.tile), -1.0, np.float32), grid=(1, 0, 0))
 
+    def _check(self, limits: MediaSection) -> None:
+        """Raise UserError if the recipe resizes pictures."""
+        if limits.resizes:
+            raise UserError(
+                f"data.media.min_pixels, max_pixels, total_pixels: {self.kind} takes pictures in tiles of one size; "
+                "remove them"
+            )
+
     def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Return tiles [n, 3, S, S], and 1 with the rows and columns in which they lie."""
         found = self.image_processor(picture, return_tensors="np")["pixel_values"]
         return found, (1, 1, 1)
 
 
+VIDEO = "<video>"
+"""Text that the chat template writes for a video, of families that take them."""
+
+
 class IdeficsVision(TiledVision):
-    """Idefics3 and SmolVLM: the place of each tile is text, and the whole picture comes last."""
+    """Idefics3 and SmolVLM: the place of each tile is text, and the whole picture comes last.
+
+    SmolVLM also takes videos: their length, and the time of each frame, are text.
+    """
 
     @classmethod
     def of(cls, files: ProcessorFiles, config: PreTrainedConfig) -> Self:
         tower, processor = config.vision_config, files.image_processor("Idefics3", "SmolVLM")
         size = int(tower.image_size)
         files.agree("max_image_size", processor.max_image_size["longest_edge"], size)
+        sampling = files.section("preprocessor_config.json", "image_processor").get("video_sampling") or {}
+        videos = files.section("video_preprocessor_config.json", "video_processor")
+        edge = sampling.get("video_size") or videos.get("size") or {"longest_edge": size}
         return cls(
             kind=files.kind,
             image_processor=processor,
@@ -130,6 +160,7 @@ class IdeficsVision(TiledVision):
             tokens_per_tile=int((size // tower.patch_size) ** 2 / config.scale_factor**2),
             token_id=config.image_token_id,
             files=files.texts,
+            frame_options={"do_image_splitting": False, "size": edge} if files.kind == "smolvlm" else None,
         )
 
     @property
@@ -139,6 +170,16 @@ class IdeficsVision(TiledVision):
     def expansion(self, item: Item) -> str:
         _, rows, columns = item.grid
         fence, tokens = "<fake_token_around_image>", self.sign * self.tokens_per_tile
+        if item.kind == "video":
+            length = timedelta(seconds=int(item.duration + _ROUNDING))
+            frames = [
+                f"\nFrame from {int(time // 60):02d}:{int(time % 60):02d}:{fence}<global-img>{tokens}{fence}"
+                for time in item.times
+            ]
+            return (
+                f"You are provided the following series of {in_words(len(frames))} frames from a {length} [H:MM:SS] "
+                f"video.\n{''.join(frames)}\n\n"
+            )
         lines = [
             "".join(f"{fence}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)) + "\n"
             for row in range(rows)
@@ -162,6 +203,28 @@ class IdeficsVision(TiledVision):
         return found["pixel_values"][0], (1, int(found["rows"][0][0]), int(found["cols"][0][0]))
 
 
+_ROUNDING = 1e-3
+"""Seconds by which times of frames are rounded in files."""
+_SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+def in_words(number: int) -> str:
+    """Return a number as English text: "twenty-one", "one hundred and five"; from a thousand on as digits."""
+    if number >= 1000:
+        return str(number)
+    hundreds, rest = divmod(number, 100)
+    if hundreds:
+        return f"{_SMALL[hundreds]} hundred" + (f" and {in_words(rest)}" if rest else "")
+    if number < len(_SMALL):
+        return _SMALL[number]
+    tens, ones = divmod(number, 10)
+    return _TENS[tens - 2] + (f"-{_SMALL[ones]}" if ones else "")
+
+
 class InternVision(TiledVision):
     """InternVL, in transformers' form ("InternVL3-1B-hf")."""
 
@@ -178,6 +241,7 @@ class InternVision(TiledVision):
             tokens_per_tile=int((height // patch[0]) * (width // patch[1]) * config.downsample_ratio**2),
             token_id=config.image_token_id,
             files=files.texts,
+            frame_options={"crop_to_patches": False},
         )
 
     @property
@@ -185,7 +249,14 @@ class InternVision(TiledVision):
         return "<IMG_CONTEXT>"
 
     def expansion(self, item: Item) -> str:
-        return f"<img>{self.sign * self.num_tokens(item)}</img>"
+        if item.kind == "image":
+            return f"<img>{self.sign * self.num_tokens(item)}</img>"
+        tokens = self.sign * self.tokens_per_tile
+        return "\n".join(f"Frame{number + 1}: <img>{tokens}</img>" for number in range(len(item.pixels)))
+
+    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        sizes = torch.tensor([len(item.pixels) for item in items])
+        return {**self.inputs(items), "image_num_patches": sizes, "image_token_id": torch.tensor(self.token_id)}
 
     def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
         # transformers' own processor crops too, whatever the file says

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from vllm.inputs.engine import EngineInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-SUPPORTED = ("idefics3", "smolvlm")
+SUPPORTED = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
 """The model_type of families whose pictures vLLM is tested with."""
 
 
-def check_supported(kind: str) -> None:
-    """Raise UserError for a family whose pictures vLLM is not given."""
+def check_supported(kind: str, *, video_column: str | None) -> None:
+    """Raise UserError for a family whose pictures vLLM is not given, and for videos."""
+    if video_column is not None:
+        raise UserError(
+            f'data.video_column = {video_column!r}: rollout.engine = "vllm" takes no videos; set it to "torch"'
+        )
     if kind not in SUPPORTED:
         raise UserError(
             f'rollout.engine = "vllm" takes pictures of {", ".join(SUPPORTED)}, and not of {kind}; set it to "torch"'
@@ -50,7 +54,9 @@ class VllmMedia:
         return tuple(self._family.token_ids.values())
 
     def check(self, view: View, *, where: str) -> None:
-        """Raise PromptError for an item with more tokens than vLLM keeps of a tower's outputs."""
+        """Raise PromptError for a video, and for a picture with more tokens than vLLM keeps of a tower's outputs."""
+        if any(item.kind == "video" for item in view.items):
+            raise PromptError(f'{where}: rollout.engine = "vllm" takes no videos; set it to "torch"')
         most = max(map(self._family.num_tokens, view.items), default=0)
         limit = self._llm.input_processor.mm_encoder_cache_size
         if most > limit:

@@ -12,6 +12,7 @@ import select
 import sys
 import threading
 
+from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 
 WEIGHT_BACKEND = "cosmos_rl_transfer"
@@ -32,6 +33,8 @@ def register() -> None:
     register_quantization_config(PLAIN_WEIGHTS)(PlainWeights)
     WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, "cosmos_rl_llm.engines.vllm.weights", "TransferWeights")
     owner = int(os.environ.get(OWNER, "0"))
+    if owner and towers.needed():
+        towers.register()
     if owner not in (0, os.getpid()) and sys.platform == "linux":
         threading.Thread(target=_end_with, args=(owner,), name="owner-watch", daemon=True).start()
 

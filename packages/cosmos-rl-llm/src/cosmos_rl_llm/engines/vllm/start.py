@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 
@@ -83,6 +84,7 @@ def engine_arguments(
         "model": source,
         "skip_tokenizer_init": not pictures,  # tokens in, tokens out; vLLM sizes its memory with a picture's text
         "mm_processor_cache_gb": 0 if pictures else None,  # pictures arrive processed
+        "skip_mm_profiling": True if pictures and towers.needed() else None,  # it would process a picture
         "generation_config": "vllm",  # only the recipe's sampling parameters
         "trust_remote_code": False,
         "dtype": options.dtype or dtype,

@@ -1,0 +1,101 @@
+"""Vision-language models of vLLM where torchvision is not installed: their files import it for their processors.
+
+    registry of vLLM -> "cosmos_rl_llm.engines.vllm.towers:Qwen3VLForConditionalGeneration" -> the class of vLLM's file
+
+Our requests have processed pictures (`media`), so that vLLM's processors never run. During the import of such a file
+`torchvision` is an empty stand-in, each of whose names raises an error when it is used; afterwards it is gone. A
+processor's answer to one question is replaced: the most tokens of a picture, which are those of the context.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, ClassVar
+
+MODELS: Mapping[str, tuple[str, str]] = {
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "SmolVLMForConditionalGeneration": ("smolvlm", "SmolVLMForConditionalGeneration"),
+    "InternVLForConditionalGeneration": ("interns1", "InternS1ForConditionalGeneration"),
+}
+"""Architecture -> file and class in vLLM."""
+
+_ABSENT = "torchvision"
+_NAMES = (_ABSENT, *(f"{_ABSENT}.transforms{rest}" for rest in ("", ".functional", ".v2", ".v2.functional")))
+
+
+def needed() -> bool:
+    """Return whether vLLM's own classes cannot be imported."""
+    return find_spec(_ABSENT) is None
+
+
+def register() -> None:
+    """Register the models with vLLM."""
+    from vllm import ModelRegistry
+
+    for architecture in MODELS:
+        ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
+
+
+def __getattr__(name: str) -> type:
+    """Return the class of an architecture; vLLM asks for it when it loads a model."""
+    if name not in MODELS:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return _model(name)
+
+
+@cache
+def _model(architecture: str) -> type:
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    file, name = MODELS[architecture]
+    with stand_in():
+        theirs = getattr(import_module(f"vllm.model_executor.models.{file}"), name)
+    made = theirs._processor_factory
+
+    def info(ctx: Any) -> Any:
+        found = made.info(ctx)
+        found.get_mm_max_tokens_per_item = _whole_context
+        return found
+
+    own = type(name, (theirs,), {"__module__": __name__})
+    return MULTIMODAL_REGISTRY.register_processor(made.processor, info=info, dummy_inputs=made.dummy_inputs)(own)
+
+
+def _whole_context(seq_len: int, mm_counts: Mapping[str, int]) -> dict[str, int]:
+    return dict.fromkeys(mm_counts, seq_len)
+
+
+class _StandIn(ModuleType):
+    """A module without contents."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self.__name__}.{name} is needed, and torchvision is not installed")
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """Let `import torchvision` succeed within the context, with modules that have no contents."""
+    from transformers.utils import is_torchvision_available
+
+    assert not is_torchvision_available()  # it remembers its answer, and so does not take the stand-in for the package
+    modules = {name: _StandIn(name) for name in _NAMES}
+    for name, module in modules.items():
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], own, module)
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
