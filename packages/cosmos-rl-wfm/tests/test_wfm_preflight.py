@@ -72,7 +72,7 @@ def test_a_sound_recipe_has_no_problem(checked, override):
 
 def test_a_reader_of_texts_that_is_not_installed_is_named(checked):
     text = checked('reward.functions=[{name="ocr",options={reader="paddleocr"}}]')
-    assert "needs the package paddleocr, which is not installed" in text
+    assert '"ocr": needs a package that is not installed; pip install paddleocr' in text
 
 
 def test_every_part_that_a_pipeline_lacks_is_named(checked, tmp_path):

