@@ -25,6 +25,7 @@ def decision(number, *, tokens=(7, 8)):
         values=np.array([10.0 + number], np.float32),
         replay={"index": np.array([number], np.int64)},
         version=number,
+        actions=np.full((H, D), number, np.float32),
     )
 
 
@@ -53,6 +54,13 @@ def test_an_episode_that_ends_by_itself_has_no_value_after_it():
     assert rollout.versions.tolist() == [0] * 6 + [1] * 6
     assert rollout.loss_mask.tolist() == [True] * 9 + [False] * 3
     assert rollout.media["video"][:, 0, 0, 0].tolist() == [0, 1, 99]
+
+
+def test_an_episode_keeps_the_actions_that_were_executed_and_their_rewards():
+    media = episode().media
+    assert media["actions"].tolist() == [[0.0] * D, [0.0] * D, [1.0] * D]
+    assert media["step_rewards"].tolist() == [1.0, 2.0, 4.0]
+    assert media["decided_at"].tolist() == [0, 2]
 
 
 def test_one_that_was_cut_off_goes_on_with_the_critics_estimate():

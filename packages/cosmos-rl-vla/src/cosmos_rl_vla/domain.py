@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
+    from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
@@ -36,6 +36,12 @@ class VLADomain(DomainBase):
         from cosmos_rl_vla.rewards import REWARDS
 
         return REWARDS
+
+    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder:
+        """A gallery of episodes, whose numbers and cameras `write` stores."""
+        from cosmos_rl_vla.trajectory import EpisodeGallery
+
+        return EpisodeGallery(directory, groups_per_step=groups, every_steps=every, name=name)
 
     def load_rows(self, data: VLADataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Load tasks with initial states, or frames of demonstrations."""

@@ -11,17 +11,22 @@ Rollout.media       for rewards and videos
   video             uint8 [K + 1, height, width, 3]        the first camera, with the last observation
   sim_rewards       float32 [S]                            rewards of the simulator
   success           bool [1]
+  actions           float32 [T, D]                         executed actions, in the simulator's units
+  step_rewards      float32 [T]                            their rewards
+  decided_at        int32 [K]                              simulator steps before each decision
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cosmos_rl_core.types import Episode, Rollout
+from cosmos_rl_core.observe.gallery import Gallery
+from cosmos_rl_core.types import Episode, Rollout, RolloutGroup
 from cosmos_rl_vla.config import VLASampling
 from cosmos_rl_vla.sims.pool.messages import ChunkResult
 from cosmos_rl_vla.terms import rewards_of, term_mask, term_steps, terms_of, values_of
@@ -32,6 +37,10 @@ if TYPE_CHECKING:
 
 REPLAY = "replay/"
 """Prefix of the arrays of `Acted.replay`."""
+
+
+NUMBERS = ("decided_at", "actions", "step_rewards", "success")
+"""Arrays of `Rollout.media` that are stored of an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,8 @@ class Decision:
     """[V] float32."""
     replay: dict[str, np.ndarray]
     version: int
+    actions: np.ndarray
+    """[h, D] float32, in the simulator's units: those that are submitted, at most H."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +86,8 @@ class Decided:
             version=version,
         )
 
-    def decision(self, row: int) -> Decision:
-        """Return one slot's decision."""
+    def decision(self, row: int, *, actions: np.ndarray) -> Decision:
+        """Return one slot's decision, with the actions that are submitted."""
         seen = self.seen
         return Decision(
             images=seen.images[row],
@@ -86,6 +97,7 @@ class Decided:
             values=self.values[row],
             replay={name: array[row] for name, array in self.replay.items()},
             version=self.version,
+            actions=actions,
         )
 
 
@@ -149,6 +161,7 @@ class Trajectory:
                 **video,
                 "sim_rewards": rewards.astype(np.float32),
                 "success": np.array([self.success]),
+                **_executed(decisions, results),
             },
             episode=Episode(
                 term_steps=term_steps(valid, action_dim, terms=sampling.terms, steps=sampling.steps),
@@ -156,6 +169,16 @@ class Trajectory:
                 rewards=np.zeros(len(rewards), np.float32),
             ),
         )
+
+
+def _executed(decisions: Sequence[Decision], results: Sequence[ChunkResult]) -> dict[str, np.ndarray]:
+    """Return `actions`, `step_rewards` and `decided_at` of an episode."""
+    steps = [result.steps for result in results]
+    return {
+        "actions": np.concatenate([one.actions[:n] for one, n in zip(decisions, steps)]).astype(np.float32),
+        "step_rewards": np.concatenate([result.rewards[result.valid] for result in results]).astype(np.float32),
+        "decided_at": np.cumsum([0, *steps[:-1]], dtype=np.int32),
+    }
 
 
 def padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -173,3 +196,23 @@ def padded_result(result: ChunkResult, horizon: int) -> ChunkResult:
     if not missing:
         return result
     return replace(result, rewards=np.pad(result.rewards, (0, missing)), valid=np.pad(result.valid, (0, missing)))
+
+
+class EpisodeGallery(Gallery):
+    """A gallery whose `write` also writes the numbers and every camera of an episode, for `cosmos-rl export-episodes`.
+
+    000003_0.mp4             first camera: a frame for each decision, and the last observation
+    000003_0_camera1.mp4     a further camera: a frame for each decision
+    000003_0.npz             state [K, n], and of `Rollout.media` the arrays NUMBERS
+    """
+
+    def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
+        """Write an episode to files that begin with `stem`, and return the video of its first camera."""
+        rollout = group.rollouts[place]
+        images = rollout.arrays["images"]
+        for camera in range(1, images.shape[1]):
+            seen = replace(rollout, media={"video": images[:, camera]})
+            super().write(stem.with_name(f"{stem.name}_camera{camera}"), replace(group, rollouts=(seen,)), 0)
+        numbers: dict[str, Any] = {name: rollout.media[name] for name in NUMBERS}
+        np.savez_compressed(stem.with_suffix(".npz"), state=rollout.arrays["state"], **numbers)
+        return super().write(stem, group, place)

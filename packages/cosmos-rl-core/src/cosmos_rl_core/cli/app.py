@@ -266,6 +266,7 @@ def doctor(
 app.command()(reference.keys)
 app.command()(reference.schema)
 app.command()(inference.generate)
+app.command()(inference.export_episodes)
 app.command("eval")(inference.evaluate)
 
 

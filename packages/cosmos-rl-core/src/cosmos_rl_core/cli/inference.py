@@ -41,6 +41,21 @@ Media = Annotated[bool, typer.Option("--media/--no-media", help="Whether to writ
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the results of another request in DIR.")]
 
 
+def export_episodes(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Output of cosmos-rl generate or eval.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for one .rrd file per episode.")],
+    *,
+    rerun: Annotated[bool, typer.Option("--rerun", help="As Rerun recordings, the only format so far.")] = False,
+) -> None:
+    """Convert episodes of robot policies for a viewer: cameras, state, actions, rewards, success."""
+    from cosmos_rl_core.errors import UserError
+    from cosmos_rl_core.inference.episodes import export_episodes as export
+
+    if not rerun:
+        raise UserError("name the format: --rerun")
+    typer.echo(f"{len(export(directory, out))} episodes -> {out}; open one with: rerun FILE.rrd")
+
+
 def generate(
     file: Recipe,
     overrides: Overrides = None,

@@ -255,9 +255,9 @@ class SimulationEngine(ThreadedEngine[Request]):
             if running.closing:
                 self._finish(slot, last_values=decided.values[row])
                 continue
-            running.trajectory.decisions.append(decided.decision(row))
             left = running.request.sampling.max_steps - running.trajectory.steps
             chunk = self._observer.actions(decided.actions[row])[:left]
+            running.trajectory.decisions.append(decided.decision(row, actions=chunk))
             chunks.setdefault(len(chunk), []).append((slot, chunk))
         for alike in chunks.values():
             self._pool.submit([slot for slot, _ in alike], np.stack([chunk for _, chunk in alike]))
