@@ -1,6 +1,6 @@
 // The page: routes #/run/NAME[+NAME]/VIEW?state, live events, keyboard. A view is a function (ids, state) -> what it
 // does with changes and keys: {refresh(change), keys: {j() {}}, close()}.
-import { $, el, get, hideTip, number, pill, showTip, store, table } from './dom.js'
+import { $, address, el, get, hideTip, number, pill, showTip, store, table } from './dom.js'
 import { curves } from './curves.js'
 import { machines } from './machines.js'
 import { rollouts } from './rollouts.js'
@@ -15,11 +15,6 @@ const FOR_SEVERAL = ['curves', 'recipe']
 const REFRESH_MS = 2000
 const view = $('#view')
 let current = null, source = null, timer = null, turn = 0
-
-export function address(ids, name, state = {}) {
-  const query = new URLSearchParams(Object.entries(state).filter(([, value]) => value !== '' && value != null)).toString()
-  return `#/run/${ids.map(encodeURIComponent).join('+')}/${name}${query ? '?' + query : ''}`
-}
 
 function parse() {
   const [path, query] = location.hash.slice(2).split('?')

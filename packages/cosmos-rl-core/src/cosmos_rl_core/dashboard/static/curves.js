@@ -1,7 +1,6 @@
 // Metrics by step, of one run or several, with the sentences about the run above them.
 import { chart, legend } from './chart.js'
-import { clock, el, empty, fill, number, ofRun, seconds, store } from './dom.js'
-import { address } from './app.js'
+import { address, clock, el, empty, fill, number, ofRun, seconds, store } from './dom.js'
 
 const SECTIONS = [
   ['Learning', name => /^(reward|loss|accuracy|perplexity|return|value|explained)/.test(name)],

@@ -104,3 +104,9 @@ export function spark(values) {
   svg.append(path)
   return svg
 }
+
+// The address of a view of runs, with its state: #/run/NAME[+NAME]/VIEW?state.
+export function address(ids, name, state = {}) {
+  const query = new URLSearchParams(Object.entries(state).filter(([, value]) => value !== '' && value != null)).toString()
+  return `#/run/${ids.map(encodeURIComponent).join('+')}/${name}${query ? '?' + query : ''}`
+}

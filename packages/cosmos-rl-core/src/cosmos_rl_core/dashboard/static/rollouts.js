@@ -1,7 +1,6 @@
 // Rollouts of one step: histogram of rewards, filters, groups, and one prompt through time.
 import { chart } from './chart.js'
-import { el, empty, player, number, ofRun } from './dom.js'
-import { address } from './app.js'
+import { address, el, empty, number, ofRun, player } from './dom.js'
 
 const SORTS = { file: 'as trained', worst: 'lowest reward', best: 'highest reward', mixed: 'most mixed', longest: 'longest' }
 const KINDS = { step: 'training', eval: 'evaluations' }

@@ -1,7 +1,6 @@
 // The list of runs, members and waits, weights, media, recipe and logs.
 import { chart, legend } from './chart.js'
-import { bytes, clock, el, empty, player, get, median, number, ofRun, pill, seconds, spark, store, table } from './dom.js'
-import { address } from './app.js'
+import { address, bytes, clock, el, empty, get, median, number, ofRun, pill, player, seconds, spark, store, table } from './dom.js'
 import { level } from './rollouts.js'
 
 export async function runs(view) {
