@@ -215,10 +215,11 @@ def test_placeholders_span_what_lies_between_the_tokens_of_an_item():
 
 
 @pytest.mark.slow
-def test_a_run_with_pictures(tmp_path):
+@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
+def test_a_run_with_pictures(tmp_path, kind):
     base = tmp_path / "base"
-    make("idefics3").save_pretrained(base)
-    write_processing(base, "idefics3")
+    make(kind, wide=True).save_pretrained(base)
+    write_processing(base, kind)
     for number in range(4):
         picture(24, 32, seed=number).save(tmp_path / f"{number}.png")
     rows = [{"prompt": "what colour ?", "picture": f"{number}.png", "answer": "red"} for number in range(4)]
