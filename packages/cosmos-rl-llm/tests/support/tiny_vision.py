@@ -142,7 +142,7 @@ CONFIGS: dict[str, dict[str, object]] = {
             "sliding_window": 3,  # shorter than a picture
             "sliding_window_pattern": 2,
         },
-        "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "vision_config": {**_SIGLIP, "model_type": "siglip_vision_model"},
         "mm_tokens_per_image": 4,
         "image_token_id": WORDS.index("<image_soft_token>"),
         "boi_token_id": WORDS.index("<start_of_image>"),

@@ -114,7 +114,13 @@ def replicate(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
     """Replicate a module's own parameters on every rank; `partial`: their gradients are parts of a sum."""
     _place_all(module, axis, lambda _: Replicate())
     grad = Partial() if partial else Replicate()
-    run_on_local(module, dict.fromkeys(_own(module), lambda p: p.to_local(grad_placements=[grad])))
+
+    def whole(parameter: DTensor) -> Tensor:
+        return parameter.to_local(grad_placements=[grad])
+
+    run_on_local(module, dict.fromkeys(_own(module), whole))
+    if isinstance(module, nn.MultiheadAttention):  # its forward pass reads the parameters of its child
+        run_on_local(module, dict.fromkeys(_own(module.out_proj), whole), of=module.out_proj)
 
 
 def cut_columns(module: nn.Module, axis: TensorAxis) -> None:
@@ -152,21 +158,21 @@ def cut_vocabulary(embedding: nn.Embedding, axis: TensorAxis) -> None:
     embedding.forward = forward
 
 
-def run_on_local(module: nn.Module, views: Mapping[str, View]) -> None:
-    """Run a module's forward on `views` of its own DTensor parameters."""
+def run_on_local(module: nn.Module, views: Mapping[str, View], *, of: nn.Module | None = None) -> None:
+    """Run a module's forward on `views` of the DTensor parameters of `of`; None: its own."""
     if not views:
         return
-    inner = module.forward
+    inner, owner = module.forward, of or module
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        held = {name: module._parameters[name] for name in views}
+        held = {name: owner._parameters[name] for name in views}
         try:
             for name, parameter in held.items():
                 assert isinstance(parameter, DTensor)
-                module._parameters[name] = views[name](parameter)  # pyright: ignore[reportArgumentType]
+                owner._parameters[name] = views[name](parameter)  # pyright: ignore[reportArgumentType]
             return inner(*args, **kwargs)
         finally:
-            module._parameters.update(held)
+            owner._parameters.update(held)
 
     module.forward = forward
 
