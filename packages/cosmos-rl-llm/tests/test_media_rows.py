@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from pydantic import ValidationError
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import MediaError, PromptError, UserError
+from cosmos_rl_core.parallel.rank_group import RankGroup
+from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_llm.config import LLMDataConfig, MediaSection
 from cosmos_rl_llm.data.chat import Chat
@@ -18,7 +21,7 @@ from cosmos_rl_llm.data.collate import collate_sft, encode_row, pack_batch
 from cosmos_rl_llm.data.rows import load_rows, normalise
 from cosmos_rl_llm.data.turns import encode_turns
 from cosmos_rl_llm.media.source import LIMITS, PromptMedia
-from cosmos_rl_llm.media.vision import Vision
+from cosmos_rl_llm.media.vision import Vision, find_family
 from cosmos_rl_llm.policy.token_model import TermModel
 
 Image = pytest.importorskip("PIL.Image")
@@ -68,7 +71,12 @@ def chat(model, tmp_path):
 
 
 def make_chat(model, directory, *, template=None, **keys):
-    family = family_of(model, directory)
+    family_of(model, directory)
+    return read_chat(model, directory, template=template, **keys)
+
+
+def read_chat(model, directory, *, template=None, **keys):
+    family = find_family(str(directory), model.config)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     tokenizer.chat_template = template or tokenizer.chat_template
     vision = Vision(family=family, limits=MediaSection(root=str(directory)))
@@ -151,6 +159,63 @@ def test_a_row_that_cannot_be_read_is_dropped_and_counted(chat, tmp_path, row, r
     (dropped,) = batch.rows_dropped
     with pytest.raises(MediaError, match=reason):
         raise MediaError(dropped)
+
+
+def read_together(rank, world_size, *, directory):
+    """Pictures of this rank's share, the number that it has decoded, and the reasons of dropped rows."""
+    directory = Path(directory)
+    chat = read_chat(make("qwen3_vl"), directory, ranks=RankGroup.of_all if world_size > 1 else RankGroup)
+    counted = Counted(chat.vision)
+    rows = [chat_row(f"{place}.png") for place in range(8)] + [chat_row("words.txt"), chat_row("0.png", "1.png")]
+    batch = collate_sft(
+        prompts_of(*rows),
+        chat=replace(chat, vision=counted),
+        microbatch_terms=30,
+        share=Share(index=rank, count=world_size),
+    )
+    shown = [each.inputs for each in batch.microbatches if "item_digest" in each.inputs]
+    return {
+        "digests": np.concatenate([inputs["item_digest"].numpy() for inputs in shown]),
+        "pixels": sum(inputs["pixels"].double().sum().numpy() for inputs in shown),
+        "decoded": np.array(counted.decoded),
+        "dropped": np.array(batch.rows_dropped),
+        "counts": np.array([batch.num_terms, batch.num_rollouts, batch.metrics["rows_dropped"]]),
+    }
+
+
+class Counted:
+    """A `Vision` that counts the pictures it decodes."""
+
+    def __init__(self, vision):
+        self.vision, self.decoded = vision, 0
+
+    def __getattr__(self, name):
+        return getattr(self.vision, name)
+
+    def of_row(self, row):
+        return self
+
+    def item(self, part, *, where):
+        self.decoded += 1
+        return self.vision.item(part, where=where)
+
+
+@pytest.mark.ci
+def test_a_rank_decodes_its_part_of_the_pictures_and_those_it_trains_on(tmp_path):
+    for place in range(8):
+        picture(16 + 8 * (place % 3), 16, seed=place).save(tmp_path / f"{place}.png")
+    (tmp_path / "words.txt").write_text("no picture")
+    write_processing(tmp_path)
+    whole = read_together(0, 1, directory=str(tmp_path))
+    ranks = run_ranks(read_together, 3, directory=str(tmp_path))
+    assert whole["decoded"] == 11
+    assert len(whole["dropped"]) == 1
+    for found in ranks:
+        assert found["counts"].tolist() == whole["counts"].tolist()
+        assert found["dropped"].tolist() == whole["dropped"].tolist()
+        assert found["decoded"] <= 5 + len(found["digests"]) < 11  # rows 0, 3, 6, 9 or the like, and its share
+    assert {digest for found in ranks for digest in found["digests"]} == set(whole["digests"])
+    assert sum(found["pixels"] for found in ranks) == pytest.approx(float(whole["pixels"]))
 
 
 def test_a_picture_for_a_model_of_text_is_an_error_of_its_row(chat):

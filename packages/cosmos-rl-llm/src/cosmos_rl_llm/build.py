@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from cosmos_rl_core.parallel.axes.linear import bound_caches
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.dtensor import fill_own_part, materialise
 from cosmos_rl_core.parallel.lora import base_name, fill_adapters
+from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.data.chat import Chat
@@ -65,7 +68,11 @@ def build_policy(
     log_kernels(whole, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)
     pipelined = setup.mesh is not None and setup.mesh.dims.pp > 1
     policy = (PipelinedPolicy if pipelined else TextPolicy)(
-        whole, chat=chat(whole), temperature=temperature, compute_dtype=compute_dtype, setup=setup
+        whole,
+        chat=replace(chat(whole), ranks=cache(RankGroup.of_all)),
+        temperature=temperature,
+        compute_dtype=compute_dtype,
+        setup=setup,
     )
     if setup.mesh is not None:
         materialise(policy.module, device=torch.device("cpu") if setup.memory.parameter_offload else setup.mesh.device)

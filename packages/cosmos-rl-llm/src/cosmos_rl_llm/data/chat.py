@@ -6,7 +6,7 @@ and tokens sampled by an engine are kept and never encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 
 from cosmos_rl_core.data.source import Faults
 from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View
 from cosmos_rl_llm.media.source import parts_of
@@ -55,6 +56,10 @@ class Chat:
     """Reads pictures and videos; None for a model of text."""
     faults: Faults = field(default_factory=lambda: Faults("cannot be read"), compare=False)
     """Rows of supervised training with pictures and videos that cannot be read."""
+    ranks: Callable[[], RankGroup] = field(default=RankGroup, compare=False)
+    """Returns the ranks that read the pictures and videos of supervised rows together."""
+    given: Sequence[Item] | None = None
+    """The pictures and videos of the row in work; None: they are read."""
 
     def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
         """Return the model's prompt.
@@ -82,6 +87,8 @@ class Chat:
 
     def items(self, messages: Iterable[Message], *, where: str) -> list[Item]:
         """Return the pictures and videos of messages, processed. Raises MediaError, or PromptError for a text model."""
+        if self.given is not None:
+            return list(self.given)
         parts = [part for message in messages for part in parts_of(message["content"]) if part["type"] != "text"]
         if parts and self.vision is None:
             raise PromptError(f"{where or 'a row'}: {parts[0]['type']!r} in a chat, and model and engine read text")

@@ -17,7 +17,7 @@ In supervised training the terms of a row are:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +28,9 @@ from cosmos_rl_core.errors import MediaError, PromptError, UserError
 from cosmos_rl_core.train.balance import deal
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
 from cosmos_rl_llm.data.chat import Chat
+from cosmos_rl_llm.data.items import read_items
 from cosmos_rl_llm.data.turns import encode_turns
-from cosmos_rl_llm.media.item import EMPTY_VIEW, View, positions_of
+from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
 from cosmos_rl_llm.media.source import parts_of
 
@@ -51,6 +52,8 @@ class Sample:
     """[prompt + T - 1, layers, k]: experts chosen by the rollout's router, if they are replayed."""
     view: View = EMPTY_VIEW
     """Pictures and videos among the tokens."""
+    pixels: Callable[[], Sequence[Item]] | None = None
+    """Returns those of the row with their pixels, where the view has none. Raises UserError."""
 
     @property
     def length(self) -> int:
@@ -128,13 +131,19 @@ def pack_batch(
     routes = sequences[0].routes if sequences else None
     empty = replace(EMPTY, routes=None if routes is None else np.zeros_like(routes[:1]))
     kinds = batch_kinds([item for sequence in sequences for item in sequence.view.items])
-    packed = (_pack([sequences[index] for index in members] or [empty]) for members in dealt)
+    packed = (_pack([_with_pixels(sequences[index]) for index in members] or [empty]) for members in dealt)
     return TrainBatch(
         microbatches=tuple(replace(each, inputs={**each.inputs, **kinds}) for each in packed),
         num_terms=sum(int(sequence.loss_mask.sum()) for sequence in sequences),
         num_rollouts=sum(bool(sequence.loss_mask.any()) for sequence in sequences),
         metrics={**metrics, "packing_fraction": sum(lengths) / room if room else 1.0},
     )
+
+
+def _with_pixels(sample: Sample) -> Sample:
+    if sample.pixels is None:
+        return sample
+    return replace(sample, view=replace(sample.view, items=tuple(sample.pixels()[: len(sample.view.items)])))
 
 
 def _pack(sequences: Sequence[Sample]) -> Microbatch:
@@ -173,7 +182,7 @@ def _tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int, share: Share) -> TrainBatch:
-    """Pack rows with target responses; return the microbatches of `share`.
+    """Pack rows with target responses; return the microbatches of `share`. All ranks of a replica call this together.
 
     A row whose pictures or videos cannot be read is dropped. `chat.overlong` determines the treatment of rows above
     `chat.max_length` tokens; a row that would be cut before its first answer is dropped.
@@ -183,9 +192,12 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
     """
     chat.faults.want(len(prompts))
     readable: list[tuple[Prompt, Sample]] = []
-    for prompt in prompts:
+    for prompt, read in zip(prompts, read_items(prompts, chat), strict=True):
         try:
-            readable.append((prompt, encode_row(prompt.row, chat=chat, where=prompt.origin)))
+            if read.unreadable:
+                raise MediaError(read.unreadable)
+            sample = encode_row(prompt.row, chat=replace(chat, given=read.items), where=prompt.origin)
+            readable.append((prompt, replace(sample, pixels=read.pixels)))
         except MediaError as error:
             chat.faults.add(prompt.origin or prompt.sample_id, error.reason)
     samples: list[Sample] = []

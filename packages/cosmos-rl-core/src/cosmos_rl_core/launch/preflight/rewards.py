@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.assemble import build_reward
+from cosmos_rl_core.assemble import build_reward, with_prompt_media
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.optional import MakesSpecimens
@@ -44,7 +44,7 @@ def reward_problems(
     """
     group = None
     if isinstance(domain, MakesSpecimens) and rows:
-        group = domain.specimen(config, rows[0], origin=f"{origin}:1")
+        group = with_prompt_media(config, domain, domain.specimen(config, rows[0], origin=f"{origin}:1"))
     found: list[Problem] = []
     for place, section in enumerate(config.reward.functions):
         make = partial(build_reward, section.name, domain, options=section.options, given=given.get(section.title))
