@@ -38,8 +38,9 @@ INTRO = """\
 
 A recipe is a TOML file. `cosmos-rl init llm DIR` writes a commented one to start from, and `cosmos-rl check FILE`
 reports every problem of a recipe with its line; with `--deep` also those of tokenizer, lengths of rows, rewards and
-machine, as `cosmos-rl run`, `launch` and `run()` of a program do first. `section.key=value` on the command line replaces a value. An unknown key is an
-error. A run writes all keys with their values to `resolved.toml` in its directory.
+machine, as `cosmos-rl run`, `launch` and `run()` of a program do first. `section.key=value` on the command line
+replaces a value. An unknown key is an error. A run writes all keys with their values to `resolved.toml` in its
+directory.
 
 `cosmos-rl keys rollout.sampling` shows the keys of a section. Editors such as VS Code with Even Better TOML complete
 and check keys by the JSON Schema in the first line of a recipe, `#:schema ./recipe.schema.json`. `init` writes both;
