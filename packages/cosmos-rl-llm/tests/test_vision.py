@@ -126,6 +126,17 @@ def test_equal_prompts_are_computed_once_with_their_pictures(model, family, show
     assert num_pixels(row) == sum(item.pixels.size for item in shown[0])
 
 
+def test_a_groups_picture_passes_the_tower_once_where_its_rollouts_fit_into_a_microbatch(family, shown, tmp_path):
+    made = samples([shown[4]] * 3 + [shown[5]] * 3, family, tmp_path)
+    lengths = [sample.length for sample in made]
+    capacity = max(sum(lengths[:3]), sum(lengths[3:])) + min(lengths)  # room for one of the next group
+    batch = pack_batch(made, groups=[0] * 3 + [1] * 3, microbatch_terms=capacity, share=Share(), metrics={})
+    assert [each.inputs["item_digest"].tolist() for each in batch.microbatches] == [
+        [shown[4][0].digest],
+        [shown[5][0].digest],
+    ]
+
+
 def test_equal_texts_with_other_pictures_are_not_shared(model, family, shown, tmp_path):
     made = samples(shown[4:6], family, tmp_path)
     assert np.array_equal(made[0].prompt_tokens, made[1].prompt_tokens)
