@@ -73,9 +73,19 @@ def started(tmp_path):
 def until(condition, tmp_path):
     deadline = time.monotonic() + LIMIT_S
     while not (found := condition()):
-        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
+        assert time.monotonic() < deadline, seen(tmp_path)
         time.sleep(0.2)
     return found
+
+
+def seen(tmp_path):
+    """The output of the run, its diagnosis and the ends of its logs, for a failure."""
+    try:
+        found = str(examine_run(tmp_path / "run", stacks=True))
+    except UserError as error:
+        found = str(error)
+    logs = [path.read_text()[-2000:] for path in sorted((tmp_path / "run").glob("logs/*.log"))]
+    return "\n".join([(tmp_path / "out").read_text(), found, *logs])
 
 
 def verdict(run_dir):

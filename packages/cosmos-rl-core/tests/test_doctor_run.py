@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 from run_files import Clock, group
 
@@ -21,10 +22,13 @@ from cosmos_rl_core.control.evaluation import Evaluation
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
+from cosmos_rl_core.doctor.limits import GIB
 from cosmos_rl_core.doctor.run import examine_run
 from cosmos_rl_core.doctor.stacks import busy_threads, stacks_of, worker_processes
 from cosmos_rl_core.doctor.waits import RUN, WEIGHTS, Wait, chain, waits_of
 from cosmos_rl_core.errors import OutOfMemory, UserError
+from cosmos_rl_core.observe.machine import Machine, Sample
+from cosmos_rl_core.observe.nvml import Gpu
 from cosmos_rl_core.observe.record import Events, Outcome, record_outcome, record_start
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines
@@ -340,6 +344,29 @@ def test_07_a_worker_that_the_kernel_killed(written):
     assert (found.level, "memory" in found.text) == ("note", True)
 
 
+def test_07_memory_and_disk_that_are_nearly_full(written):
+    gpu = Gpu(index=0, name="H100", memory=79 * GIB, memory_total=80 * GIB)
+    machine = Machine(
+        cpus=8,
+        cpu=1.0,
+        memory=97 * GIB,
+        memory_total=100 * GIB,
+        disk_free=GIB // 2,
+        disk_total=GIB,
+        received=0.0,
+        sent=0.0,
+        gpus=(gpu,),
+    )
+    sample = Sample(time=1.0, process="rollout-0", host="node-3", pid=1, cpu=1.0, memory=60 * GIB, machine=machine)
+    (written.path / "system").mkdir()
+    (written.path / "system" / "rollout-0.jsonl").write_bytes(msgspec.json.encode(sample) + b"\n")
+    found = written.ends(message="rollout-0 died (signal SIGKILL)").examine()
+    assert "killed it, mostly because the machine" in line(found, "cause").text
+    assert line(found, "memory").text == "node-3 uses 97.0 of 100.0 GiB; the largest: rollout-0 60.0 GiB"
+    assert line(found, "disk").text == "node-3 has 0.5 GiB free where the run's directory is"
+    assert any(check.text == "GPU 0 of node-3 uses 79.0 of 80.0 GiB" for check in found.checks)
+
+
 def test_08_workers_that_do_not_connect(written):
     start = json.loads((written.path / "run.json").read_text())
     (written.path / "run.json").write_text(json.dumps({**start, "started": time.time() - 900}))
@@ -356,6 +383,19 @@ def test_08_a_worker_that_still_builds(written):
     found = line(written.opens("policy-0", "build", since_s=200).examine(), "waits")
     assert "policy-0 builds its part of the run since 3 min 20 s" in found.text
     assert "logs/policy-0.log" in found.fix
+
+
+def test_08_the_phase_of_a_start(written):
+    waits = "the run waits for policy replicas: 0 of 1 ready"
+    starting = member("policy-0", "joining", version=-1) | {
+        "phase": "reading weights",
+        "phase_s": 95.0,
+        "started": {"importing": 6.25},
+    }
+    written.status(waits, members=(starting,), mesh=[], phase="starting").opens("policy-0", "build", since_s=100)
+    found = line(written.examine(), "waits")
+    text = "policy-0 starts: reading weights since 1 min 35 s; before that 6.2 s: importing 6.2 s"
+    assert (found.level, found.text) == ("note", text)
 
 
 def test_09_a_full_staleness_window_means_that_the_policy_is_the_bottleneck(written):

@@ -75,6 +75,7 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
         rollouts=run.rollouts,
         spans=spans,
         events=Rows(run_dir / EVENTS, most_bytes=2**20).read(),
+        machines=run.machines.read(),
     )
     found = [Check(LEVELS[each["level"]], "run", *_sentence(each)) for each in overview["health"]]
     found += symptoms(facts)

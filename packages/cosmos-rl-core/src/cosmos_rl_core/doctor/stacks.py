@@ -42,6 +42,7 @@ IDLE = (
     "<frozen runpy>",
     "cosmos_rl_core/processes.py",
     "cosmos_rl_core/observe/trace.py",
+    "cosmos_rl_core/observe/machine.py",
     "cosmos_rl_core/workers/main.py",
     "cosmos_rl_core/workers/rank_main.py",
     "cosmos_rl_core/workers/fork_server.py",

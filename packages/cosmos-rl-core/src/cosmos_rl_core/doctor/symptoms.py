@@ -15,6 +15,7 @@ from cosmos_rl_core.dashboard.curves import Curves
 from cosmos_rl_core.dashboard.health import LAST
 from cosmos_rl_core.dashboard.rollouts import Rollouts
 from cosmos_rl_core.doctor.activity import Spans
+from cosmos_rl_core.doctor.limits import GIB, LITTLE_DISK
 from cosmos_rl_core.doctor.network import holder_of
 from cosmos_rl_core.doctor.report import Check
 
@@ -23,6 +24,8 @@ NEAR = 0.5
 EQUAL = 0.9
 """Share of groups with equal rewards from which on answers are shown."""
 MISMATCH = 0.05
+FULL, FULL_GPU = 0.95, 0.97
+"""Share of memory in use from which on it is reported; engines reserve most of a GPU."""
 SHOWN, MOST_CHARACTERS = 3, 60
 TIMEOUTS = {
     "score": ("reward", "timeout_s"),
@@ -88,12 +91,15 @@ class Facts(NamedTuple):
     rollouts: Rollouts
     spans: Spans
     events: Sequence[Mapping[str, Any]]
+    machines: Mapping[str, Any] = {}
+    """As `dashboard.machines.Machines.read` returns them."""
 
 
 def symptoms(facts: Facts) -> list[Check]:
     """Return the lines of all symptoms that the run has."""
-    found = (_causes, _port, _resumed_to_nothing, _old_weights, _timeouts, _equal_rewards, _not_finite, _mismatch)
-    return [line for symptom in found for line in symptom(facts)]
+    of_processes = (_causes, _port, _resumed_to_nothing, _old_weights, _timeouts, _machines)
+    of_metrics = (_equal_rewards, _not_finite, _mismatch)
+    return [line for symptom in (*of_processes, *of_metrics) for line in symptom(facts)]
 
 
 def _causes(facts: Facts) -> Iterator[Check]:
@@ -143,6 +149,26 @@ def _timeouts(facts: Facts) -> Iterator[Check]:
             process, seconds = longest
             text = f"the longest {span!r} of {process} took {seconds:.3g} s: {seconds / limit:.0%} of [{section}] {key}"
             yield Check("note", "timeout", text, f"{section}.{key} = {limit:g}: a larger one")
+
+
+def _machines(facts: Facts) -> Iterator[Check]:
+    """Memory and disks that are nearly full, as of the last sample of each machine."""
+    processes = sorted(facts.machines.get("processes", ()), key=lambda process: -process["largest"])
+    for machine in facts.machines.get("machines", ()):
+        host, memory, total = machine["host"], machine["memory"][-1], machine["memory_total"]
+        if total and memory > FULL * total:
+            most = [f"{p['process']} {p['largest'] / GIB:.1f} GiB" for p in processes if p["host"] == host][:SHOWN]
+            text = f"{host} uses {memory / GIB:.1f} of {total / GIB:.1f} GiB; the largest: {', '.join(most)}"
+            yield Check("bad", "memory", text, "fewer rollout.replicas on this machine, or a smaller model")
+        free = machine["disk_free"][-1]
+        if free is not None and free < LITTLE_DISK:
+            text = f"{host} has {free / GIB:.1f} GiB free where the run's directory is"
+            yield Check("bad", "disk", text, "a smaller checkpoint.keep, or free space there")
+        for gpu in machine["gpus"]:
+            used, size = gpu["memory"][-1] or 0, gpu["memory_total"]
+            if size and used > FULL_GPU * size:
+                text = f"GPU {gpu['index']} of {host} uses {used / GIB:.1f} of {size / GIB:.1f} GiB"
+                yield Check("note", "memory", text, "policy.microbatch_terms; cosmos-rl plan RECIPE --memory SIZE")
 
 
 def _equal_rewards(facts: Facts) -> Iterator[Check]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cosmos_rl_core.doctor.activity import Activity, of_worker
+from cosmos_rl_core.doctor.activity import FIRST_S, Activity, of_worker
 from cosmos_rl_core.doctor.report import Check, Level
 from cosmos_rl_core.doctor.waits import ROLES, WEIGHTS, Wait
 from cosmos_rl_core.observe.console import duration
+from cosmos_rl_core.observe.startup import describe
 
 SILENT_S = 30.0
 """Seconds without a heartbeat after which a worker is in trouble."""
@@ -130,6 +131,11 @@ def _worker(name: str, at: Situation) -> Check:
         text = f"{name} ({state}) sent its last heartbeat {duration(age)} ago"
         return Check("bad", "waits", text, "its process has died, or its machine or network is gone: see its log")
     activity = of_worker(at.activities, name)
+    if state == "joining" and (phase := member.get("phase")):
+        since = float(member.get("phase_s", 0.0))
+        before = describe(member.get("started", {}))
+        text = f"{name} starts: {phase} since {duration(since)}" + (f"; before that {before}" if before else "")
+        return Check("bad" if since > FIRST_S else "note", "waits", text, fix_of("build", name, at))
     if activity is not None:
         return _busy(activity, at)
     if state == "joining":
