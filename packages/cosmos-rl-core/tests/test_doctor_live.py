@@ -14,7 +14,7 @@ from cosmos_rl_core.doctor.stacks import worker_processes
 from cosmos_rl_core.errors import UserError
 
 pytestmark = pytest.mark.ci
-LIMIT_S = 150.0
+LIMIT_S = 120.0
 PROGRAM = """
 import json, sys
 from cosmos_rl_core import run
@@ -100,13 +100,12 @@ def verdict(run_dir):
 def test_a_reward_that_never_returns_is_named_with_its_line(started, tmp_path):
     run_dir = started(reward="judge_that_hangs:score")
 
-    def slow():
+    def scores():
         found = verdict(run_dir)
-        return found if found and found.level != "ok" and "scores rollouts" in found.text else None
+        return found if found and "scores rollouts" in found.text and "since 1" in found.text else None
 
-    found = until(slow, tmp_path)
-    assert found.text.startswith("rollout-0 scores rollouts with the rewards since")
-    assert "[reward] timeout_s = 1000" in found.fix
+    found = until(scores, tmp_path)  # for 10 seconds or more
+    assert found.text.startswith("rollout-0 scores rollouts with the rewards since 1")
     diagnosis = examine_run(run_dir, stacks=True)
     assert "leased to rollout-0" in diagnosis.waits[0]
     assert "wait_for_the_judge" in diagnosis.stacks
@@ -122,9 +121,10 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on_after_it(started, tmp_path)
 
     def named():
         found = verdict(run_dir)
-        return found if found and found.level == "bad" else None
+        return found if found and "does not run" in found.text else None
 
     found = until(named, tmp_path)
+    assert found.level == "bad"
     assert found.text == f"policy-0 does not run: rank 1, process {last.pid} is stopped (SIGSTOP)"
     assert found.fix == f"kill -CONT {last.pid} lets it go on"
     stacks = examine_run(run_dir, stacks=True).stacks

@@ -112,12 +112,12 @@ def _weights(wait: Wait, at: Situation) -> Check:
     has = member.get("version", -1)
     behind = f"{wait.waiter} has {'no weights' if has < 0 else f'weights of version {has}'}, the run is at {version}"
     waiting = next((a for a in at.activities if a.worker == wait.waiter and a.span == "wait for weights"), None)
-    source, since = "", 0.0
+    source, since = "", float(member.get("since_s", 0.0)) if has < 0 else 0.0
     if waiting is not None:
         source, since = str(waiting.args.get("source", "")), waiting.seconds
     text = f"{behind}; it waits for those of {source or 'the policy'}" + (f" since {duration(since)}" if since else "")
     limit = float(at.recipe.get("sync", {}).get("timeout_s", 120.0))
-    level: Level = "bad" if since > limit or has < 0 < version else "note"
+    level: Level = "bad" if since > limit else "note"
     return Check(level, "waits", text, fix_of("wait for weights", wait.waiter, at))
 
 
