@@ -252,6 +252,14 @@ def test_01_work_of_the_usual_length_is_no_trouble(written):
     assert (verdict.level, "usual: 1 min 45 s" in verdict.text) == ("ok", True)
 
 
+def test_01_a_wait_for_weights_beside_the_work_is_no_reason(written):
+    written.spans("rollout-1", "wait for weights", 0.2).spans("rollout-1", "score", 0.4)
+    written.status(LEASED).opens("rollout-1", "wait for weights", since_s=400)
+    found = written.opens("rollout-1", "score", since_s=312, sample=7).examine()
+    assert "rollout-1 scores rollouts with the rewards since 5 min 12 s" in line(found, "waits").text
+    assert all(check.name != "stalled" for check in found.checks)
+
+
 def test_01_a_span_of_an_earlier_process_is_left_out(written):
     written.status(LEASED).opens("rollout-1", "score", since_s=900).clock.now += 1.0
     written.spans("rollout-1", "build", 3.0)

@@ -14,6 +14,8 @@ WAITING = ("wait for batch", "wait for commit", "wait for leases")
 """Spans of a process that waits for others, of which the status says more."""
 OUTER = ("rollout", "evaluate", "turn")
 """Spans with others inside."""
+BESIDE = "wait for weights"
+"""Span that is open beside the work of a rollout, until the policy publishes again."""
 STALLED = 6
 """A span that is open for this many times its usual duration is stalled,"""
 STALLED_S = 60.0
@@ -40,6 +42,8 @@ class Activity(NamedTuple):
 
     @property
     def is_stalled(self) -> bool:
+        if self.span == BESIDE:
+            return False
         if self.usual_s is None:
             return self.seconds > FIRST_S
         return self.seconds > STALLED_S and self.seconds > STALLED * self.usual_s
@@ -107,8 +111,8 @@ class Spans:
 
 
 def of_worker(activities: Iterable[Activity], worker: str) -> Activity | None:
-    """Return the longest of a worker; None if nothing of it is open."""
-    return next((activity for activity in activities if activity.worker == worker), None)
+    """Return the longest of a worker, without those beside its work; None if nothing of it is open."""
+    return next((each for each in activities if each.worker == worker and each.span != BESIDE), None)
 
 
 def _began(process: Process) -> float:

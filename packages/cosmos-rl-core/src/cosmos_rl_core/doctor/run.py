@@ -169,8 +169,8 @@ def _stacks(waits: Sequence[Wait], at: Situation, processes: Sequence[WorkerProc
     leaf = waits[-1].awaited if waits else ""
     if leaf == WEIGHTS:
         leaf = waits[-1].waiter
-    if not leaf and at.activities and at.activities[0].is_stalled:
-        leaf = at.activities[0].worker
+    if not leaf:
+        leaf = next((each.worker for each in at.activities if each.is_stalled), "")
     chosen = [process for process in processes if process.worker == leaf]
     if not chosen and leaf and leaf not in ROLES:
         return f"stacks: {leaf} has no process on this machine; run the doctor on its machine"

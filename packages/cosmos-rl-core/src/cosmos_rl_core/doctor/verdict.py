@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cosmos_rl_core.doctor.activity import FIRST_S, Activity, of_worker
+from cosmos_rl_core.doctor.activity import BESIDE, FIRST_S, Activity, of_worker
 from cosmos_rl_core.doctor.report import Check, Level
 from cosmos_rl_core.doctor.waits import ROLES, WEIGHTS, Wait
 from cosmos_rl_core.observe.console import duration
@@ -94,8 +94,8 @@ def _without_wait(at: Situation) -> Check:
     if at.troubles:
         worker, (text, fix) = next(iter(at.troubles.items()))
         return Check("bad", "waits", f"{worker} does not run: {text}", fix)
-    if at.activities and at.activities[0].is_stalled:
-        return _busy(at.activities[0], at)
+    if (stalled := next((each for each in at.activities if each.is_stalled), None)) is not None:
+        return _busy(stalled, at)
     return Check("ok", "waits", "no process waits for another one")
 
 
@@ -111,7 +111,7 @@ def _weights(wait: Wait, at: Situation) -> Check:
     member, version = at.member(wait.waiter), at.status.get("version", 0)
     has = member.get("version", -1)
     behind = f"{wait.waiter} has {'no weights' if has < 0 else f'weights of version {has}'}, the run is at {version}"
-    waiting = next((a for a in at.activities if a.worker == wait.waiter and a.span == "wait for weights"), None)
+    waiting = next((a for a in at.activities if a.worker == wait.waiter and a.span == BESIDE), None)
     source, since = "", float(member.get("since_s", 0.0)) if has < 0 else 0.0
     if waiting is not None:
         source, since = str(waiting.args.get("source", "")), waiting.seconds
