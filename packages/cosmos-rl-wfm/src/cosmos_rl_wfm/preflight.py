@@ -18,7 +18,7 @@ from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, is_here, network_of, open_source, vae_of
+from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, is_here, must_be_hub_id, network_of, open_source, vae_of
 from cosmos_rl_wfm.parallel.shape import parameter_shapes
 from cosmos_rl_wfm.rewards.ocr import READERS
 from cosmos_rl_wfm.sampling import TorchEngineOptions
@@ -44,13 +44,14 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
                 yield from error.problems
         yield from _of_readers(config.reward)
     model: WFMModelConfig = config.model
-    if not is_here(model):
-        return
     try:
+        if not is_here(model):
+            must_be_hub_id(model.path)
+            return
         folder = open_source(model)
         class_name, network = network_of(model, folder)
     except UserError as error:
-        yield Problem(key="model", wrong=str(error))
+        yield Problem(key="model.path", given=as_toml(model.path), wrong=_without_key(error, model))
         return
     if folder is not None:
         yield from _of_parts(model, folder)
@@ -79,8 +80,12 @@ def _of_parts(model: WFMModelConfig, folder: ModelFolder) -> Iterator[Problem]:
         try:
             there()
         except UserError as error:
-            wrong = str(error).removeprefix(f"model.path = {model.path!r} ").removeprefix("model.path: ")
-            yield Problem(key="model.path", given=as_toml(model.path), wrong=wrong)
+            yield Problem(key="model.path", given=as_toml(model.path), wrong=_without_key(error, model))
+
+
+def _without_key(error: UserError, model: WFMModelConfig) -> str:
+    """The message of an error without the key at its beginning."""
+    return str(error).removeprefix(f"model.path = {model.path!r} ").removeprefix("model.path: ")
 
 
 def _of_sizes(model: WFMModelConfig, folder: ModelFolder | None, data: WFMDataConfig) -> Iterator[Problem]:

@@ -98,8 +98,12 @@ def check(
         preflight = _preflight(config, domain, broken, data, evaluation, rewards or {})
         if resume is not None and not broken:
             preflight += resume_problems(resumed or config, config.run.directory, resume)
-        known = {problem.wrong for problem in found}
-        found += [problem for problem in preflight if not problem.is_note and problem.wrong not in known]
+        known = [problem.wrong for problem in found]
+        found += [
+            problem
+            for problem in preflight
+            if not problem.is_note and not any(t.endswith(problem.wrong) for t in known)
+        ]
         notes = [problem for problem in preflight if problem.is_note]
     if data is None or found:
         raise ConfigError(found, source=source)

@@ -95,13 +95,18 @@ def open_folder(path: str, *, revision: str | None = None, parts: Sequence[str] 
         if revision is not None:
             raise UserError(f"model.revision is for a model id on the hub; model.path = {path!r} is a directory here")
         return _open(local)
-    looks_local = local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1 or local.exists()
-    if looks_local:
+    must_be_hub_id(path)
+    return _open(_fetch(path, revision=revision, parts=parts))
+
+
+def must_be_hub_id(path: str) -> None:
+    """Raise UserError for a path that is not a directory, and cannot be the id of a model on the hub."""
+    local = Path(path).expanduser()
+    if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1 or local.exists():
         raise UserError(
             f"model.path = {path!r} is not a directory; give one that diffusers' save_pretrained wrote, "
             "or a hub's id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
-    return _open(_fetch(path, revision=revision, parts=parts))
 
 
 def _open(root: Path) -> ModelFolder:

@@ -69,7 +69,8 @@ def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, w
         return [replace(wrong, wrong=text, suggestion=EXAMPLE)]
     if group is None or getattr(function, "loads_model", False):
         return []
-    rubric = Rubric([WeightedReward(name=title, weight=1.0, function=function)], timeout_s=CALL_S)
+    # `_within` has given up before the rubric's own limit, whose message names a key of the recipe
+    rubric = Rubric([WeightedReward(name=title, weight=1.0, function=function)], timeout_s=2 * CALL_S)
     try:
         asyncio.run(rubric.score(group))
     except SampleError as error:
