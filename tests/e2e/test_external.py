@@ -1,6 +1,7 @@
 """A run whose workers are started by others: `cosmos-rl controller`, and `cosmos-rl worker` from anywhere."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -84,11 +85,15 @@ def test_workers_that_cannot_join_say_why_and_leave_the_run_unharmed(
     earlier = subprocess.run([sys.executable, "-c", OF_AN_EARLIER_VERSION, *rollout], capture_output=True, text=True)
     assert earlier.returncode == 2
     assert "install the same cosmos-rl-core on both sides" in earlier.stderr
+    _, errors = finished(start(*policy, "--name", "policy-1", "--ranks-per-node", "2"), 2)
+    assert "this policy has 2 ranks, and that of the recipe 1: start it with --ranks-per-node 1" in errors
     steps = len(rows_of(run_dir / "metrics.jsonl"))
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps, "another step")
     process.send_signal(signal.SIGINT)
     out, errors = finished(process, 130)
     assert "policy-0 was refused: a live worker has the name" in out
+    assert re.search("policy-1 could not start, and the run continues without it: .*this policy has 2 ranks", out)
+    assert "lost" not in out
     assert "has refused a connection: its peer has another token" in errors
     assert "has refused a connection: its peer has another version of the protocol" in errors
     for worker in good:

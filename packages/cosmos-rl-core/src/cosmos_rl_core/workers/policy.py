@@ -21,6 +21,7 @@ from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.loop import Steps, train
 from cosmos_rl_core.monitor.monitor import read_healthy
 from cosmos_rl_core.observe.startup import RESTORING, phase
+from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.rollout.spool.reader import SpoolReader
@@ -66,6 +67,7 @@ class PolicyRole:
     async def run(self) -> None:
         at, loop = self._at, asyncio.get_running_loop()
         _check_directory(at)
+        _check_ranks(at)
         await self._residence.begin()
         mesh, trainer, (reference, teacher), state = await loop.run_in_executor(at.compute, self._build)
         self._trainer = trainer
@@ -235,6 +237,18 @@ class PolicyRole:
             settings=assemble.sync_settings(config, token=at.context.token, tls=at.data_tls),
             bind=at.context.address or config.run.bind,
             ranks=None if ranks is None else ranks.messages,
+        )
+
+
+def _check_ranks(at: Assignment) -> None:
+    """Raise UserError for another number of ranks than the recipe's: such a replica cannot join a mesh of others."""
+    section, ranks = at.config.policy, at.context.ranks
+    wanted = ParallelDims.of(section.parallel, world_size=section.world_size).world_size
+    if (found := 1 if ranks is None else ranks.messages.size) != wanted:
+        nodes = f"--num-nodes {section.num_nodes} " if section.num_nodes > 1 else ""
+        raise UserError(
+            f"this policy has {found} ranks, and that of the recipe {wanted}: start it with {nodes}--ranks-per-node "
+            f"{wanted // section.num_nodes}"
         )
 
 
