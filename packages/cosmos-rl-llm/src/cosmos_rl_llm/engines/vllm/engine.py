@@ -294,7 +294,8 @@ class VllmEngine:
         """End vLLM's processes. Pending requests get a RuntimeError."""
         self._stop(RuntimeError("the engine was closed"))
         await asyncio.gather(*self._running, return_exceptions=True)
-        await asyncio.to_thread(self._llm.shutdown)
+        if (llm := vars(self).pop("_llm", None)) is not None:  # its __del__ fails if it lives until Python exits
+            await asyncio.to_thread(llm.shutdown)
 
     def _stop(self, error: BaseException) -> None:
         self._stopped = self._stopped or error
