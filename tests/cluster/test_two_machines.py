@@ -124,25 +124,25 @@ def test_the_first_machine_goes_on_alone_until_the_second_one_is_back(two, begin
     far = two.second.start("far", *worker, "far", *join, **secrets)
     metrics = run_dir / "metrics.jsonl"
 
-    def makers():
+    def workers(*states):
         if not (run_dir / "status.json").exists():  # it is written once a second
             return set()
         status = json.loads((run_dir / "status.json").read_text())
-        return {member["name"] for member in status["members"] if member["state"] == "ready"}
+        return {member["name"] for member in status["members"] if member["state"] in states}
 
     wait_for(
-        lambda: alive(controller, far, *here) and metrics.exists() and {"near", "far"} <= makers(),
+        lambda: alive(controller, far, *here) and metrics.exists() and {"near", "far"} <= workers("ready"),
         "both rollout workers",
         timeout_s=240,
     )
     two.cut()
-    wait_for(lambda: "far" not in makers(), "the loss of the far worker")
+    wait_for(lambda: "far" not in workers("ready", "suspect"), "the loss of the far worker")
     steps = len(rows_of(metrics))
     wait_for(lambda: len(rows_of(metrics)) >= steps + 5, "five steps without it")
     two.join()
     assert far.wait(timeout=120) == 1
     again = two.second.start("far-again", *worker, "far", *join, **secrets)
-    wait_for(lambda: alive(again) and "far" in makers(), "its return", timeout_s=240)
+    wait_for(lambda: alive(again) and "far" in workers("ready"), "its return", timeout_s=240)
     steps = len(rows_of(metrics))
     wait_for(lambda: len(rows_of(metrics)) >= steps + 5, "five steps with it")
     controller.send_signal(2)
