@@ -84,7 +84,7 @@ def test_an_episode_becomes_a_recording_with_cameras_state_actions_rewards_and_s
 def test_without_rerun_or_episodes_the_error_says_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "rollouts.jsonl").write_text(json.dumps({"sample": 0, "prompt": "1 + 1", "response": "2"}) + "\n")
     monkeypatch.setitem(sys.modules, "rerun", None)
-    with pytest.raises(UserError, match="pip install rerun-sdk"):
+    with pytest.raises(UserError, match=r"cosmos-rl-core\[rerun\]"):
         export_episodes(tmp_path, tmp_path / "out")
     monkeypatch.setitem(sys.modules, "rerun", object())
     with pytest.raises(UserError, match="no episodes"):

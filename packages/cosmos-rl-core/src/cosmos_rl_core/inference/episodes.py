@@ -30,9 +30,9 @@ def export_episodes(directory: Path, out: Path) -> list[Path]:
     Raises UserError without rerun-sdk, and for a directory that has no episodes.
     """
     try:
-        import rerun  # pyright: ignore[reportMissingImports]  not a dependency: 160 MB
+        import rerun  # pyright: ignore[reportMissingImports]  an extra: 160 MB
     except ModuleNotFoundError as error:
-        raise UserError("recordings need Rerun: pip install rerun-sdk") from error
+        raise UserError("recordings need Rerun: pip install 'cosmos-rl-core[rerun]'") from error
     try:
         text = (directory / ROLLOUTS).read_text(encoding="utf-8")
     except OSError as error:
