@@ -174,12 +174,6 @@ def test_notes_do_not_refuse_a_recipe(walk, small):
     assert "a step uses each of 10 rows 4 times" in printed
 
 
-def test_a_reward_that_ends_the_process_of_the_checks_is_refused(walk, small):
-    code, printed = walk("check", "--deep", small(reward__functions=[{"name": "newcomers_rewards:ends_the_process"}]))
-    assert (code, "has ended the process of the checks with status 3" in printed) == (2, True), printed
-    assert "rewards: ends_the_process" in printed
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -205,6 +199,14 @@ def test_the_command_checks_in_a_child_process(small, tmp_path, start):
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2 and "takes (prompt, response)" in errors, errors
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_ends_the_process_of_the_checks_is_refused(small, tmp_path, start):
+    (tmp_path / "newcomers_rewards.py").write_text(REWARDS)
+    process = start("check", "--deep", small(), "reward.functions.0.name=newcomers_rewards:ends_the_process")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2 and "has ended the process of the checks with status 3" in errors, errors
+    assert "rewards: ends_the_process" in errors
 
 
 @pytest.fixture(scope="module")

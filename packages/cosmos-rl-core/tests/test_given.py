@@ -14,6 +14,7 @@ import pytest
 
 from cosmos_rl_core import Request, UserError, evaluate, generate, run
 from cosmos_rl_core.launch.given import open_recipe
+from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.tiny import TINY
 from cosmos_rl_core.testing.tiny_task import hits
@@ -211,6 +212,16 @@ def test_a_run_goes_on_inside_a_running_loop(tmp_path):
         return run(recipe(tmp_path), rewards=[lambda group: hits(group)])
 
     assert asyncio.run(cell()).steps == 2
+
+
+def test_an_interrupt_after_a_run_is_pythons_own():
+    async def main():
+        on_interrupt(lambda: None)
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+    run_to_end(main())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_an_interrupt_of_the_kernel_stops_the_run_in_good_order(tmp_path):

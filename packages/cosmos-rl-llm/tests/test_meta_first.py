@@ -65,7 +65,7 @@ def rank_values(rank, world_size, *, in_parts=True, **options):
 @pytest.mark.parametrize(
     ("family", "dims", "lora", "in_parts"),
     [
-        ("gemma3", {"dp_shard": 2}, None, True),  # tied; a buffer that scales embeddings
+        ("gemma3_text", {"dp_shard": 2}, None, True),  # tied; a buffer that scales embeddings
         ("qwen3", {"tp": 2}, {"rank": 4}, True),
         ("qwen3-moe", {"dp_shard": 2, "tp": 2, "ep": 2}, None, True),
         ("qwen3-moe", {"dp_shard": 2}, None, False),
@@ -115,7 +115,12 @@ def reference_beside_policy(rank, world_size, *, path, dims):
 
 @pytest.mark.parametrize(
     ("family", "dims"),
-    [("qwen3", {"tp": 2}), ("gemma3", {"dp_shard": 2}), ("qwen3-moe", {"dp_shard": 2, "ep": 2}), ("llama", {"pp": 2})],
+    [
+        ("qwen3", {"tp": 2}),
+        ("gemma3_text", {"dp_shard": 2}),
+        ("qwen3-moe", {"dp_shard": 2, "ep": 2}),
+        ("llama", {"pp": 2}),
+    ],
 )
 def test_a_reference_without_masters_computes_the_same_bits(tmp_path, family, dims):
     write(tmp_path, family)

@@ -69,7 +69,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "llama": {**_COMMON, "model_type": "llama", "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     "qwen3": {**_COMMON, "model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3-moe": {**_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "tie_word_embeddings": False},
-    "gemma3": {**_COMMON, **_WINDOWS, "model_type": "gemma3_text", "final_logit_softcapping": 3.0},
+    "gemma3_text": {**_COMMON, **_WINDOWS, "model_type": "gemma3_text", "final_logit_softcapping": 3.0},
     "gpt-oss": {**_COMMON, **_WINDOWS, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek-v3": {
         **{key: value for key, value in _COMMON.items() if key != "head_dim"},

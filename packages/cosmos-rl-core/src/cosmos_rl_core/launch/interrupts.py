@@ -49,7 +49,17 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
+        return runner.run(_without_handlers(main))
+
+
+async def _without_handlers(main: Coroutine[Any, Any, T]) -> T:
+    """Await `main`, then remove its signal handlers: unlike asyncio's, a loop of uvloop keeps them when it closes."""
+    try:
+        return await main
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not the main thread
+                asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def _is_in_a_loop() -> bool:
