@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import time
 
 import pytest
 
@@ -18,6 +20,37 @@ class Talking(Tiny):
         return super().build_policy(*arguments, **keywords)
 
 DOMAIN = Talking()
+"""
+
+HANGING = """
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from cosmos_rl_core.testing.tiny import Tiny
+
+ARMED = Path(os.environ["ARMED"])
+
+class Hanging(Tiny):
+    def build_engine(self, *arguments, **keywords):
+        engine = super().build_engine(*arguments, **keywords)
+        engine.generate = Hung(engine.generate)
+        return engine
+
+class Hung:
+    def __init__(self, generate):
+        self.generate, self.hangs = generate, False
+
+    async def __call__(self, prompt, **keywords):
+        if ARMED.exists():
+            ARMED.rename(ARMED.with_name("fired"))
+            self.hangs = True
+        if self.hangs:
+            await asyncio.to_thread(time.sleep, 600)
+        return await self.generate(prompt, **keywords)
+
+DOMAIN = Hanging()
 """
 
 
@@ -102,3 +135,48 @@ def test_a_killed_policy_process_ends_the_run_with_its_last_words(
     assert "\nthe policy is built\n" in errors.partition("logs/policy-0.log:")[2]
     assert "Traceback" not in errors
     assert pid_of(run_dir, "rollout-0") is None
+
+
+LEASE_TTL_S = 4.0
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rollout_whose_engine_hangs_is_started_again(
+    replicas, tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of, monkeypatch
+):
+    """Its heartbeats go on."""
+    run_dir, armed = tmp_path / "run", tmp_path / "armed"
+    (tmp_path / "hanging.py").write_text(HANGING)
+    monkeypatch.setenv("ARMED", str(armed))
+    tables = bandit(
+        run_dir,
+        run__domain="hanging:DOMAIN",
+        run__max_steps=10_000,
+        policy__prompts_per_step=PROMPTS,
+        rollout__replicas=replicas,
+        rollout__options={"delay_s": 0.05},
+        elastic__lease_ttl_s=LEASE_TTL_S,
+        logging__sinks=["console", "jsonl"],
+    )
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
+    names = [f"rollout-{number}" for number in range(replicas)]
+    first = {pid_of(run_dir, name) for name in names}
+    armed.touch()
+    wait_for(lambda: not armed.exists(), "the hang")
+    hung = time.monotonic()
+    wait_for(lambda: {pid_of(run_dir, name) for name in names} - first - {None}, "its next process")
+    print(f"its next process began {time.monotonic() - hung:.1f} s after the hang")
+    before = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= before + 3, "steps with it")
+    process.send_signal(signal.SIGINT)
+    told, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 130, errors
+    assert re.search(r"rollout-\d is removed from the run: it made no progress for 4 s", " ".join(told.split()))
+    trained = [
+        rollout["sample"]
+        for row in rows_of(run_dir / "metrics.jsonl")
+        for rollout in rows_of(run_dir / "rollouts" / f"step_{row['step']:06d}.jsonl")
+    ]
+    assert sorted(trained) == [sample for sample in range(len(trained) // GROUP) for _ in range(GROUP)]

@@ -212,6 +212,7 @@ def test_a_late_result_that_is_too_old_is_refused():
     p.batch()
     p.vote()
     p.ask("rollout-1", version=1, capacity=1)
+    p.send("rollout-0", m.Heartbeat(1))
     p.tick(after=6)
     (refused,) = p.deliver("rollout-0", 1, version=0)
     refusal = refused.message
@@ -394,6 +395,62 @@ def test_a_lease_expires_without_progress_and_lives_with_it():
     assert p.tick(after=3) == [To("rollout-0", m.Cancel(1))]
     p.send("rollout-0", m.Heartbeat(1, holding=(0,)))  # the same progress again
     assert p.tick(after=3) == [To("rollout-0", m.Cancel(0))]
+
+
+def test_a_rollout_that_hangs_gets_no_leases_until_it_makes_progress():
+    p = play(lease_ttl_s=5)
+    p.ask("rollout-0", capacity=1)
+    p.send("rollout-0", m.Heartbeat(1, holding=(0,)), after=1)
+    assert kinds(p.tick(after=5)) == ["Cancel"]
+    assert p.ask("rollout-0", capacity=2) == []  # its event loop is alive
+    assert p.send("rollout-0", m.Heartbeat(1)) == []
+    assert p.ledger.waits()[-1] == "rollout-0 gets no leases: it has made no progress for 5 s"
+    said = p.send("rollout-0", m.Heartbeat(2), after=4)
+    assert [lease.sample for lease in granted(said)] == [0, 1]
+    assert p.tick(after=4) == []
+
+
+def test_a_request_that_waits_for_room_is_held_while_the_rollout_hangs():
+    p = play(lease_ttl_s=5)
+    p.ask("rollout-0", capacity=2)
+    p.ask("rollout-0", capacity=1)  # no room
+    p.tick(after=6)
+    assert p.ledger.counts()["pending"] == 2
+    assert [lease.sample for lease in granted(p.send("rollout-0", m.Heartbeat(1), after=1))] == [0]
+
+
+def test_a_rollout_that_hangs_is_removed_and_told():
+    p = play(lease_ttl_s=5)
+    p.join("rollout-1")
+    p.ask("rollout-0", capacity=1)
+    p.send("rollout-0", m.Heartbeat(0))
+    p.tick(after=6)
+    for second in range(4):
+        p.send("rollout-0", m.Heartbeat(0))
+        p.send("rollout-1", m.Heartbeat(second + 1))
+        assert p.tick(after=1) == []
+    [told] = p.tick(after=1)
+    assert told.replica == "rollout-0"
+    assert told.message.fenced
+    assert told.message.reason.startswith("rollout-0 is removed from the run: it made no progress for 5 s")
+    assert p.removed == ["rollout-0"]
+
+
+def test_a_rollout_that_hangs_in_an_evaluation_is_removed():
+    p = play(lease_ttl_s=5)
+    for _ in range(11):
+        assert p.removed == []
+        p.send("rollout-0", m.Heartbeat(0, rows=2), after=1)
+        p.tick(after=0)
+    assert p.removed == ["rollout-0"]
+
+
+def test_a_rollout_whose_lease_expires_beside_others_is_not_stuck():
+    p = play(lease_ttl_s=5)
+    p.ask("rollout-0", capacity=1)
+    p.send("rollout-0", m.Heartbeat(1), after=3)  # it makes progress, and does not hold the lease
+    assert kinds(p.tick(after=3)) == ["Cancel"]
+    assert [lease.sample for lease in granted(p.ask("rollout-0", capacity=1))] == [0]
 
 
 def test_a_replica_that_is_not_ready_gets_no_leases():

@@ -202,7 +202,7 @@ def test_a_lease_is_answered_with_a_group_and_a_new_request():
         await stage.log.until(("request", 6, 3))
         await stage.end()
         assert stage.log == [("start", 4), ("deliver", 4, 2, False, 2), ("request", 6, 3)]
-        assert stage.worker.progress == 1
+        assert stage.worker.progress == 2  # the work of the engine, and the scored group
 
     asyncio.run(go())
 

@@ -110,6 +110,8 @@ class Heartbeat(Message, frozen=True):
     """Version of its weights; -1: none yet."""
     waits_for_peers: bool = False
     """Policy: whether it waits for other policies of its mesh."""
+    rows: int = 0
+    """Rollout: number of rows of an evaluation in work."""
 
 
 class RequestLeases(Message, frozen=True):

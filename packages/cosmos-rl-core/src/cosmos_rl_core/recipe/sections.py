@@ -347,7 +347,9 @@ class ElasticSection(Strict):
     """[elastic]: time limits and restarts for workers that hang, disconnect or crash."""
 
     lease_ttl_s: float = Field(default=600.0, gt=0)
-    """Time a rollout worker may keep a prompt without progress before the prompt is given to another worker."""
+    """Time without progress of a rollout worker that has prompts, after which they are given to another worker, and it
+    gets no new ones. Without progress for as long again it counts as hung: it is removed from the run and ends. Set it
+    above the time of the longest reward."""
     suspect_grace_s: float = Field(default=2.0, gt=0)
     """Time a disconnected worker has to reconnect before it is removed from the run."""
     silence_s: float = Field(default=120.0, gt=0)

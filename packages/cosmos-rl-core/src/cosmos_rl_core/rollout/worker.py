@@ -98,6 +98,7 @@ class RolloutWorker:
         """Gets the first error of a task other than SampleError."""
         self._changed = asyncio.Event()
         """Set after each change of the groups in work and of the spool."""
+        self._num_answered = 0
         self._busy_before = 0.0
         self._busy_since = 0.0
         self._idle = ExitStack()
@@ -105,8 +106,8 @@ class RolloutWorker:
 
     @property
     def progress(self) -> int:
-        """The engine's work counter; constant if the engine hangs."""
-        return self._engine.progress
+        """Work of the engine, and groups that were scored or have failed; constant if the engine hangs."""
+        return self._engine.progress + self._num_answered
 
     @property
     def version(self) -> int:
@@ -117,6 +118,11 @@ class RolloutWorker:
     def holding(self) -> list[int]:
         """Samples in work, without those of an evaluation."""
         return [sample for sample, evaluation in self._running if not evaluation]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an evaluation in work."""
+        return len(self._running) - len(self.holding)
 
     @property
     def busy_s(self) -> float:
@@ -173,8 +179,10 @@ class RolloutWorker:
         try:
             with self._timeline.span(name, sample=lease.prompt.sample_id):
                 group = await work(lease.prompt)
+            self._num_answered += 1
             await self._leases.deliver(lease, group)
         except SampleError as error:
+            self._num_answered += 1
             await self._leases.fail(lease, error)
         finally:
             self._lanes.discard(lane)

@@ -50,7 +50,11 @@ class RolloutRole:
         self._waits += self._turn is not None and self._turn.is_waiting
         progress = worker.progress + self._waits
         return p.Heartbeat(
-            progress=progress, busy_s=worker.busy_s, holding=tuple(worker.holding), version=worker.version
+            progress=progress,
+            busy_s=worker.busy_s,
+            holding=tuple(worker.holding),
+            version=worker.version,
+            rows=worker.num_rows,
         )
 
     async def run(self) -> None:

@@ -21,6 +21,10 @@ def request_leases(ledger: LedgerState, replica: str, message: p.RequestLeases) 
     if member.role != "rollout" or member.state is not MemberState.READY or message.capacity < 1:
         reason = f"{replica} is a {member.state} {member.role} and requests {message.capacity} leases"
         return ledger.reject(replica, reason)
+    session = ledger.sessions.by_name[replica]
+    if session.stuck_since is not None:
+        session.held_request = message
+        return
     ledger.sessions.queue_lease_request(
         replica,
         lineage=message.lineage,
@@ -155,6 +159,8 @@ def fail(ledger: LedgerState, replica: str, message: p.Failed) -> None:
 def return_leases(ledger: LedgerState, replica: str, message: p.Return) -> None:
     """Return leases of a replica that leaves, and withdraw its waiting request."""
     ledger.sessions.withdraw(replica)
+    if (session := ledger.sessions.by_name.get(replica)) is not None:
+        session.held_request = None
     for sample in sorted(ledger.samples.held.get(replica, set()).intersection(message.samples)):
         ledger.sessions.end_lease(sample, replica)
         ledger.decide(records.Returned(sample, f"{replica} leaves"))

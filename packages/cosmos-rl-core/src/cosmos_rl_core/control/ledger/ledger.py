@@ -7,7 +7,8 @@
 A pure state machine: no clock, no randomness, no I/O. Durable state changes only in `apply(record)`, so that
 replaying the records gives an equal ledger. The rules are in the modules of this folder:
 
-    liveness   Join Ready Heartbeat Disconnected Goodbye Restart       membership, expired leases
+    liveness   Join Ready Disconnected Gone Goodbye Restart            membership
+    hung       Heartbeat                                 expired leases, rollouts that hang
     stalls     PeersLost Tick                            policies that hang, or cannot reach one another
     leasing    RequestLeases Deliver Failed Return       PENDING -> LEASED -> READY or DROPPED
     stepping   RequestBatch PayloadsLost Vote CheckpointDone Rollback  READY -> ASSIGNED -> COMMITTED -> CHECKPOINTED
@@ -26,7 +27,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.ledger import events, leasing, liveness, records, stalls, stepping
+from cosmos_rl_core.control.ledger import events, hung, leasing, liveness, records, stalls, stepping
 from cosmos_rl_core.control.ledger.leasing import is_generated
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.samples import PENDING, READY
@@ -38,6 +39,7 @@ class Ledger(LedgerState):
 
     rules: ClassVar[Mapping[type, Callable[..., None]]] = {
         **liveness.RULES,
+        **hung.RULES,
         **leasing.RULES,
         **stepping.RULES,
         **stalls.RULES,
@@ -61,7 +63,7 @@ class Ledger(LedgerState):
     def waits(self) -> list[str]:
         """Return one line per wait: "policy-0 waits for batch 7: 3 of 8 groups ready, 5 leased to rollout-0"."""
         found = [f"the run has halted: {self.halted}"] if self.halted is not None else []
-        return [*found, *_mesh(self), *_batches(self), *_votes(self), *_leases(self), *_suspects(self)]
+        return [*found, *_mesh(self), *_batches(self), *_votes(self), *_leases(self), *_stuck(self), *_suspects(self)]
 
 
 def _is_request(event: events.Event) -> bool:
@@ -113,6 +115,14 @@ def _leases(ledger: LedgerState) -> list[str]:
             why = f"the staleness window has no room for its weights, version {version}: {in_flight}"
         found.append(f"{name} waits for leases: {why}")
     return found
+
+
+def _stuck(ledger: LedgerState) -> list[str]:
+    return [
+        f"{name} gets no leases: it has made no progress for {ledger.now - session.progressed_at:.0f} s"
+        for name, session in ledger.sessions.by_name.items()
+        if session.stuck_since is not None
+    ]
 
 
 def _suspects(ledger: LedgerState) -> list[str]:

@@ -123,7 +123,7 @@ def restart(ledger: LedgerState, event: events.Restart) -> None:
 
 
 def tick(ledger: LedgerState, event: events.Tick) -> None:
-    """Remove suspects whose grace has expired, mark silent replicas as suspect, and return expired leases."""
+    """Remove suspects whose grace has expired, and mark silent replicas as suspect."""
     config, now, members = ledger.config, ledger.now, ledger.members.by_name
     for name, session in list(ledger.sessions.by_name.items()):
         if session.suspect_since is not None:
@@ -131,11 +131,6 @@ def tick(ledger: LedgerState, event: events.Tick) -> None:
                 lose(ledger, name, reason=f"{name} is gone")
         elif now - session.last_message >= config.silence_s and members[name].state is MemberState.READY:
             _suspect(ledger, name)
-    for sample in ledger.sessions.expired(now - config.lease_ttl_s):
-        replica = ledger.samples.active[sample].replica
-        ledger.sessions.end_lease(sample, replica)
-        ledger.decide(records.Returned(sample, f"{replica} made no progress for {config.lease_ttl_s:g} s"))
-        ledger.send(replica, p.Cancel(sample))
 
 
 def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool = False) -> None:
@@ -146,6 +141,12 @@ def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool 
     ledger.output(events.Removed(replica))
     if not (in_good_order and ledger.why_finished() is not None):
         form_mesh(ledger)
+
+
+def expel(ledger: LedgerState, replica: str, *, reason: str) -> None:
+    """Remove a replica that is alive, and send it the reason."""
+    ledger.send(replica, p.Reject(ledger.members.by_name[replica].incarnation, reason, fenced=True))
+    lose(ledger, replica, reason=reason)
 
 
 def form_mesh(ledger: LedgerState) -> None:
@@ -211,6 +212,5 @@ RULES: Mapping[type, Callable[..., None]] = {
     events.Gone: gone,
     events.Restart: restart,
     p.Ready: ready,
-    p.Heartbeat: heartbeat,
     p.Goodbye: leave,
 }

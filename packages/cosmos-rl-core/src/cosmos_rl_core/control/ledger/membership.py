@@ -17,6 +17,7 @@ from enum import StrEnum
 
 import msgspec
 
+from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.protocol import Role
 
 
@@ -130,6 +131,12 @@ class Session:
     """Time of the last progress."""
     waits_for_peers: bool = False
     """Policy: whether it waits for other policies of its mesh, as of the last heartbeat."""
+    rows_since: float | None = None
+    """Rollout: since when it has had rows of an evaluation in work."""
+    stuck_since: float | None = None
+    """Rollout: when it had made no progress for a lease's time to live; None again after progress."""
+    held_request: p.RequestLeases | None = None
+    """Its request for leases while it is stuck."""
     suspect_since: float | None = None
     grace_s: float | None = None
     """Time to return after a restart of the controller; None: that of any suspect."""
@@ -195,6 +202,18 @@ class Sessions:
         self.withdraw(replica)
         self.waiting[replica] = (lineage, version)
         self.lease_requests.setdefault((lineage, version), {})[replica] = capacity
+
+    def hold(self, replica: str, now: float) -> None:
+        """Grant nothing to a rollout replica that makes no progress; its request is kept."""
+        session = self.by_name[replica]
+        if session.stuck_since is not None:
+            return
+        session.stuck_since = now
+        if (key := self.waiting.get(replica)) is not None:
+            lineage, version = key
+            capacity = self.at_share.get(replica) or self.lease_requests[key][replica]
+            session.held_request = p.RequestLeases(version, capacity, lineage)
+            self.withdraw(replica)
 
     def set_aside(self, replica: str) -> None:
         """Remove the request of a replica that holds its share from the queue, until it loses a lease."""

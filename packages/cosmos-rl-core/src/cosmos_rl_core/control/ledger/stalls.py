@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.ledger import events, liveness
+from cosmos_rl_core.control.ledger import events, hung, liveness
 from cosmos_rl_core.control.ledger.membership import Accusations, MemberState
 from cosmos_rl_core.control.ledger.state import LedgerState
 from cosmos_rl_core.control.ledger.stepping import is_of_mesh
@@ -45,8 +45,9 @@ def peers_lost(ledger: LedgerState, replica: str, message: p.PeersLost) -> None:
 
 
 def tick(ledger: LedgerState, event: events.Tick) -> None:
-    """The rules of time for all members, then those for policies that hang."""
+    """The rules of time for all members, then those for rollout replicas and policies that hang."""
     liveness.tick(ledger, event)
+    hung.tick(ledger)
     limit_s = ledger.config.stall_s
     for name in [name for name in ledger.members.policies if _is_stalled(ledger, name)]:
         _remove(ledger, name, reason=f"{name} is removed from the run: it made no progress for {limit_s:g} s")
@@ -116,8 +117,7 @@ def _stuck(ledger: LedgerState) -> str:
 def _remove(ledger: LedgerState, policy: str, *, reason: str) -> None:
     """Remove a policy that is alive, and send it the reason."""
     ledger.sessions.reconnections = 0
-    ledger.send(policy, p.Reject(ledger.members.by_name[policy].incarnation, reason, fenced=True))
-    liveness.lose(ledger, policy, reason=reason)
+    liveness.expel(ledger, policy, reason=reason)
 
 
 RULES: Mapping[type, Callable[..., None]] = {events.Tick: tick, p.PeersLost: peers_lost}
