@@ -162,10 +162,16 @@ def test_a_frozen_controller_is_killed_by_its_probe(cluster, recipe, monkeypatch
     trains(run_dir)
 
 
-def test_a_policy_over_two_machines_is_restarted_as_a_whole(cluster, launched, trains, wait_for):
+def test_a_policy_over_two_machines_waits_for_names_and_is_restarted_as_a_whole(cluster, launched, trains, wait_for):
     two = {"policy__num_nodes": 2, "policy__parallel__dp_shard": 2, "checkpoint__every_steps": 1}
+    cluster.has_names = False
     run_dir, _ = launched(**SLOW, **two, rollout__replicas=1)
+    pods = wait_for(lambda: [pod for i in (0, 1) if (pod := cluster.pod("policy-0", i))], "the pods of the policy")
+    for pod in pods:
+        wait_for(lambda: "waiting for " in pod.log.read_text(), f"the wait of {pod.name}", timeout_s=300)  # noqa: B023
+    cluster.has_names = True
     trains(run_dir)
+    assert cluster.exit_codes("policy-0") == []
     cluster.pod("policy-0", 1).evict()
     wait_for(lambda: len(cluster.exit_codes("policy-0")) == 2, "the end of both machines")
     assert cluster.exit_codes("policy-0") == [LEFT, LEFT]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel import device as devices
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
@@ -118,7 +119,9 @@ def test_the_interface_of_an_address():
 )
 def test_libraries_use_the_interface_that_leads_to_the_others(node, controller, monkeypatch, capsys):
     monkeypatch.setattr(interfaces, "interface_of", {"10.0.0.1": "eth1"}.__getitem__)
-    monkeypatch.setattr(interfaces, "worker_address", {"tcp://10.0.0.9:1": "10.0.0.1"}.__getitem__)
+    monkeypatch.setattr(
+        interfaces, "worker_address", {"tcp://10.0.0.9:1": "10.0.0.1", "tcp://127.0.0.1:1": "127.0.0.1"}.__getitem__
+    )
     monkeypatch.setattr(interfaces, "rdma_devices", lambda: [])
     environment = {}
     use_interface(node, environment, controller=controller)
@@ -163,7 +166,53 @@ def test_another_machine_asks_the_route(monkeypatch):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         node = Node(index=1, num_nodes=2, rendezvous=f"127.0.0.1:{server.getsockname()[1]}")
-        assert interface_of(node.own_address()) == "lo"
+        assert interface_of(node.address_among_machines()) == "lo"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_machine_waits_for_the_name_of_the_first_one(index, monkeypatch, capsys):
+    """A platform's DNS has the name of a pod once it runs; the first machine's own takes a moment too."""
+    answers = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+    resolved = socket.getaddrinfo
+
+    def later(host, *arguments, **options):
+        if host == "pod-0.run" and (error := next(answers, None)):
+            raise error
+        return resolved("127.0.0.1" if host == "pod-0.run" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    monkeypatch.setattr(interfaces, "RETRY_S", 0.0)
+    node, environment = Node(index=index, num_nodes=2, rendezvous="pod-0.run:4000"), {}
+    use_interface(node, environment, controller="tcp://127.0.0.1:1", join_s=60.0)
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    waits, chosen = capsys.readouterr().err.splitlines()
+    assert (
+        waits
+        == "waiting for pod-0.run:4000: cannot reach the replica's first machine pod-0.run: Name or service not known"
+    )
+    assert chosen.startswith("network interfaces: gloo lo, nccl =lo")
+
+
+def test_a_first_machine_that_stays_unknown_is_an_error_with_its_name():
+    node = Node(index=1, num_nodes=2, rendezvous="pod-0.invalid:4000")
+    with pytest.raises(UserError, match=r"cannot reach the replica's first machine pod-0\.invalid: "):
+        use_interface(node, {}, controller="tcp://127.0.0.1:1")
+
+
+def test_a_worker_of_several_ranks_waits_for_the_name_of_the_controller(monkeypatch, capsys):
+    answers = iter([UserError("cannot reach controller.run")] * 2)
+
+    def later(controller):
+        if error := next(answers, None):
+            raise error
+        return "127.0.0.1"
+
+    monkeypatch.setattr(interfaces, "worker_address", later)
+    monkeypatch.setattr(interfaces, "RETRY_S", 0.0)
+    environment = {}
+    use_interface(Node(ranks_per_node=2), environment, controller="tcp://controller.run:1", wait_s=60.0)
+    assert environment["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert capsys.readouterr().err.startswith("waiting for tcp://controller.run:1: cannot reach controller.run\n")
 
 
 @pytest.mark.cuda_dry

@@ -127,8 +127,8 @@ def test_a_machine_that_cannot_be_is_an_error(keys, message):
 
 
 def test_another_machine_finds_the_address_it_is_reached_at():
-    assert Node(num_nodes=2, rendezvous="127.0.0.1:4000").own_address() == ""
-    assert Node(index=1, num_nodes=2, rendezvous="127.0.0.1:4000").own_address() == "127.0.0.1"
+    assert Node(num_nodes=2, rendezvous="127.0.0.2:4000").address_among_machines() == "127.0.0.2"
+    assert Node(index=1, num_nodes=2, rendezvous="127.0.0.1:4000").address_among_machines() == "127.0.0.1"
 
 
 # -- how the end of a rank is told

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import yaml
 from kubernetes_schema import problems
@@ -26,6 +27,8 @@ from stand_in_pods import Pod
 
 BACKOFF_S = 0.5
 STEP_S = 0.05
+LINE = "#stand-in"
+"""At the end of each line of a pod's name in /etc/hosts."""
 KUBECTL = """#!{python}
 import json, socket, sys
 reads = any(word == "--filename=-" for word in sys.argv)
@@ -148,8 +151,6 @@ class JobSet:
             labels = template["metadata"]["labels"]
             subdomain = self.spec["network"]["subdomain"]
             cluster.jobs[name] = Job(name, template["spec"], labels, subdomain)
-            for index in range(template["spec"]["completions"]):
-                cluster.address_of(f"{name}-{index}.{subdomain}")
         for name, job in jobs.items():
             if job.end[:1] == ("Failed",) and not job.deleted and not self.end:
                 self._fail(names[name]["name"], job)
@@ -183,8 +184,10 @@ class StandIn:
     def __init__(self, root):
         self.root = root
         self.objects, self.job_sets, self.jobs = {}, {}, {}
-        self.hosts = {}
-        """Address by host name."""
+        self.hosts = root / "hosts"
+        """/etc/hosts of all pods."""
+        self.has_names = True
+        """Whether names of running pods resolve; those of a real cluster take seconds."""
         self.ended = []
         """Pods that have ended."""
         self.starts = 0
@@ -196,6 +199,7 @@ class StandIn:
     def __enter__(self):
         for folder in ("logs", "pods", "claims", "bin"):
             (self.root / folder).mkdir()
+        self.hosts.write_text(Path("/etc/hosts").read_text())
         path, kubectl = str(self.root / "socket"), self.root / "bin" / "kubectl"
         kubectl.write_text(KUBECTL.format(python=sys.executable, socket=path))
         kubectl.chmod(0o755)
@@ -238,9 +242,12 @@ class StandIn:
         with self._running():
             return [pod.exit_code for pod in self.ended if f"-{replica}-" in pod.name]
 
-    def address_of(self, host):
-        """Return a loopback address for a host, the same each time."""
-        return self.hosts.setdefault(host, f"127.0.0.{2 + len(self.hosts)}")
+    def resolve(self, host):
+        """Let a name resolve to a loopback address, the same for a later pod with this name."""
+        known = self.hosts.read_text().split()
+        if host not in known:
+            with self.hosts.open("a") as file:
+                file.write(f"127.0.1.{known.count(LINE) + 2} {host} {LINE}\n")
 
     @contextlib.contextmanager
     def _running(self):
@@ -343,5 +350,9 @@ class StandIn:
 def missing():
     """Return why the stand-in cannot run here; empty if it can."""
     if os.geteuid() != 0:
-        return "process namespaces need root"
-    return "" if os.system("unshare --pid --fork true 2>/dev/null") == 0 else "process namespaces are not permitted"
+        return "namespaces of processes and mounts need root"
+    return (
+        ""
+        if os.system("unshare --pid --mount --fork true 2>/dev/null") == 0
+        else "namespaces of processes and mounts are not permitted"
+    )

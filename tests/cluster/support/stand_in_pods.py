@@ -1,8 +1,8 @@
 """Pods of `stand_in_kubernetes`: containers as processes of this machine.
 
 Each is process 1 of a process namespace, as in a container: SIGTERM without a handler is ignored, and all its processes
-end with it. In command and environment, paths of volumes and names of hosts are replaced by folders and loopback
-addresses.
+end with it. In command and environment, paths of volumes are replaced by folders. The name of a pod resolves, in all
+pods, to a loopback address once the pod runs, as the DNS of a cluster does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child=KILL")
+NAMESPACE = ("unshare", "--pid", "--mount", "--fork", "--kill-child=KILL")
+WITH_HOSTS = 'mount --bind "$1" /etc/hosts && shift && exec "$@"'
 INHERITED = ("HOME", "LANG", "OMP_NUM_THREADS")
 INDEX_PATH = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -38,8 +39,7 @@ class Pod:
         self._killed = False
         self._folders = {}
         """Folder by the path at which it is mounted."""
-        if host:
-            cluster.address_of(host)
+        self._host = host
         self._folder = cluster.root / "pods" / name
         self._folder.mkdir(parents=True)
         for mount in self.container["volumeMounts"]:
@@ -55,6 +55,8 @@ class Pod:
         """Note the end of the container, run probes, and kill it after its grace period."""
         if self.exit_code is not None:
             return
+        if self._host and self._cluster.has_names:
+            self._cluster.resolve(self._host)
         if (code := self._process.poll()) is not None:
             self.exit_code = 128 + signal.SIGKILL if self._killed else code  # `unshare` ends with 1 after a SIGKILL
             if self._check is not None:
@@ -108,7 +110,7 @@ class Pod:
         inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [*NAMESPACE, *command],
+                [*NAMESPACE, "sh", "-c", WITH_HOSTS, "sh", self._cluster.hosts, *command],
                 env={**inherited, "PATH": path, **self._environment},
                 cwd=self._folder,
                 stdin=subprocess.DEVNULL,
@@ -161,11 +163,10 @@ class Pod:
         return folder
 
     def _text(self, word):
-        """Expand $(NAME) of the environment, then replace paths and hosts."""
+        """Expand $(NAME) of the environment, then replace paths."""
         expanded = re.sub(r"\$\((\w+)\)", lambda found: self._environment.get(found[1], found[0]), word)
         return self._replace(expanded)
 
     def _replace(self, text):
-        known = {**self._folders, **self._cluster.hosts}
-        pattern = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
-        return re.sub(pattern, lambda found: known[found[0]], text) if known else text
+        pattern = "|".join(map(re.escape, sorted(self._folders, key=len, reverse=True)))
+        return re.sub(pattern, lambda found: self._folders[found[0]], text) if pattern else text

@@ -170,7 +170,7 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     """Run this machine's ranks to their end and return the exit code. Reports a failure to the controller."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
     token, tls = worker.token(), worker.tls()  # the files may be gone when a rank fails
-    use_interface(node, os.environ, controller=worker.controller)
+    use_interface(node, os.environ, controller=worker.controller, wait_s=worker.wait_s, join_s=JOIN_S)
     meeting = _rendezvous(worker, node)
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
         left = Path(folder, "left")

@@ -153,12 +153,16 @@ class Node:
         """Whether the replica's ranks reach one another over the loopback interface."""
         return self.rendezvous == "" or is_loopback(self.rendezvous.rpartition(":")[0])
 
-    def own_address(self) -> str:
-        """Return this machine's address as seen by the first machine; empty on the first machine."""
-        if self.index == 0:
-            return ""
+    def address_among_machines(self) -> str:
+        """Return this machine's address as seen by the replica's others. Raises UserError if the first has none yet."""
         host, _, port = self.rendezvous.rpartition(":")
-        return route_address(host, int(port))
+        try:
+            if self.index:
+                return route_address(host, int(port))
+            socket.getaddrinfo(host.strip("[]"), port)  # its own name must resolve too
+        except OSError as error:
+            raise UserError(f"cannot reach the replica's first machine {host}: {error.strerror}") from error
+        return host
 
     def commands_for_others(self, worker: WorkerAddress, *, python_path: tuple[str, ...], restarts: int) -> list[str]:
         """Return the commands to run on the other machines, machine 1 first."""

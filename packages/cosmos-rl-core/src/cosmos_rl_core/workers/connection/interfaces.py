@@ -14,7 +14,9 @@ import fcntl
 import socket
 import struct
 import sys
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from pathlib import Path
 
 from cosmos_rl_core.errors import UserError
@@ -26,21 +28,29 @@ from cosmos_rl_core.workers.node import Node
 SIOCGIFADDR = 0x8915
 """Linux request for the IPv4 address of an interface: netdevice(7)."""
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+RETRY_S = 0.5
 LIBRARIES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME", "ucx": "UCX_NET_DEVICES"}
 
 
-def use_interface(node: Node, environment: MutableMapping[str, str], *, controller: str) -> None:
+def use_interface(
+    node: Node, environment: MutableMapping[str, str], *, controller: str, wait_s: float = 0.0, join_s: float = 0.0
+) -> None:
     """Set the variables, and write them to this process's log if the run has several machines.
 
-    controller: its address. Without a choice gloo resolves the host name, which is 127.0.1.1 in many images.
+    controller: its address, whose name may take wait_s to resolve. join_s: the same for the first machine of a replica
+    over several ones: a platform's DNS has the name of a machine once it runs. Raises UserError after join_s. Without
+    a choice gloo resolves the host name, which is 127.0.1.1 in many images.
     """
     if node.is_local and node.num_ranks > 1:
         environment.setdefault(LIBRARIES["gloo"], "lo")
     if node.is_local and is_loopback(parse_address(controller).host):
         return
-    try:
-        own = worker_address(controller) if node.is_local else node.own_address() or node.rendezvous.rpartition(":")[0]
-    except UserError:  # no route yet: the rank that connects waits, or reports it
+    own = ""
+    with contextlib.suppress(UserError):  # the process that connects to the controller reports it
+        own = _when_reached(partial(worker_address, controller), controller, wait_s=wait_s)
+    if not node.is_local:
+        own = _when_reached(node.address_among_machines, node.rendezvous, wait_s=join_s)
+    if not own:
         return
     if name := interface_of(own):
         environment.setdefault(LIBRARIES["gloo"], name)
@@ -49,6 +59,21 @@ def use_interface(node: Node, environment: MutableMapping[str, str], *, controll
             environment.setdefault(LIBRARIES["ucx"], name)
     chosen = (f"{library} {environment.get(variable, 'its own choice')}" for library, variable in LIBRARIES.items())
     print(f"network interfaces: {', '.join(chosen)}", file=sys.stderr, flush=True)  # noqa: T201  a worker's log
+
+
+def _when_reached(find: Callable[[], str], target: str, *, wait_s: float) -> str:
+    """Return the address that `find` returns once the target's name resolves. Raises its UserError after wait_s."""
+    deadline, waits = time.monotonic() + wait_s, False
+    while True:
+        try:
+            return find()
+        except UserError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not waits:
+                print(f"waiting for {target}: {error}", file=sys.stderr, flush=True)  # noqa: T201  a worker's log
+            waits = True
+        time.sleep(RETRY_S)
 
 
 def interface_of(host: str) -> str:
