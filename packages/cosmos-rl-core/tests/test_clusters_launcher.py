@@ -204,13 +204,34 @@ def test_a_worker_does_not_wait_for_the_address_of_a_controller_that_died(tmp_pa
     assert (resolved.controller, resolved.wait_s) == ("tcp://127.0.0.1:1", 0.0)
 
 
+@pytest.mark.parametrize("change", ["renamed", "broken", "deleted"])
+def test_a_launched_run_has_the_recipe_of_its_launch(cluster, tmp_path, change):
+    """The user prepares the next run in the same file, or cleans up."""
+    run = cluster(["run.name=first"])
+    launch(FAKE, run, resume=False)
+    match change:
+        case "renamed":
+            run.file.write_text(RECIPE.replace("[run]", '[run]\nname = "second"').replace('"run"', '"other"'))
+        case "broken":
+            run.file.write_text("[run\n")
+        case "deleted":
+            run.file.unlink()
+    launched = Launched.of(tmp_path / "run")
+    assert set(launched.alive()) == {"run", "policy-0", "rollout-0", "rollout-1"}
+    assert launched.scale({"rollout": 1}) == ["rollout-1: ended"]
+    found = launched._run()
+    assert (found.label, found.config.model_dump()) == (run.label, run.config.model_dump())
+    assert len(launched.stop(now=False)) == 3
+
+
 def test_here_a_run_may_take_turns_on_its_gpus(cluster, tmp_path, capsys):
     cluster([])
     turns = ["run.colocate=true", "sync.max_staleness=0"]
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["launch", "run.toml", "--on", "local", "--dry-run", *turns])
     assert "run.colocate=true sync.max_staleness=0" in capsys.readouterr().out
-    Launched(platform="local", file=str(tmp_path / "run.toml"), overrides=tuple(turns)).write(tmp_path / "run")
+    run = cluster(turns, external=False)
+    Launched(platform="local", file=str(run.file), overrides=run.overrides, folders=run.folders).write(run)
     assert Launched.of(tmp_path / "run").alive() == {}
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["launch", "run.toml", "--on", FAKE, "--dry-run", *turns])

@@ -60,9 +60,10 @@ def cluster(slurm):
         (slurm / "run.toml").write_text(RECIPE.format(directory=slurm))
         (slurm / "cosmos-rl").write_text(f'#!/bin/bash\necho "$@" >> {slurm}/calls\n{program}\n')
         (slurm / "cosmos-rl").chmod(0o755)
-        Launched(platform="slurm", file=str(slurm / "run.toml"), overrides=overrides).write(slurm / "run")
+        run = ClusterRun.of(slurm / "run.toml", overrides)
+        Launched(platform="slurm", file=str(run.file), overrides=overrides, folders=run.folders).write(run)
         (slurm / "run" / "launch" / "rollouts").write_text("")
-        return ClusterRun.of(slurm / "run.toml", overrides)
+        return run
 
     return make
 

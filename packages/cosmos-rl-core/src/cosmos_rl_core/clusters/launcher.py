@@ -27,15 +27,15 @@ import msgspec
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import import_from
+from cosmos_rl_core.imports import add_folders, import_from
 from cosmos_rl_core.launch.gpus import gpus_per_rollout
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.load import dump_resolved, load_config
 from cosmos_rl_core.recipe.run import RunConfig
 
 FOLDER = "launch"
 """Folder for what a platform executes and writes, in the run's directory."""
-_FILE = "cluster.json"
+_FILE, _RECIPE = "cluster.json", "recipe.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +219,7 @@ def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
     if alive := {**(earlier.alive() if earlier else {}), **launcher.alive(run)}:
         jobs = ", ".join(f"{name} {state}" for name, state in alive.items())
         raise UserError(f"{run.directory} has jobs already: {jobs}; end them with cosmos-rl stop {run.directory}")
-    launched = Launched(platform=platform, file=str(run.file), overrides=run.overrides)
-    launched.write(run.directory)
+    Launched(platform=platform, file=str(run.file), overrides=run.overrides, folders=run.folders).write(run)
     try:
         return launcher.start(replace(run, resume=resume))
     except UserError:
@@ -230,11 +229,14 @@ def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
 
 
 class Launched(msgspec.Struct, kw_only=True):
-    """The content of `<run>/launch/cluster.json`: a run that a platform has started."""
+    """The content of `<run>/launch/cluster.json`: a run that a platform has started. Its recipe is `recipe.toml` beside
+    it, as the user may edit or remove his own file while the run is live."""
 
     platform: str
     file: str
     overrides: tuple[str, ...]
+    folders: tuple[str, ...]
+    """Folders for "module:attribute" names."""
     directory: str = ""
     """Set by `of`: the directory in which the file was found."""
     at: float = 0.0
@@ -253,11 +255,13 @@ class Launched(msgspec.Struct, kw_only=True):
         found.directory, found.at = str(run_dir.resolve()), path.stat().st_mtime
         return found
 
-    def write(self, run_dir: Path) -> None:
-        """Create the folder and the file."""
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (run_dir / FOLDER).mkdir(exist_ok=True)
-        (run_dir / FOLDER / _FILE).write_bytes(msgspec.json.encode(self))
+    def write(self, run: ClusterRun) -> None:
+        """Create the folder and the files."""
+        run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = run.directory / FOLDER
+        folder.mkdir(exist_ok=True)
+        (folder / _RECIPE).write_text(dump_resolved(run.config), encoding="utf-8")
+        (folder / _FILE).write_bytes(msgspec.json.encode(self))
 
     @property
     def shares_files(self) -> bool:
@@ -280,5 +284,11 @@ class Launched(msgspec.Struct, kw_only=True):
         return find_launcher(self.platform).stop(self._run(), now=now)
 
     def _run(self) -> ClusterRun:
-        run = ClusterRun.of(Path(self.file), self.overrides, external=self.platform != "local")
-        return replace(run, directory=Path(self.directory))
+        add_folders(self.folders)
+        return ClusterRun(
+            file=Path(self.file),
+            overrides=self.overrides,
+            config=load_config(Path(self.directory, FOLDER, _RECIPE)),
+            directory=Path(self.directory),
+            folders=self.folders,
+        )
