@@ -6,7 +6,9 @@ import llm_parity as parity
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
+from cosmos_rl_core.checkpoint.saver import files_beside
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.traffic import traffic
 from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
@@ -142,6 +144,30 @@ def test_a_checkpoint_is_read_by_parts(tmp_path):
         assert set(found) == set(expected)
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5 * (name == "logprobs"), err_msg=name)
+
+
+def saved(rank, world_size, *, path, dims):
+    policy = build(path, dims=dims)
+    weights = {name: whole(tensor).numpy().copy() for name, tensor in policy.weights().items()}
+    files = {f"files/{name}": np.frombuffer(data, np.uint8) for name, data in files_beside(policy).items()}
+    return weights | (files if rank == 0 else {})
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dims", [{"dp_shard": 2}, {"pp": 2}])
+def test_a_checkpoint_of_ranks_loads_as_the_model_it_came_from(tmp_path, dims):
+    write(tmp_path)
+    ranks = run_ranks(saved, 2, path=str(tmp_path), dims=dims)
+    found = {name: value for rank in ranks for name, value in rank.items()}
+    (tmp_path / "saved").mkdir()
+    for name in [name for name in found if name.startswith("files/")]:
+        (tmp_path / "saved" / name.removeprefix("files/")).write_bytes(found.pop(name).tobytes())
+    save_file(found, tmp_path / "saved/model.safetensors", metadata={"format": "pt"})
+    loaded, original = build(tmp_path / "saved"), build(tmp_path)
+    weights = original.weights()
+    assert loaded.weights().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.weights().items())
+    assert loaded.chat.vision.family.files == original.chat.vision.family.files != {}
 
 
 def test_frozen_parts_stay_and_are_not_sent(tmp_path):

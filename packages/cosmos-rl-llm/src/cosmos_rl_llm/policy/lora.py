@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cosmos_rl_core.parallel import lora
 from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_llm.config import Part
+from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.parts import part_of
 
 MERGED = "merged"
@@ -69,8 +70,14 @@ def with_adapters(plan: Mapping[str, str]) -> dict[str, str]:
     return extended
 
 
-def write_config(model: PreTrainedModel, directory: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write the files that load a model except weights: configuration, that of adapters, and the tokenizer if any.
+def write_config(
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vision: VisionFamily | None = None,
+) -> None:
+    """Write the files that load a model except weights: configuration, that of adapters, tokenizer, processing.
 
     adapter_config.json makes transformers load the base model, unless there is a config.json beside it; that of the
     merged model is therefore in merged/.
@@ -84,6 +91,8 @@ def write_config(model: PreTrainedModel, directory: Path, *, tokenizer: PreTrain
         model.generation_config.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+    for name, text in ({} if vision is None else vision.files).items():
+        (directory / name).write_text(text, encoding="utf-8")
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:

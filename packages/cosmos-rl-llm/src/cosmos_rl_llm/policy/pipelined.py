@@ -247,8 +247,9 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         return trained_weights(self.module)
 
     def save_config(self, directory: Path) -> None:
-        """Write the configuration of the whole model, and the tokenizer if there is one."""
-        write_config(self.module, directory, tokenizer=None if self.chat is None else self.chat.tokenizer)
+        """Write the configuration of the whole model, the tokenizer if there is one, and the processing of pictures."""
+        tokenizer = None if self.chat is None else self.chat.tokenizer
+        write_config(self.module, directory, tokenizer=tokenizer, vision=self._stages[0].module.vision)
 
     def _tied_parameters(self) -> Sequence[nn.Parameter]:
         if not self._tied:

@@ -102,10 +102,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
 
     def save_config(self, directory: Path) -> None:
         """Write the configuration, the tokenizer if there is one, and the processing of pictures."""
-        write_config(self.module.causal_lm, directory, tokenizer=self._tokenizer)
-        if self.module.vision is not None:
-            for name, text in self.module.vision.files.items():
-                (directory / name).write_text(text, encoding="utf-8")
+        write_config(self.module.causal_lm, directory, tokenizer=self._tokenizer, vision=self.module.vision)
 
 
 class TextPolicy(CausalLMPolicy):
