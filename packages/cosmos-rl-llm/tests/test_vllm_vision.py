@@ -25,6 +25,7 @@ from cosmos_rl_llm.engines.vllm.media import SUPPORTED, VllmMedia, placeholders
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.media.item import View
+from cosmos_rl_llm.model.parts import freeze
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 pytest.importorskip("PIL")
@@ -215,8 +216,8 @@ def test_placeholders_span_what_lies_between_the_tokens_of_an_item():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["idefics3", "qwen3_vl"])
-def test_a_run_with_pictures(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "frozen"), [("idefics3", []), ("qwen3_vl", []), ("qwen3_vl", ["tower", "projector"])])
+def test_a_run_with_pictures(tmp_path, kind, frozen):
     base = tmp_path / "base"
     make(kind, wide=True).save_pretrained(base)
     write_processing(base, kind)
@@ -226,7 +227,7 @@ def test_a_run_with_pictures(tmp_path, kind):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = run({
         "run": {"domain": "llm", "output_dir": str(tmp_path / "run"), "max_steps": 3},
-        "model": {"path": str(base)},
+        "model": {"path": str(base), "freeze": frozen},
         "data": {
             "path": str(tmp_path / "rows.jsonl"),
             "image_column": "picture",
@@ -248,6 +249,24 @@ def test_a_run_with_pictures(tmp_path, kind):
     }).metrics  # fmt: skip
     assert len(metrics) == 3
     assert all(line["mismatch_kl"] < 1e-5 for line in metrics)  # drawn with the weights that are trained
+
+
+def test_frozen_parts_stay_as_they_were_loaded(llm, runner, family, prompts, name):
+    """Nothing of tower and projector is sent; the weights of the language model arrive."""
+    model, engine = tiny(name), engine_of(llm, family, prompts)
+    freeze(model, ["tower", "projector"])
+
+    async def work():
+        async with sent_weights(engine, model, SETTINGS) as send:
+            for version in (1, 2):
+                generator = torch.Generator().manual_seed(version)
+                with torch.no_grad():
+                    for parameter in (each for each in model.parameters() if each.requires_grad):
+                        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+                await send(version)
+                check(await draw(engine, 2, num_samples=1), model, family)
+
+    runner.run(work())
 
 
 def test_weights_of_the_tower_arrive_and_its_cached_outputs_do_not_stay(llm, runner, family, prompts, name):

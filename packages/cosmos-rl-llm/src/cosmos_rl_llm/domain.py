@@ -132,7 +132,7 @@ class LLMDomain(DomainBase):
         check_teacher(config)
 
     def build_teacher(
-        self, teacher: TeacherSection, *, config: RunConfig, policy: TextPolicy, setup: ModelSetup
+        self, teacher: TeacherSection, *, config: RunConfig, policy: TextPolicy | PipelinedPolicy, setup: ModelSetup
     ) -> Teacher:
         """Load the teacher like the model. Implements `cosmos_rl_core.optional.HasTeachers`."""
         from cosmos_rl_llm.teacher.teacher import build_teacher
@@ -347,9 +347,8 @@ def _recommend_vllm(device: str, *, installed: bool) -> None:
 
 
 def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngineOptions) -> RolloutEngine:
-    if model.lora is not None or model.freeze:
-        key = "[model.lora]" if model.lora is not None else "[model] freeze"
-        raise UserError(f'rollout.engine = "vllm" takes whole weights; set it to "torch", or remove {key}')
+    if model.lora is not None:
+        raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
     quiet_torchao()
     from cosmos_rl_llm.engines.vllm.engine import VllmEngine
     from cosmos_rl_llm.engines.vllm.media import check_supported

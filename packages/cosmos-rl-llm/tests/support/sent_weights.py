@@ -1,19 +1,19 @@
-"""Weights of a model that are sent to an engine, version by version."""
+"""Weights of a model that are sent to an engine, version by version; without those of frozen parts."""
 
 from contextlib import asynccontextmanager
 
-from cosmos_rl_llm.model.causal_lm import named_weights
+from cosmos_rl_llm.model.causal_lm import trained_weights
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 
 @asynccontextmanager
 async def sent_weights(engine, model, settings):
     """Yield a coroutine function that sends the model's weights to the engine as a version."""
-    publisher = Publisher(named_weights(model), token=settings.token)
+    publisher = Publisher(trained_weights(model), token=settings.token)
     subscriber = await engine.subscriber(publisher.address, backend="transfer", settings=settings)
 
     async def send(version):
-        await publisher.publish(version, named_weights(model))
+        await publisher.publish(version, trained_weights(model))
         assert await subscriber.stage(after=version - 1) == version
         await engine.switch(version, subscriber.apply)
         await publisher.fence()
