@@ -13,20 +13,25 @@ from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
 from cosmos_rl_core.algorithms.distill import TaughtObjective, divergence
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.axes.tensor import TensorAxis
 from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.model.causal_lm import Head, make_model
+from cosmos_rl_llm.policy.logprobs import Vocabulary
+from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.teacher.check import check_axes, check_tokens, first_difference
+from cosmos_rl_llm.teacher.check import check_length, check_tokens, first_difference
 from cosmos_rl_llm.teacher.divergence import Top, Whole, term_divergence, with_rest
 from cosmos_rl_llm.teacher.teacher import Teacher
 
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 TERMS, VOCABULARY, HIDDEN, TEACHERS = 23, 31, 8, 12
 
 every_beta = pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -72,7 +77,7 @@ def test_the_loss_is_trls(beta, terms_at_a_time):
     values, *_ = term_divergence(
         student,
         head,
-        Whole(teacher, head, 0.7),
+        Whole(teacher, head, 0.7, Vocabulary.all(7)),
         beta=beta,
         temperature=0.7,
         logits_bytes=6 * 4 * 7 * terms_at_a_time,
@@ -91,10 +96,10 @@ def heads(softcap):
 
 def classes_of(teacher_hidden, teacher, *, top_k):
     if not top_k:
-        return Whole(teacher_hidden, teacher, 0.7)
+        return Whole(teacher_hidden, teacher, 0.7, Vocabulary.all(VOCABULARY))
     logprobs = (teacher.logits(teacher_hidden) / 0.7).log_softmax(-1)
     ids = logprobs.topk(top_k, dim=-1).indices
-    return Top(ids, with_rest(logprobs, ids), VOCABULARY)
+    return Top(ids, with_rest(logprobs, ids, Vocabulary.all(VOCABULARY)), Vocabulary.all(VOCABULARY))
 
 
 def by_autograd(hidden, head, teacher_hidden, teacher, *, beta, top_k):
@@ -166,7 +171,7 @@ def test_no_tensor_holds_all_terms_over_the_vocabulary():
         values, *_ = term_divergence(
             hidden,
             head,
-            Whole(random(5, 200, TEACHERS), teacher, 1.0),
+            Whole(random(5, 200, TEACHERS), teacher, 1.0, Vocabulary.all(VOCABULARY)),
             beta=0.5,
             temperature=1.0,
             logits_bytes=6 * 4 * VOCABULARY * 10,
@@ -178,7 +183,7 @@ def test_no_tensor_holds_all_terms_over_the_vocabulary():
 def test_a_policy_far_from_its_teacher_has_finite_gradients():
     hidden = torch.tensor([[200.0, -200.0, 0.0]]).requires_grad_()
     head = Head(torch.eye(3), None)
-    teacher = Whole(torch.tensor([[-200.0, 200.0, 0.0]]), head, 1.0)
+    teacher = Whole(torch.tensor([[-200.0, 200.0, 0.0]]), head, 1.0, Vocabulary.all(3))
     for beta in (0.0, 0.5, 1.0):
         values, *_ = term_divergence(hidden, head, teacher, beta=beta, temperature=1.0, logits_bytes=10**6)
         (gradient,) = torch.autograd.grad(values.sum(), hidden)
@@ -188,6 +193,64 @@ def test_a_policy_far_from_its_teacher_has_finite_gradients():
     )[0].tolist() == [[1.0, -1.0, 0.0]]
 
 
+def sharded(rank, world_size, *, beta, top_k, softcap):
+    """Values and gradients with the vocabulary over the ranks; this rank's rows of the head's gradient."""
+    mesh = ReplicaMesh.build(ParallelDims(tp=world_size), device=torch.device("cpu"))
+    part = Vocabulary.part(VOCABULARY + 3, TensorAxis(mesh.axis("tp"), sequence=False))
+    hidden, (head, teacher), theirs = random(4, TERMS, HIDDEN), heads(softcap), random(5, TERMS, TEACHERS)
+    own, common = part.rows(head), part.within(VOCABULARY)
+    leaves = (hidden, own.weight, own.bias)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    if top_k:
+        logprobs = common.log_softmax(common.rows(teacher).logits(theirs) / 0.7)
+        likeliest, ids = common.topk(logprobs, top_k)
+        rest = common.logsumexp(common.put(logprobs, ids, -torch.inf))
+        classes = Top(ids, torch.cat([likeliest, rest], dim=1), common)
+    else:
+        classes = Whole(theirs, common.rows(teacher), 0.7, common)
+    values, reverse, agreement = term_divergence(
+        hidden, own, classes, beta=beta, temperature=0.7, logits_bytes=6 * 4 * VOCABULARY * 5
+    )
+    (torch.linspace(-1, 2, TERMS, dtype=torch.float64) * values).sum().backward()
+    names = ("hidden", "weight", "bias")
+    gradients = {name: leaf.grad.numpy() for name, leaf in zip(names, leaves, strict=True)}
+    return {"values": values.detach().numpy(), "reverse": reverse.numpy(), "agreement": agreement.numpy(), **gradients}
+
+
+@pytest.mark.parametrize(
+    ("beta", "top_k", "softcap"),
+    [
+        (0.3, 0, 3.0),
+        (0.3, 4, None),
+        pytest.param(1.0, 0, None, marks=pytest.mark.ci),
+        pytest.param(0.0, 4, 3.0, marks=pytest.mark.ci),
+    ],
+)
+def test_a_vocabulary_over_ranks_gives_the_same(beta, top_k, softcap):
+    hidden, (head, teacher), theirs = random(4, TERMS, HIDDEN), heads(softcap), random(5, TERMS, TEACHERS)
+    leaves = (hidden, head.weight, head.bias)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    classes = classes_of(theirs, teacher, top_k=top_k)
+    values, reverse, agreement = term_divergence(
+        hidden, head, classes, beta=beta, temperature=0.7, logits_bytes=6 * 4 * VOCABULARY * 100
+    )
+    (torch.linspace(-1, 2, TERMS, dtype=torch.float64) * values).sum().backward()
+    ranks = run_ranks(sharded, 2, beta=beta, top_k=top_k, softcap=softcap)
+    wanted = {"values": values.detach(), "reverse": reverse, "agreement": agreement}
+    for name, expected in wanted.items():
+        for found in ranks:
+            np.testing.assert_allclose(found[name], expected.numpy(), rtol=1e-9, atol=1e-9, err_msg=name)
+    gradients = {
+        "hidden": sum(found["hidden"] for found in ranks),
+        "weight": np.concatenate([found["weight"] for found in ranks]),
+        "bias": np.concatenate([found["bias"] for found in ranks]),
+    }
+    for (name, found), leaf in zip(gradients.items(), leaves, strict=True):
+        np.testing.assert_allclose(found, leaf.grad.numpy(), rtol=1e-9, atol=1e-9, err_msg=name)
+
+
 def tiny(**changes):
     return make_model({**FAMILIES["qwen3"], "num_hidden_layers": 2, **changes}, dtype=torch.float32, seed=0)
 
@@ -195,16 +258,16 @@ def tiny(**changes):
 def taught_policy(section, setup=None, *, sees=False):
     """A policy, and its teacher: wider, deeper, with another head and more rows of it; or two that see pictures."""
     frozen = None if setup is None else replace(setup, frozen=True)
-    if sees:
-        own, other = make_tiny("qwen3_vl"), make_tiny("qwen3_vl", num_layers=3)
-        vision = vision_of(own)
-        policy = CausalLMPolicy(own, setup=setup, temperature=0.8, vision=vision)
-        teacher = Teacher(CausalLMPolicy(other, setup=frozen, temperature=0.8, vision=vision), policy, section)
-        teacher.module.requires_grad_(False)
-        return policy, teacher
-    policy = CausalLMPolicy(tiny(), setup=setup, temperature=0.8)
-    wider = tiny(hidden_size=96, num_hidden_layers=3, tie_word_embeddings=False, vocab_size=64)
-    teacher = Teacher(CausalLMPolicy(wider, setup=frozen, temperature=0.8), policy, section)
+    own = make_tiny("qwen3_vl") if sees else tiny()
+    other = (
+        make_tiny("qwen3_vl", num_layers=3)
+        if sees
+        else tiny(hidden_size=96, num_hidden_layers=3, tie_word_embeddings=False, vocab_size=64)
+    )
+    options = {"temperature": 0.8, "vision": vision_of(own) if sees else None}
+    kind = PipelinedPolicy if setup is not None and setup.parallel.pp > 1 else CausalLMPolicy
+    policy = kind(own, setup=setup, **options)
+    teacher = Teacher(kind(other, setup=frozen, **options), policy, section)
     teacher.module.requires_grad_(False)
     return policy, teacher
 
@@ -230,10 +293,9 @@ def learn(section, *, share, mesh=None, parallel=None, steps=3, sees=False):
         mesh=mesh,
     )
     lines = []
+    vision = vision_of(make_tiny("qwen3_vl")) if sees else None
     for step in range(steps):
-        made = make_batch(
-            step, share=share, supervised=False, microbatch_terms=48, vision=policy.module.vision if sees else None
-        )
+        made = make_batch(step, share=share, supervised=False, microbatch_terms=48, vision=vision)
         batch = with_teacher(made, teacher)
         trainer.begin(batch)
         trainer.forward_backward(batch.microbatches)
@@ -248,57 +310,86 @@ def whole(tensor):
 
 
 def learn_rank(rank, world_size, *, dims, keys, sees=False):
-    mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu"))
+    sizes = {name: size for name, size in dims.items() if name in AXES}
+    mesh = ReplicaMesh.build(ParallelDims(**sizes), device=torch.device("cpu"))
+    parallel = ParallelSection.model_validate(dims)
     return learn(
         TeacherSection(path="t", **keys),
-        share=mesh.share,
+        share=replace(mesh.share, multiple=microbatch_multiple(parallel)),
         mesh=mesh,
-        parallel=ParallelSection.model_validate(dims),
+        parallel=parallel,
         sees=sees,
     )
+
+
+JSD, TOP, ADVANTAGE = {"beta": 0.5}, {"top_k": 5}, {"loss": "advantage", "discount": 0.9}
+
+
+def check_ranks(dims, keys, *, sees=False):
+    """Compare with one process; the first step's numbers, before weights differ by rounding, to 1e-6."""
+    expected = learn(TeacherSection(path="t", **keys), share=Share(), sees=sees)
+    assert np.abs(np.diff(expected["loss"])).min() > 1e-4
+    world_size = ParallelDims(**{name: size for name, size in dims.items() if name in AXES}).world_size
+    ranks = run_ranks(learn_rank, world_size, dims=dims, keys=keys, sees=sees)
+    for name, wanted in expected.items():
+        values = [found[name] for found in ranks if name in found]
+        assert values, f"no rank has {name}"
+        for value in values:
+            np.testing.assert_allclose(value, wanted, rtol=1e-4, atol=2e-5, err_msg=name)
+            if name in ("loss", "teacher_kl", "teacher_agreement"):
+                np.testing.assert_allclose(value[0], wanted[0], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
     ("dims", "keys"),
     [
-        ({"dp_shard": 2}, {"beta": 0.5}),
-        pytest.param({"dp_shard": 2}, {"top_k": 5}, marks=pytest.mark.ci),
-        pytest.param({"dp_shard": 2}, {"loss": "advantage", "discount": 0.9}, marks=pytest.mark.ci),
+        ({"dp_shard": 2}, JSD),
+        pytest.param({"dp_shard": 2}, TOP, marks=pytest.mark.ci),
+        pytest.param({"dp_shard": 2}, ADVANTAGE, marks=pytest.mark.ci),
         pytest.param({"dp_shard": 2, "dp_replicate": 2}, {"beta": 0.0}, marks=pytest.mark.ci),
+        *(
+            pytest.param({axis: 2}, keys, marks=pytest.mark.ci)
+            for axis in ("cp", "tp", "pp")
+            for keys in (JSD, TOP, ADVANTAGE)
+        ),
+        pytest.param({"tp": 2, "sequence_parallel": True, "dp_shard": 2}, JSD, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "cp": 2}, TOP, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp_shard": 2}, JSD, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "tp": 2}, JSD, marks=pytest.mark.slow),
     ],
-    ids=["jsd", "top_k", "advantage", "hsdp"],
 )
 def test_ranks_learn_as_one_process_does(dims, keys):
-    expected = learn(TeacherSection(path="t", **keys), share=Share())
-    assert np.abs(np.diff(expected["loss"])).min() > 1e-4
-    for found in run_ranks(learn_rank, np.prod(list(dims.values())), dims=dims, keys=keys):
-        for name, wanted in expected.items():
-            np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=2e-5, err_msg=name)
+    check_ranks(dims, keys)
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("dims", "keys"),
     [
-        pytest.param({"beta": 0.5}, marks=pytest.mark.ci),
-        pytest.param({"loss": "advantage"}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2}, JSD, marks=pytest.mark.ci),
+        *(
+            pytest.param(dims, keys, marks=pytest.mark.slow)
+            for dims, keys in [
+                ({"dp_shard": 2}, {"loss": "advantage"}),
+                ({"cp": 2}, JSD),
+                ({"tp": 2}, JSD),
+                ({"pp": 2}, JSD),
+            ]
+        ),
     ],
-    ids=["jsd", "advantage"],
 )
-def test_ranks_learn_from_a_teacher_that_sees_pictures(keys):
+def test_ranks_learn_from_a_teacher_that_sees_pictures(dims, keys):
     pytest.importorskip("PIL")
-    expected = learn(TeacherSection(path="t", **keys), share=Share(), sees=True)
-    assert np.abs(np.diff(expected["loss"])).min() > 1e-4
-    for found in run_ranks(learn_rank, 2, dims={"dp_shard": 2}, keys=keys, sees=True):
-        for name, wanted in expected.items():
-            np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=2e-5, err_msg=name)
+    check_ranks(dims, keys, sees=True)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
-def test_a_replica_that_a_teacher_cannot_be_spread_over_is_refused(axis):
-    with pytest.raises(
-        UserError, match=rf"{axis} = 2: a teacher is sharded over dp_shard and dp_replicate; set {axis}"
-    ):
-        check_axes(ParallelSection.model_validate({axis: 2}))
+def test_rows_longer_than_the_teachers_context_are_refused():
+    check_length(100, 100, path="other")
+    check_length(100, None, path="other")
+    for own, rows in ((101, "rows of up to 101 tokens"), (None, "rows of any length")):
+        with pytest.raises(
+            UserError, match=f"'other' reads up to 100 tokens, and the model {rows}; set model.max_length = 100"
+        ):
+            check_length(own, 100, path="other")
 
 
 def test_a_packed_batch_has_the_divergence_of_plain_transformers():

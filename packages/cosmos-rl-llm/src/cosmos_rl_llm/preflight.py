@@ -22,7 +22,7 @@ from cosmos_rl_core.settings.problems import as_toml, missing_package
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
-from cosmos_rl_llm.model.checkpoint import read_specs, resolve
+from cosmos_rl_llm.model.checkpoint import read_context, read_specs, resolve
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,7 +112,7 @@ def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
                 wrong="has no tokenizer",
                 suggestion=f"add one of {', '.join(VOCABULARIES)}",
             )
-    own = _context(directory)
+    own = read_context(directory)
     if model.max_length is not None and own is not None and model.max_length > own:
         wrong = f"is above the model's own limit of {own} tokens"
         yield Problem(key="model.max_length", given=str(model.max_length), wrong=wrong)
@@ -137,14 +137,6 @@ def adapter_problems(model: LLMModelConfig, directory: Path) -> Iterator[Problem
 
 def _matrices(specs: Iterable[WeightSpec]) -> list[str]:
     return [spec.name.removesuffix(".weight") for spec in specs if len(spec.shape) == 2]
-
-
-def _context(directory: Path) -> int | None:
-    """The model's maximum number of positions; None without a limit."""
-    config = read_json_object(directory / "config.json", hint="see model.path")
-    text = config.get("text_config")
-    found = (text if isinstance(text, dict) else config).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
 
 
 def _template(directory: Path, data: LLMDataConfig) -> str | None:
@@ -174,7 +166,7 @@ def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, h
     from jinja2 import TemplateError
     from tokenizers import Tokenizer
 
-    limit = config.model.max_length or _context(directory)
+    limit = config.model.max_length or read_context(directory)
     if limit is None:
         return
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -65,6 +65,14 @@ def _read_header(path: Path) -> list[WeightSpec]:
     ]
 
 
+def read_context(directory: Path) -> int | None:
+    """Return the model's maximum number of positions; None without a limit."""
+    config = read_json_object(directory / "config.json", hint="see model.path")
+    text = config.get("text_config")
+    found = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _GATE_COPIES = {"gpt_oss": 7}
 """Families whose gated activation is not activation(gate) * up: gpt-oss clamps both and scales the gate."""

@@ -81,7 +81,7 @@ class ContextPart:
     """T."""
 
     def all_terms(self, values: Tensor) -> Tensor:
-        """Gather values of terms [t] into [T] on every rank. Differentiable; collective over the axis."""
+        """Gather values of terms [t, ...] into [T, ...] on every rank. Differentiable; collective over the axis."""
         return place_terms(values, self.terms, self.num_terms, self.layout.axis)
 
 

@@ -15,7 +15,7 @@ nothing, and returns this rank's part of d hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ def term_logprobs(
         vocabulary: the part of it in this rank's `head`; None: all of it. With a part, all ranks along tp call this
             with the same `hidden` and `labels`; results are the same on all, gradients are each rank's part.
     """
-    chunk = max(1, logits_bytes // (4 * head.weight.shape[0]))
-    part = vocabulary or Vocabulary(0, head.weight.shape[0], None)
+    part = vocabulary or Vocabulary.all(head.weight.shape[0])
+    chunk = max(1, logits_bytes // (4 * part.widest))
     logprobs, entropy = _TermLogprobs.apply(
         hidden, head.weight, head.bias, labels, head.softcap, head.scale, temperature, with_entropy, chunk, part
     )
@@ -59,13 +59,20 @@ class Vocabulary:
 
     start: int
     stop: int
+    widest: int
+    """The most tokens of a rank, the same on all: it sets the length of chunks, which ranks reduce together."""
     axis: TensorAxis | None
     """None: all tokens are here."""
 
     @classmethod
+    def all(cls, size: int) -> Vocabulary:
+        """All of `size` tokens."""
+        return cls(0, size, size, None)
+
+    @classmethod
     def part(cls, size: int, axis: TensorAxis) -> Vocabulary:
         """This rank's part of `size` tokens."""
-        return cls(*axis.bounds(size), axis)
+        return cls(*axis.bounds(size), widest=-(-size // axis.size), axis=axis)
 
     def largest(self, values: Tensor) -> Tensor:
         """Return the maximum over the ranks, in place."""
@@ -76,9 +83,62 @@ class Vocabulary:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """labels [n] -> index of each among this rank's tokens [n], and whether it is one of them [n]."""
+        """labels [...] -> index of each among this rank's tokens [...], and whether it is one of them [...]."""
         mine = (labels >= self.start) & (labels < self.stop)
         return torch.where(mine, labels - self.start, 0), mine
+
+    def within(self, size: int) -> Vocabulary:
+        """The same part of the first `size` tokens alone."""
+        return replace(self, start=min(self.start, size), stop=min(self.stop, size))
+
+    def rows(self, head: Head) -> Head:
+        """These tokens' part of a whole output head."""
+        bias = None if head.bias is None else head.bias[self.start : self.stop]
+        return replace(head, weight=head.weight[self.start : self.stop], bias=bias)
+
+    def logsumexp(self, values: Tensor) -> Tensor:
+        """values [n, own] -> over all tokens [n, 1]."""
+        largest = self.largest(values.amax(-1, keepdim=True))
+        return self.sum((values - largest).exp_().sum(-1, keepdim=True)).log_().add_(largest)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """logits [n, own] -> log-probabilities among all tokens [n, own]."""
+        return logits.log_softmax(-1) if self.axis is None else logits - self.logsumexp(logits)
+
+    def argmax(self, values: Tensor) -> Tensor:
+        """values [n, own] -> the token with the largest of all [n]."""
+        largest, place = values.max(-1)
+        found = torch.where(largest == self.largest(largest.clone()), place + self.start, torch.iinfo(place.dtype).max)
+        return self._reduce(found, dist.ReduceOp.MIN)
+
+    def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """values [n, own] -> the largest of all [n, k], and their tokens [n, k]."""
+        top = values.topk(min(k, values.shape[1]), dim=-1)
+        if self.axis is None:
+            return top.values, top.indices
+        candidates = values.new_full((self.axis.size, k, len(values)), -torch.inf)
+        tokens = torch.zeros_like(candidates, dtype=torch.int64)
+        candidates[self.axis.rank, : top.values.shape[1]] = top.values.t()
+        tokens[self.axis.rank, : top.values.shape[1]] = top.indices.t() + self.start
+        candidates, tokens = self.largest(candidates).flatten(0, 1).t(), self.sum(tokens).flatten(0, 1).t()
+        best = candidates.topk(k, dim=-1)
+        return best.values, tokens.gather(1, best.indices)
+
+    def gather(self, values: Tensor, ids: Tensor) -> Tensor:
+        """Values [n, own] at tokens `ids` [n, k] -> [n, k]."""
+        if self.axis is None:
+            return values.gather(1, ids)
+        place, mine = self.own(ids)
+        return self.sum(values.gather(1, place) * mine)
+
+    def put(self, values: Tensor, ids: Tensor, new: Tensor | float) -> Tensor:
+        """Set values [n, own] at those tokens of `ids` [n, k] that are here to `new` [n, k] or a number, in place."""
+        if self.axis is None:
+            return values.scatter_(1, ids, new)
+        place, mine = self.own(ids)
+        row, column = mine.nonzero(as_tuple=True)
+        values[row, place[row, column]] = new[row, column] if isinstance(new, Tensor) else new
+        return values
 
     def _reduce(self, values: Tensor, operation: Any) -> Tensor:
         if self.axis is not None:

@@ -44,7 +44,7 @@ from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
-from cosmos_rl_llm.policy.token_model import Row, TermModel
+from cosmos_rl_llm.policy.token_model import Row, TermModel, outputs_of
 
 _LEFT_OUT = {"qwen3_vl_text": ("embed_tokens", "layers", "norm")}
 """By model_type: plans missing in transformers, in order."""
@@ -140,7 +140,7 @@ class TermStage:
     module: TermModel
 
     def prepare(self, microbatch: Microbatch) -> Row:
-        return self.module.row(microbatch.inputs)
+        return self.module.row(microbatch.inputs, teacher=microbatch.terms.teacher)
 
     def hidden_shape(self, inputs: Row) -> tuple[int, ...]:
         axis = self.module.axis
@@ -151,7 +151,11 @@ class TermStage:
 
     def __call__(self, hidden: Tensor | None, inputs: Row, *, with_entropy: bool) -> Tensor | PolicyOutputs:
         passed = self.module(hidden, inputs, with_entropy)
-        return PolicyOutputs(logprobs=passed[0], entropy=passed[1]) if self.module.last else passed
+        if not self.module.last:
+            return passed
+        if self.module.returns_hidden:
+            return PolicyOutputs(logprobs=passed.new_zeros(len(passed)), tensors={"hidden": passed})
+        return outputs_of(passed)
 
 
 class PipelinedPolicy(PolicyBase[PreTrainedModel]):
@@ -215,11 +219,25 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         self._load = ExpertLoad(model)
         self.chat = chat
 
-    def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
-        """Return log-probabilities [T] float32 without gradient; zeros on the ranks before the last stage."""
+    @property
+    def last_stage(self) -> TermModel | None:
+        """The module with the output head; None on the ranks before the last stage."""
+        return self._stages[-1].module if self._pipeline.is_last else None
+
+    def term_states(self, microbatch: Microbatch) -> tuple[Row, Tensor] | None:
+        """Like `CausalLMPolicy.term_states`; None on the ranks before the last stage."""
+        outputs = self._forward(microbatch, with_entropy=False)
+        return None if outputs is None else (self._stages[-1].prepare(microbatch), outputs.tensors["hidden"])
+
+    def _forward(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs | None:
         outputs = self._pipeline.forward(microbatch, with_entropy=with_entropy)
         for stage in self._stages:
             reshard(stage.module)  # no backward pass follows to reshard it
+        return outputs
+
+    def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
+        """Return log-probabilities [T] float32 without gradient; zeros on the ranks before the last stage."""
+        outputs = self._forward(microbatch, with_entropy=with_entropy)
         if outputs is not None:
             return outputs
         nothing = torch.zeros(len(microbatch.inputs["labels"]), device=self._mesh.device)

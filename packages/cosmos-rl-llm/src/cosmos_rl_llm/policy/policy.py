@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.device import memory_of
 from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -26,7 +27,7 @@ from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
-from cosmos_rl_llm.policy.token_model import TermModel
+from cosmos_rl_llm.policy.token_model import Row, TermModel, outputs_of
 
 
 class CausalLMPolicy(PolicyBase[TermModel]):
@@ -83,10 +84,19 @@ class CausalLMPolicy(PolicyBase[TermModel]):
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         """Log-probabilities [T] float32, and with `with_entropy` entropies [T] over the whole vocabulary."""
         row = self.module.row(microbatch.inputs, teacher=microbatch.terms.teacher)
-        logprobs, entropy, compared = self.module(None, row, with_entropy)
-        tensors = {name: values for name, values in compared.items() if name == "teacher"}
-        metrics = {name: values for name, values in compared.items() if name != "teacher"}
-        return PolicyOutputs(logprobs=logprobs, entropy=entropy, tensors=tensors, metrics=metrics)
+        return outputs_of(self.module(None, row, with_entropy))
+
+    @property
+    def last_stage(self) -> TermModel:
+        """The module with the output head."""
+        return self.module
+
+    def term_states(self, microbatch: Microbatch) -> tuple[Row, Tensor]:
+        """Return this rank's part of the row, and the hidden states of its terms [t, H]; for `returns_hidden`."""
+        row = self.module.row(microbatch.inputs)
+        hidden = self.module(None, row)
+        reshard(self.module)
+        return row, hidden
 
     def metrics(self) -> Mapping[str, float]:
         """Load of the experts since the last call; empty without experts."""

@@ -30,6 +30,7 @@ from cosmos_rl_core.parallel.axes.tensor import TensorAxis, own_part, own_slice
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.types import PolicyOutputs
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items
 from cosmos_rl_llm.model.causal_lm import Head, decoder_layers, language_model
@@ -39,7 +40,7 @@ from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout
 from cosmos_rl_llm.policy.routing import check_replay, install_replay
 
 Compare = Callable[[Tensor, Head, "Row"], Mapping[str, Tensor]]
-"""Hidden states [T, H] and head of the policy, with gradient, and the row -> outputs [T] by name."""
+"""Hidden states [t, H] and head of the policy, with gradient, and the row -> outputs [t] by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class Row:
     own_rows: slice | None = None
     """This rank's part of a row that is cut at the decoder's entrance, after its pictures are in it."""
     teacher: Mapping[str, Tensor] = field(default_factory=dict)
-    """Outputs of the teacher for the terms, if there are any."""
+    """[t, ...]: outputs of the teacher for the terms, if there are any."""
 
     @property
     def seen(self) -> dict[str, Any]:
@@ -168,8 +169,8 @@ class TermModel(nn.Module):
         if "routes" in inputs:
             check_replay(self.causal_lm)
         row = self._unpacked_row(inputs) if self.unpacked else self._packed_row(inputs)
-        row = row if self._context is None else _cut(row, self._context)
-        return to_device(replace(row, teacher=teacher or {}), self.device)
+        row = replace(row, teacher=teacher or {})
+        return to_device(row if self._context is None else _cut(row, self._context), self.device)
 
     def _packed_row(self, inputs: Mapping[str, Tensor]) -> Row:
         if self.vision is not None and (self.mesh is not None or self._needs_tower):
@@ -222,7 +223,7 @@ class TermModel(nn.Module):
 
         Returns:
             Hidden states [1, l, H]; of the last stage log-probabilities [T] float32, entropies [T] if asked for, and
-            the results of `compare`.
+            the results of `compare`; with `returns_hidden` the hidden states of this rank's terms [t, H].
         """
         hidden = self._decode(hidden, row)
         if not self.last:
@@ -243,9 +244,12 @@ class TermModel(nn.Module):
             logits_bytes=self.logits_bytes,
             vocabulary=vocabulary,
         )
-        if row.context is not None:
-            return row.context.all_terms(logprobs), None if entropy is None else row.context.all_terms(entropy), {}
-        return logprobs, entropy, self.compare(terms, head, row) if self.compare and row.teacher else {}
+        compared = self.compare(terms, head, row) if self.compare and row.teacher else {}
+        if row.context is None:
+            return logprobs, entropy, compared
+        everyone = row.context.all_terms
+        found = {name: everyone(values) for name, values in compared.items()}
+        return everyone(logprobs), None if entropy is None else everyone(entropy), found
 
     def _decode(self, hidden: Tensor | None, row: Row) -> Tensor:
         """Tokens, or hidden states [1, l, H] of the previous stage -> hidden states [1, l, H]."""
@@ -287,21 +291,21 @@ class TermModel(nn.Module):
 
     def head(self) -> Head:
         """Return the output head with its parameters as they are sharded now."""
-        return Head.of(self.causal_lm).without(self._banned)
+        return Head.of(self.causal_lm).without(self.banned)
 
     def _own_head(self) -> tuple[Head, Vocabulary | None]:
         """The output head: this rank's part of it over tp, and the vocabulary of that part."""
         head = Head.of(self.causal_lm)
         if self.axis is None:
-            return head.without(self._banned), None
+            return head.without(self.banned), None
         assert isinstance(head.weight, DTensor) and isinstance(head.bias, DTensor | None)
         bias = None if head.bias is None else own_slice(self.axis)(head.bias)
         own = replace(head, weight=own_part(head.weight), bias=bias)
         vocabulary = Vocabulary.part(head.weight.shape[0], self.axis)
-        return own.without([token - vocabulary.start for token in self._banned]), vocabulary
+        return own.without([token - vocabulary.start for token in self.banned]), vocabulary
 
     @property
-    def _banned(self) -> tuple[int, ...]:
+    def banned(self) -> tuple[int, ...]:
         """Placeholders of pictures, which are never sampled."""
         return () if self.vision is None else tuple(self.vision.token_ids.values())
 
@@ -319,6 +323,14 @@ class TermModel(nn.Module):
     def autocast(self) -> torch.dtype | None:
         """Dtype of matrix products where the weights have another one; None: that of the weights."""
         return self.compute_dtype if self.mesh is None else None
+
+
+def outputs_of(passed: Any) -> PolicyOutputs:
+    """The results of a last stage's pass."""
+    logprobs, entropy, compared = passed
+    tensors = {name: values for name, values in compared.items() if name == "teacher"}
+    metrics = {name: values for name, values in compared.items() if name != "teacher"}
+    return PolicyOutputs(logprobs=logprobs, entropy=entropy, tensors=tensors, metrics=metrics)
 
 
 def _tensor_axis(mesh: ReplicaMesh | None, *, sequence: bool) -> TensorAxis | None:
@@ -349,6 +361,7 @@ def _cut(row: Row, axis: DeviceMesh) -> Row:
         layout=part.layout,
         term_rows=part.term_rows,
         labels=part.labels,
+        teacher={name: values[part.terms] for name, values in row.teacher.items()},
         routes=None if row.routes is None else row.routes[part.rows],
         context=part,
         own_rows=None if row.own_rows is None else part.rows,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
 from cosmos_rl_core.parallel.held import START, STEP, Held
@@ -17,7 +16,7 @@ from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.config import LLMModelConfig
-from cosmos_rl_llm.model.checkpoint import read_shape, resolve
+from cosmos_rl_llm.model.checkpoint import read_context, read_shape, resolve
 
 TEACHES = "the teacher computes"
 """The time of the teacher's passes, which are before the policy's."""
@@ -43,7 +42,6 @@ def check_teacher(config: RunConfig) -> None:
     A model or teacher on the hub, or without tokenizer.json, is compared when it is loaded.
     """
     assert config.teacher is not None
-    check_axes(config.policy.parallel)
     with of_teacher():
         teacher = Path(resolve(config.teacher.path))
     model = Path(resolve(config.model.path))
@@ -55,18 +53,20 @@ def check_teacher(config: RunConfig) -> None:
             check_fit(shape, config.policy.parallel, dims=_dims(config))
     sees, taught = (_config(directory).get("vision_config") is not None for directory in (teacher, model))
     check_sight(sees, taught, path=config.teacher.path)
+    length = config.model.max_length or read_context(model)
+    check_length(length, read_context(teacher), path=config.teacher.path)
     if all((directory / "tokenizer.json").is_file() for directory in (teacher, model)):
         check_tokens(_vocabulary(model), _vocabulary(teacher), path=config.teacher.path)
 
 
-def check_axes(parallel: ParallelSection) -> None:
-    """Raise UserError for a replica that a teacher cannot be spread over."""
-    for axis in ("tp", "cp", "pp"):
-        if (size := getattr(parallel, axis)) > 1:
-            raise UserError(
-                f"[policy.parallel] {axis} = {size}: a teacher is sharded over dp_shard and dp_replicate; set "
-                f"{axis} = 1, or remove [teacher]"
-            )
+def check_length(length: int | None, teacher: int | None, *, path: str) -> None:
+    """Raise UserError where rows may be longer than the teacher's context. None: no limit."""
+    if teacher is not None and (length is None or length > teacher):
+        rows = "rows of any length" if length is None else f"rows of up to {length} tokens"
+        raise UserError(
+            f"[teacher] path = {path!r} reads up to {teacher} tokens, and the model {rows}; set model.max_length = "
+            f"{teacher}"
+        )
 
 
 def check_sight(sees: bool, taught: bool, *, path: str) -> None:
@@ -137,7 +137,7 @@ def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[Held, ...]
     if spread:
         parts += [
             Held(name="teacher, as it is filled", bytes=parameters, at=(START,), host=offloaded),
-            Held(name="teacher's output head, whole", bytes=shape.vocabulary * shape.hidden * size, away=True),
+            Held(name="teacher's output head", bytes=-(-shape.vocabulary // dims.tp) * shape.hidden * size, away=True),
             Held(name="teacher's gathered parameters", bytes=found.gathered, at=(TEACHES,)),
         ]
     if config.teacher.loss == "divergence":
@@ -149,7 +149,7 @@ def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[Held, ...]
 
 
 def _terms_per_rank(config: RunConfig, dims: ParallelDims) -> int:
-    """Terms of a step in one rank, with rollouts of maximum length."""
+    """Terms of a step in one rank, with rollouts of maximum length; ranks along cp, tp and pp have the same."""
     rollouts = config.policy.prompts_per_step * config.rollout.group_size
     ranks = dims.dp_shard * dims.dp_replicate * config.policy.replicas
     return -(-rollouts // ranks) * config.rollout.sampling.max_terms

@@ -11,7 +11,10 @@ For a divergence D over probabilities P of the classes, tokens or the k + 1 abov
     reverse   w = P (log P - log Q)          forward   w = -Q
     JSD       w = (1 - beta) P (log P - log M)
 
-Constants that dD/dP leaves out cancel. If all terms fit into one chunk, that gradient is kept; otherwise the backward
+Constants that dD/dP leaves out cancel. With the vocabulary sharded over tp each rank has its own tokens of both models;
+sums over tokens, and largest logits, are reduced over tp in both passes.
+
+If all terms fit into one chunk, that gradient is kept; otherwise the backward
 pass computes both distributions again.
 """
 
@@ -27,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from cosmos_rl_core.algorithms.distill import divergence, kl_divergence, log_mixture
 from cosmos_rl_core.parallel.axes.linear import product
 from cosmos_rl_llm.model.causal_lm import Head
-from cosmos_rl_llm.policy.logprobs import outer, parts, scaled_logits
+from cosmos_rl_llm.policy.logprobs import Vocabulary, outer, parts, scaled_logits
 
 _BUFFERS = 6
 """Vocabulary-sized tensors that exist at a time: both distributions, and temporaries."""
@@ -37,8 +40,8 @@ class Classes(Protocol):
     """The teacher's side: its distributions over the classes of tokens, and the policy's over the same ones."""
 
     @property
-    def num_tokens(self) -> int:
-        """V: the tokens that both models have."""
+    def vocabulary(self) -> Vocabulary:
+        """The V tokens of this rank that both models have."""
         ...
 
     def pair(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
@@ -59,6 +62,10 @@ class Classes(Protocol):
         """The teacher's most likely token of each term [n], from the second result of `pair`."""
         ...
 
+    def total(self, values: Tensor) -> Tensor:
+        """Sums over this rank's classes -> over all classes, in place."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:
@@ -69,20 +76,20 @@ class Whole:
     head: Head
     """The teacher's, over the V tokens."""
     temperature: float
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.head.weight)
+    vocabulary: Vocabulary
 
     def pair(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         logits = scaled_logits(self.head, self.hidden[part], self.temperature)
-        return logprobs, logits.log_softmax(-1)
+        return logprobs, self.vocabulary.log_softmax(logits)
 
     def spread(self, values: Tensor, logprobs: Tensor, own: Tensor, part: slice) -> Tensor:
         return values
 
     def most_likely(self, teacher_logprobs: Tensor, part: slice) -> Tensor:
-        return teacher_logprobs.argmax(-1)
+        return self.vocabulary.argmax(teacher_logprobs)
+
+    def total(self, values: Tensor) -> Tensor:
+        return self.vocabulary.sum(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +100,27 @@ class Top:
     """[T, k] int64, the most likely first."""
     logprobs: Tensor
     """[T, k + 1]: the teacher's, the last of all other tokens together."""
-    num_tokens: int
+    vocabulary: Vocabulary
 
     def pair(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        return with_rest(logprobs, self.ids[part]), self.logprobs[part].to(logprobs.dtype)
+        return with_rest(logprobs, self.ids[part], self.vocabulary), self.logprobs[part].to(logprobs.dtype)
 
     def spread(self, values: Tensor, logprobs: Tensor, own: Tensor, part: slice) -> Tensor:
         rest = (logprobs - own[:, -1:]).exp_().mul_(values[:, -1:])
-        return rest.scatter_(1, self.ids[part], values[:, :-1])
+        return self.vocabulary.put(rest, self.ids[part], values[:, :-1])
 
     def most_likely(self, teacher_logprobs: Tensor, part: slice) -> Tensor:
         return self.ids[part, 0]
 
+    def total(self, values: Tensor) -> Tensor:
+        return values  # every rank has all classes
 
-def with_rest(logprobs: Tensor, ids: Tensor) -> Tensor:
+
+def with_rest(logprobs: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Log-probabilities [n, V] -> those of `ids` [n, k], and of all other tokens together: [n, k + 1]."""
     smallest = torch.finfo(logprobs.dtype).tiny
-    rest = logprobs.exp().scatter_(1, ids, 0.0).sum(-1, keepdim=True).clamp_min_(smallest).log_()
-    return torch.cat([logprobs.gather(1, ids), rest], dim=1)
+    rest = vocabulary.sum(vocabulary.put(logprobs.exp(), ids, 0.0).sum(-1, keepdim=True)).clamp_min_(smallest).log_()
+    return torch.cat([vocabulary.gather(logprobs, ids), rest], dim=1)
 
 
 def term_divergence(
@@ -127,10 +137,10 @@ def term_divergence(
         temperature: the policy's distribution is softmax(logits / temperature).
         logits_bytes: bounds the vocabulary-sized tensors in memory at a time; a chunk has at least one term.
     """
-    size = classes.num_tokens
+    size = classes.vocabulary.stop - classes.vocabulary.start
     if size < len(head.weight):  # rows that fill up the policy's matrix
         head = replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
-    chunk = max(1, logits_bytes // (_BUFFERS * 4 * size))
+    chunk = max(1, logits_bytes // (_BUFFERS * 4 * classes.vocabulary.widest))
     return _TermDivergence.apply(
         hidden, head.weight, head.bias, head.softcap, head.scale, temperature, beta, chunk, classes
     )
@@ -156,11 +166,12 @@ class _TermDivergence(torch.autograd.Function):
         keep = len(hidden) <= chunk and softcap is None and any(ctx.needs_input_grad)
         kept = None
         for part in parts(len(hidden), chunk):
-            logprobs = scaled_logits(head, hidden[part], temperature).log_softmax(-1)
+            logprobs = classes.vocabulary.log_softmax(scaled_logits(head, hidden[part], temperature))
             own, teacher = classes.pair(logprobs, part)
-            values[part] = divergence(own, teacher, beta=beta)
-            reverse[part] = values[part] if beta == 1 else kl_divergence(own, teacher)
-            agreement[part] = (logprobs.argmax(-1) == classes.most_likely(teacher, part)).to(values.dtype)
+            values[part] = classes.total(divergence(own, teacher, beta=beta))
+            reverse[part] = values[part] if beta == 1 else classes.total(kl_divergence(own, teacher))
+            likeliest = classes.vocabulary.argmax(logprobs)
+            agreement[part] = (likeliest == classes.most_likely(teacher, part)).to(values.dtype)
             if keep:
                 kept = _slope(logprobs, own, teacher, beta=beta, classes=classes, part=part)
         ctx.save_for_backward(hidden, weight, bias, kept)
@@ -201,7 +212,7 @@ def _recomputed(
     """The gradient of D with respect to the logits [n, V] before soft cap, temperature and scale."""
     logits = scaled_logits(head, hidden[part], temperature)
     capped = None if head.softcap is None else 1 - (logits * (temperature / head.softcap)).square()
-    logprobs = logits.log_softmax(-1)
+    logprobs = classes.vocabulary.log_softmax(logits)
     own, teacher = classes.pair(logprobs, part)
     slope = _slope(logprobs, own, teacher, beta=beta, classes=classes, part=part)
     return slope if capped is None else slope.mul_(capped)
@@ -216,7 +227,7 @@ def _slope(logprobs: Tensor, own: Tensor, teacher: Tensor, *, beta: float, class
         weights = probabilities * (own - teacher)
     else:
         weights = (1 - beta) * probabilities * (own - log_mixture(own, teacher, beta=beta))
-    slope = weights.sub_(probabilities.mul_(weights.sum(-1, keepdim=True)))
+    slope = weights.sub_(probabilities.mul_(classes.total(weights.sum(-1, keepdim=True))))
     return classes.spread(slope, logprobs, own, part)
 
 

@@ -5,8 +5,9 @@
     top_k            -> teacher's head -> top k tokens with log-probabilities [T, k + 1]
     whole vocabulary -> hidden [T, H], kept until the policy's pass, which has both heads for each chunk of terms
 
-Its decoder is sharded as the policy's. Over ranks its output head is whole on each, as the policy's pass reads it while
-other parts of the teacher are sharded.
+Its decoder is sharded as the policy's: over cp each rank has the hidden states of its own terms, and outputs are
+gathered; of a pipeline the last stage has outputs. Its output head is whole on each rank, over tp the rows of the
+rank's tokens, as the policy's pass reads it while other parts of the teacher are sharded.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from torch import Tensor
 from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy
-from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.types import Microbatch
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import Head
-from cosmos_rl_llm.policy.logprobs import parts, scaled_logits
+from cosmos_rl_llm.policy.logprobs import Vocabulary, parts, scaled_logits
+from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy, TextPolicy
 from cosmos_rl_llm.policy.token_model import Row, TermModel
-from cosmos_rl_llm.teacher.check import as_model, check_sight, check_tokens, of_teacher
+from cosmos_rl_llm.teacher.check import as_model, check_length, check_sight, check_tokens, of_teacher
 from cosmos_rl_llm.teacher.divergence import Classes, Top, Whole, term_divergence
 
 Build = Callable[[LLMModelConfig], Policy]
+Model = CausalLMPolicy | PipelinedPolicy
 
 _BUFFERS = 3
 """Vocabulary-sized tensors that `Teacher.forward` has at a time."""
@@ -43,24 +45,33 @@ _BUFFERS = 3
 class Teacher:
     """Implements `cosmos_rl_core.interfaces.Teacher`, and computes the policy's divergences."""
 
-    def __init__(self, teacher: CausalLMPolicy, policy: CausalLMPolicy, config: TeacherSection) -> None:
+    def __init__(self, teacher: Model, policy: Model, config: TeacherSection) -> None:
         """Take over `teacher`, which has the tokens of `policy`; with loss = "divergence", `policy` reports them.
 
-        Raises UserError for a `top_k` that is not below the number of tokens.
+        Both are of the same ranks. Raises UserError for a `top_k` that is not below the number of tokens.
         """
         self.module = teacher.module
+        self._teacher = teacher
         self._config = config
-        self._policy = policy.module
+        self._last = teacher.last_stage
+        self._policy = policy.last_stage
         self._own_head: Head | None = None
-        self._num_tokens = min(_num_tokens(self.module), _num_tokens(policy.module))
-        if config.top_k >= self._num_tokens:
-            raise UserError(f"[teacher] top_k = {config.top_k}: the models have {self._num_tokens} tokens; lower it")
-        self.module.returns_hidden = True
+        num_tokens = min(_num_tokens(teacher), _num_tokens(policy))
+        if config.top_k >= num_tokens:
+            raise UserError(f"[teacher] top_k = {config.top_k}: the models have {num_tokens} tokens; lower it")
+        if self._last is None or self._policy is None:  # a stage without heads
+            return
+        self._vocabulary = _vocabulary(self._policy, _num_tokens(policy)).within(num_tokens)
+        if self._vocabulary.start == self._vocabulary.stop:
+            raise UserError(
+                f"[policy.parallel] tp: too many ranks for the {num_tokens} tokens of both models; lower it"
+            )
+        self._last.returns_hidden = True
         if config.loss == "divergence":
-            policy.module.compare = self.compare
+            self._policy.compare = self.compare
 
     def tensors(self) -> Iterator[Tensor]:
-        """Parameters and buffers, and the whole output head, where the decoder is sharded."""
+        """Parameters and buffers, and the output head, where the decoder is sharded."""
         yield from tensors_of(self.module)
         if self._own_head is not None:
             yield from (tensor for tensor in (self._own_head.weight, self._own_head.bias) if tensor is not None)
@@ -69,70 +80,88 @@ class Teacher:
     def forward(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Return `logprobs` and `agreement` [T], or `ids` [T, k] and `logprobs` [T, k + 1], or `hidden` [T, H].
 
-        `agreement`: 1.0 where the label is the most likely token, else 0.0. The teacher routes tokens by itself.
+        `agreement`: 1.0 where the label is the most likely token, else 0.0. The teacher routes tokens by itself. Empty
+        on the ranks before the last stage of a pipeline.
         """
         inputs = {name: tensor for name, tensor in microbatch.inputs.items() if name != "routes"}
-        row = self.module.row(inputs)
-        hidden = self.module(None, row)
-        reshard(self.module)
-        config = self._config
+        states = self._teacher.term_states(replace(microbatch, inputs=inputs))
+        if states is None:
+            return {}
+        assert self._last is not None
+        (row, hidden), config = states, self._config
+        self.head()  # gathered by all ranks together, before the policy's pass
         if config.loss == "divergence" and not config.top_k:
-            return {"hidden": hidden}
-        chunk = max(1, self.module.logits_bytes // (_BUFFERS * 4 * self._num_tokens))
-        read = [self._read(hidden[part], row.labels[part]) for part in parts(len(hidden), chunk)]
-        return {name: torch.cat([each[name] for each in read]) for name in read[0]}
+            found = {"hidden": hidden}
+        else:
+            chunk = max(1, self._last.logits_bytes // (_BUFFERS * 4 * self._vocabulary.widest))
+            chunks = parts(len(hidden), chunk) or [slice(0)]  # over cp a rank may have no term
+            read = [self._read(hidden[part], row.labels[part]) for part in chunks]
+            found = {name: torch.cat([each[name] for each in read]) for name in read[0]}
+        return found if row.context is None else {name: row.context.all_terms(each) for name, each in found.items()}
 
     def _read(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logprobs = scaled_logits(self.head(), hidden, self.module.temperature).log_softmax(-1)
+        assert self._last is not None
+        vocabulary = self._vocabulary
+        logprobs = vocabulary.log_softmax(scaled_logits(self.head(), hidden, self._last.temperature))
         if self._config.loss == "advantage":
-            of_labels = logprobs.gather(1, labels[:, None]).squeeze(1)
-            return {"logprobs": of_labels, "agreement": (logprobs.argmax(-1) == labels).float()}
-        top = logprobs.topk(self._config.top_k, dim=-1)
-        rest = logprobs.scatter_(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
-        return {"ids": top.indices, "logprobs": torch.cat([top.values, rest], dim=1)}
+            of_labels = vocabulary.gather(logprobs, labels[:, None]).squeeze(1)
+            return {"logprobs": of_labels, "agreement": (vocabulary.argmax(logprobs) == labels).float()}
+        top, ids = vocabulary.topk(logprobs, self._config.top_k)
+        rest = vocabulary.logsumexp(vocabulary.put(logprobs, ids, -torch.inf))
+        return {"ids": ids, "logprobs": torch.cat([top, rest], dim=1)}
 
     def compare(self, hidden: Tensor, head: Head, row: Row) -> Mapping[str, Tensor]:
-        """Return `teacher` [T] with gradient, the divergence, and the metrics `teacher_kl` and `teacher_agreement`.
+        """Return `teacher` [t] with gradient, the divergence, and the metrics `teacher_kl` and `teacher_agreement`.
 
-        hidden [T, H'] and head: the policy's. row: with the results of `forward`.
+        hidden [t, H'] and head: the policy's. row: with the results of `forward` for these terms.
         """
         module = self._policy
+        assert module is not None
         values, reverse, agreement = term_divergence(
             hidden,
             head,
-            self._classes(row.teacher),
+            self._classes(row.teacher, temperature=module.temperature),
             beta=self._config.beta,
             temperature=module.temperature,
             logits_bytes=module.logits_bytes,
         )
         return {"teacher": values, "teacher_kl": reverse, "teacher_agreement": agreement}
 
-    def _classes(self, outputs: Mapping[str, Tensor]) -> Classes:
+    def _classes(self, outputs: Mapping[str, Tensor], *, temperature: float) -> Classes:
         if self._config.top_k:
-            return Top(outputs["ids"], outputs["logprobs"], self._num_tokens)
-        return Whole(outputs["hidden"], self.head(), self.module.temperature)
+            return Top(outputs["ids"], outputs["logprobs"], self._vocabulary)
+        return Whole(outputs["hidden"], self.head(), temperature, self._vocabulary)
 
     @torch.no_grad()
     def head(self) -> Head:
-        """The whole output head over the tokens of both models. Over ranks all of them call it together at first."""
-        if self.module.mesh is None:
-            return self._cut(self.module.head()).cast(self.module.autocast)
+        """The output head over this rank's tokens of both models. Over ranks all call it together at first."""
+        module = self._last
+        assert module is not None
+        if module.mesh is None:
+            return self._vocabulary.rows(module.head()).cast(module.autocast)
         if self._own_head is None:
-            head, device = self.module.head(), self.module.device
+            head, device = Head.of(module.causal_lm), module.device
             bias = None if head.bias is None else whole(head.bias.to(device))
-            self._own_head = self._cut(replace(head, weight=whole(head.weight.to(device)), bias=bias))
+            everything = replace(head, weight=whole(head.weight.to(device)), bias=bias).without(module.banned)
+            own = self._vocabulary.rows(everything)
+            self._own_head = replace(own, weight=own.weight.clone() if module.axis is not None else own.weight)
         return self._own_head
 
-    def _cut(self, head: Head) -> Head:
-        size = self._num_tokens
-        return replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
+
+def _num_tokens(model: Model) -> int:
+    """Rows of the output head; a stage without it knows them too."""
+    config = model.module.config
+    return config.get_text_config().vocab_size
 
 
-def _num_tokens(module: TermModel) -> int:
-    return len(module.head().weight)
+def _vocabulary(module: TermModel, num_tokens: int) -> Vocabulary:
+    """The tokens whose logits this rank computes."""
+    return Vocabulary.all(num_tokens) if module.axis is None else Vocabulary.part(num_tokens, module.axis)
 
 
-def build_teacher(section: TeacherSection, *, model: LLMModelConfig, build: Build, policy: CausalLMPolicy) -> Teacher:
+def build_teacher(
+    section: TeacherSection, *, model: LLMModelConfig, build: Build, policy: TextPolicy | PipelinedPolicy
+) -> Teacher:
     """Load the teacher of `policy`. All ranks of a replica call this together.
 
     build: returns the policy of a [model] section. Raises UserError for a teacher with another tokenizer, or other
@@ -140,14 +169,17 @@ def build_teacher(section: TeacherSection, *, model: LLMModelConfig, build: Buil
     """
     with of_teacher():
         teacher = build(as_model(section, model))
-    assert isinstance(teacher, TextPolicy) and isinstance(policy, TextPolicy), "a pipeline has no teachers"
-    sees, taught = teacher.module.vision, policy.module.vision
+    assert isinstance(teacher, TextPolicy | PipelinedPolicy)
+    theirs, own = teacher.chat, policy.chat
+    assert theirs is not None and own is not None
+    sees, taught = theirs.vision, own.vision
     check_sight(sees is not None, taught is not None, path=section.path)
-    check_tokens(policy.chat.tokenizer.get_vocab(), teacher.chat.tokenizer.get_vocab(), path=section.path)
-    if sees is not None and taught is not None and _processing(sees) != _processing(taught):
+    check_tokens(own.tokenizer.get_vocab(), theirs.tokenizer.get_vocab(), path=section.path)
+    check_length(own.max_length, theirs.max_length, path=section.path)
+    if sees is not None and taught is not None and _processing(sees.family) != _processing(taught.family):
         raise UserError(
             f"[teacher] path = {section.path!r} processes pictures in another way than the model: compare their "
-            f"{', '.join(sees.files)}"
+            f"{', '.join(sees.family.files)}"
         )
     return Teacher(teacher, policy, section)
 

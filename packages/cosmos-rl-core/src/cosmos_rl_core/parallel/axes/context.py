@@ -50,12 +50,12 @@ def place_terms(values: Tensor, places: Tensor, length: int, axis: DeviceMesh) -
     The backward pass returns this rank's part of the gradient, which is the same on every rank.
 
     Args:
-        values: [t], t differs from rank to rank and may be 0.
+        values: [t, ...], t differs from rank to rank and may be 0.
         places: [t] int64: their indices in the result; every index belongs to one rank of `axis`.
         length: T, the terms of all ranks.
 
     Returns:
-        [T], the same on every rank.
+        [T, ...], the same on every rank.
     """
     return _PlaceTerms.apply(values, places, length, axis)
 
@@ -85,7 +85,7 @@ class _PlaceTerms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, length: int, axis: DeviceMesh) -> Tensor:
         ctx.save_for_backward(places)
-        whole = values.new_zeros(length).index_copy_(0, places, values)
+        whole = values.new_zeros(length, *values.shape[1:]).index_copy_(0, places, values)
         dist.all_reduce(whole, group=axis.get_group())
         return whole
 
