@@ -151,3 +151,20 @@ def test_the_first_machine_goes_on_alone_until_the_second_one_is_back(two, begin
     steps = [line["step"] for line in rows_of(metrics)]
     assert steps == list(range(len(steps)))
     must_have_trained_once(rows_of, run_dir, len(steps))
+
+
+def test_a_worker_that_is_cut_off_for_good_leaves(two, begin, tmp_path, wait_for):
+    """No packet says that its connection has ended."""
+    wait_s = 5.0
+    controller, run_dir, join, secrets = begin(run__max_steps=100_000, elastic__controller_wait_s=wait_s)
+    far = two.second.start("far", "worker", "--role", "rollout", "--name", "far", *join, **secrets)
+    log = run_dir / "status.json"
+    wait_for(lambda: alive(controller, far) and log.exists() and "far" in log.read_text(), "the worker", timeout_s=240)
+    time.sleep(5)  # it connects before it imports torch
+    two.cut()
+    since = time.monotonic()
+    assert far.wait(timeout=120) == 1
+    print(f"it has left {time.monotonic() - since:.1f} s after the cut")
+    assert "the connection broke" in (tmp_path / "logs" / "far").read_text()
+    controller.send_signal(2)
+    controller.wait(timeout=120)

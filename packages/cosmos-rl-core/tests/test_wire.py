@@ -391,6 +391,33 @@ def test_closing_the_server_ends_handlers_and_connections_and_frees_the_address(
     run(scenario())
 
 
+def test_a_client_gives_up_on_a_machine_that_acknowledges_nothing():
+    """tests/cluster/test_two_machines.py cuts a cable."""
+
+    def options(connection):
+        transport = connection.protocol._transport
+        found = transport.get_extra_info("socket")
+        names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        return [
+            found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+            *(found.getsockopt(socket.IPPROTO_TCP, name) for name in names),
+        ]
+
+    async def scenario():
+        collector = Collector()
+        server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=collector)
+        connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
+        await connection.send(Say(1))
+        while not collector.connections:
+            await asyncio.sleep(0.01)
+        assert options(connection) == [1, 60, 15, 4, 15_000]
+        assert options(collector.connections[0]) == [1, 60, 15, 4, 0]
+        connection.close()
+        await server.close()
+
+    run(scenario())
+
+
 def test_a_failing_handler_is_reported_and_ends_its_connection():
     async def scenario():
         reports = []

@@ -53,6 +53,12 @@ log = logging.getLogger(__name__)
 _CLOSE_GRACE_S = 1.0
 MAX_UNAUTHENTICATED = 256
 """Maximum unauthenticated connections of a server at a time, each for at most HANDSHAKE_S."""
+UNACKNOWLEDGED_S = 15.0
+"""Seconds after which a client's connection ends whose peer's machine acknowledges nothing. A worker sends a heartbeat
+each second, and without this waits a quarter of an hour for a machine that is gone."""
+IDLE_S, PROBE_S, PROBES = 60, 15, 4
+"""Seconds without data before the first probe, between probes, and number of unanswered ones that end a connection.
+The server's other limit is the recipe's: [elastic] silence_s."""
 
 OnConnect = Callable[[Connection], Awaitable[None]]
 
@@ -99,6 +105,7 @@ class Server:
 
         async def admit(connection: socket.socket) -> None:
             await self._unauthenticated.make_room()
+            _probe(connection)
             protocol = make()
             layer = protocol if tls is None else EncryptedTransport(protocol, tls.session(client=False))
             self._protocols.add(protocol)
@@ -216,8 +223,9 @@ async def connect(
     connected = False
     try:
         async with asyncio.timeout(timeout_s):
-            await loop.create_connection(lambda: layer, target.host, target.port)
+            transport, _ = await loop.create_connection(lambda: layer, target.host, target.port)
             connected = True
+            _probe(transport.get_extra_info("socket"), unacknowledged_s=UNACKNOWLEDGED_S)
             return await opened
     except TimeoutError as error:
         raise ConnectionClosed(f"{target} did not answer within {timeout_s:g} s") from error
@@ -243,6 +251,17 @@ async def adopt(
     )
     await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
     return await opened
+
+
+def _probe(connection: socket.socket, *, unacknowledged_s: float = 0.0) -> None:
+    """Let the system end a connection to a machine that does not answer. Linux has all of the options, macOS some."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": IDLE_S, "TCP_KEEPINTVL": PROBE_S, "TCP_KEEPCNT": PROBES}
+    if unacknowledged_s:
+        options["TCP_USER_TIMEOUT"] = int(unacknowledged_s * 1e3)
+    for name, value in options.items():
+        if (option := getattr(socket, name, None)) is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _refusal(failure: Exception | None) -> str:
