@@ -3,10 +3,12 @@
 import asyncio
 import hmac
 import random
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from importlib import metadata
 
 import msgspec
 import pytest
@@ -507,13 +509,14 @@ def test_a_server_that_echoes_the_client_proves_nothing():
 def test_another_protocol_version_is_named_on_the_client():
     async def scenario():
         async def newer(reader, writer):
-            writer.write(make_preamble(version=2))
+            writer.write(make_preamble(version=3))
             await reader.read()
             writer.close()
 
         server = await asyncio.start_server(newer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(UserError, match="version 1, the peer has version 2"):
+        own = f"\\(cosmos-rl-core {re.escape(metadata.version('cosmos-rl-core')[:16])}\\)"
+        with pytest.raises(UserError, match=f"version 2 {own}, the peer has version 3 {own}: install the same"):
             await connect(f"tcp://127.0.0.1:{port}", token=TOKEN, hello=HELLO, decode=Message)
         server.close()
         await server.wait_closed()
@@ -521,16 +524,30 @@ def test_another_protocol_version_is_named_on_the_client():
     run(scenario())
 
 
-def test_a_client_of_another_version_is_told_the_servers_and_gets_nothing_else():
+@pytest.mark.parametrize("package", [bytes(range(16)), b"0.2.0\0a\0", b"\xff" * 16, b""])
+def test_the_first_version_of_the_protocol_and_a_garbled_one_of_the_package_are_not_shown(package):
+    theirs = bytearray(make_preamble(version=3))
+    theirs[6:22] = package.ljust(16, b"\0")
+    with pytest.raises(UserError, match="the peer has version 3: install"):
+        session_keys(TOKEN, ours=make_preamble(), theirs=bytes(theirs), client=True)
+    theirs = make_preamble(version=1)  # its nonce was longer
+    with pytest.raises(UserError, match="the peer has version 1: install"):
+        session_keys(TOKEN, ours=make_preamble(), theirs=theirs, client=True)
+
+
+def test_a_client_of_another_version_is_told_the_servers_and_gets_nothing_else(caplog):
     async def scenario():
         server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
         raw = await RawClient.connect(server)
-        ours = make_preamble(version=2)
+        ours = make_preamble(version=3)
         raw.writer.write(ours)
         theirs = await raw.until_closed()
-        with pytest.raises(UserError, match="version 2, the peer has version 1"):
+        with pytest.raises(UserError, match=r"version 3 .*, the peer has version 2 "):
             session_keys(TOKEN, ours=ours, theirs=theirs, client=True)
         await server.close()
+        assert re.search(
+            "protocol version 2 .*, the peer has version 3 .*: install the same cosmos-rl-core", caplog.text
+        )
 
     run(scenario())
 

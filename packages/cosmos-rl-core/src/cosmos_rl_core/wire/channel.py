@@ -56,6 +56,7 @@ MAX_UNAUTHENTICATED = 256
 UNACKNOWLEDGED_S = 15.0
 """Seconds after which a client's connection ends whose peer's machine acknowledges nothing. A worker sends a heartbeat
 each second, and without this waits a quarter of an hour for a machine that is gone."""
+ANOTHER_VERSION = "its peer has another version of the protocol"
 IDLE_S, PROBE_S, PROBES = 60, 15, 4
 """Seconds without data before the first probe, between probes, and number of unanswered ones that end a connection.
 The server's other limit is the recipe's: [elastic] silence_s."""
@@ -122,7 +123,8 @@ class Server:
 
     def _lost(self, protocol: WireProtocol) -> None:
         if protocol in self._unauthenticated and (why := _refusal(protocol.failure)):
-            self._complain(f"{self.address} has refused a connection: {why}")
+            detail = f" ({protocol.failure})" if why == ANOTHER_VERSION else ""
+            self._complain(f"{self.address} has refused a connection: {why}", detail)
         self._protocols.discard(protocol)
         self._unauthenticated.leave(protocol)
 
@@ -271,7 +273,7 @@ def _refusal(failure: Exception | None) -> str:
     if isinstance(failure, TlsRefused):
         return str(failure)
     if isinstance(failure, UserError):
-        return "its peer has another version of the protocol; install the same cosmos-rl-core on both sides"
+        return ANOTHER_VERSION
     return ""
 
 

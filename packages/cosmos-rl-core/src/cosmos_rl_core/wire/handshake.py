@@ -3,9 +3,11 @@
 Both sides prove that they have the token, which itself is never sent:
 
     client                                                     server
-    preamble: magic | version | nonce (38 bytes)  -------->
+    preamble (38 bytes)                           -------->
                                                   <--------    preamble, then Hello in the first sealed frame
     Hello in the first sealed frame               -------->
+
+    preamble = magic | version of the protocol | version of cosmos-rl-core, zero-padded (16 bytes) | nonce (16 bytes)
 
 Each direction has its own key, HMAC-SHA256(token, direction | client's preamble | server's preamble). The
 nonces are fresh: a first frame with the right tag proves that its sender has the token, and a recorded conversation is
@@ -17,10 +19,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import re
 import secrets
 import stat
 import struct
 from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +33,8 @@ import msgspec
 
 from cosmos_rl_core.errors import UserError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""Raised with each change of a message or of the handshake: tests/test_protocol_version.py."""
 TOKEN_BYTES = 32
 TOKEN_VARIABLE = "COSMOS_RL_TOKEN"
 """Environment variable with a run's token, for machines that do not share its directory."""
@@ -43,7 +49,9 @@ _TLS_RECORD = b"\x16\x03"
 """Beginning of a TLS client's first bytes: a handshake record (RFC 8446, section 5.1)."""
 PLAIN_BYTE = _MAGIC[0]
 """First byte of a preamble, which begins no TLS record."""
-_PREAMBLE = struct.Struct("!4sH32s")
+_PREAMBLE = struct.Struct("!4sH16s16s")
+_NAMED_SINCE = 2
+"""Version of the protocol since which a preamble contains that of cosmos-rl-core."""
 PREAMBLE_BYTES = _PREAMBLE.size
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
@@ -84,12 +92,17 @@ class SessionKeys:
 
 def make_preamble(*, version: int = PROTOCOL_VERSION) -> bytes:
     """Return this side's opening bytes with a fresh nonce."""
-    return _PREAMBLE.pack(_MAGIC, version, secrets.token_bytes(32))
+    return _PREAMBLE.pack(_MAGIC, version, _package_version(), secrets.token_bytes(16))
+
+
+@cache
+def _package_version() -> bytes:
+    return metadata.version("cosmos-rl-core").encode("ascii", errors="replace")[:16]
 
 
 def tls_notice() -> bytes:
     """Return the answer to a client without TLS: a preamble that it refuses with an explanation."""
-    return _PREAMBLE.pack(_TLS_MAGIC, PROTOCOL_VERSION, bytes(32))
+    return _PREAMBLE.pack(_TLS_MAGIC, PROTOCOL_VERSION, b"", b"")
 
 
 def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> SessionKeys:
@@ -97,8 +110,7 @@ def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> S
 
     Raises `Violation` for another protocol, `UserError` for another version, `TlsRefused` if the peer uses TLS.
     """
-    magic, version, _ = _PREAMBLE.unpack(theirs)
-    our_version = _PREAMBLE.unpack(ours)[1]
+    magic, version, *_ = _PREAMBLE.unpack(theirs)
     if magic == _TLS_MAGIC:
         raise TlsRefused(
             "the run uses TLS: give this process the content of tls.pem in the run's directory in the environment "
@@ -111,9 +123,9 @@ def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> S
         )
     if magic != _MAGIC:
         raise Violation("the peer does not use the Cosmos-RL protocol")
-    if version != our_version:
+    if version != _PREAMBLE.unpack(ours)[1]:
         raise UserError(
-            f"this process has protocol version {our_version}, the peer has version {version}: "
+            f"this process has protocol version {_versions(ours)}, the peer has version {_versions(theirs)}: "
             "install the same cosmos-rl-core on both sides"
         )
     if hmac.compare_digest(ours, theirs):
@@ -124,6 +136,14 @@ def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> S
     if client:
         return SessionKeys(send=to_server, receive=to_client)
     return SessionKeys(send=to_client, receive=to_server)
+
+
+def _versions(preamble: bytes) -> str:
+    """Return the versions in a preamble: "2 (cosmos-rl-core 0.1.0)"."""
+    _, version, package, _ = _PREAMBLE.unpack(preamble)
+    if version >= _NAMED_SINCE and (found := re.fullmatch(rb"([0-9A-Za-z.+!-]+)\0*", package)):
+        return f"{version} (cosmos-rl-core {found[1].decode()})"
+    return str(version)
 
 
 _SECRET_FILE_BYTES = 16384

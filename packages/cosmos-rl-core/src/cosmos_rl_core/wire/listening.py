@@ -152,11 +152,12 @@ class SeldomLog:
         self._passed: dict[str, tuple[float, int]] = {}
         """By complaint: time of its last line, and number of repetitions since."""
 
-    def __call__(self, complaint: str) -> None:
-        """Log a complaint, or count it. It is stored, so it must not name the peer."""
+    def __call__(self, complaint: str, detail: str = "") -> None:
+        """Log a complaint, or count it. It is stored, so it must not name the peer, as `detail` may."""
         missed = self.due(complaint)
         if missed is not None:
-            self._log(f"{complaint} ({missed} times more since it was last reported)" if missed else complaint)
+            repeated = f" ({missed} times more since it was last reported)" if missed else ""
+            self._log(f"{complaint}{detail}{repeated}")
 
     def due(self, complaint: str) -> int | None:
         """Return the number of repetitions since the last line, if a line is due; otherwise None, and count it."""
