@@ -271,7 +271,17 @@ def test_a_status_is_fresh_for_a_while(tmp_path):
 def job(replica, *, status=None, **metadata):
     labels = {"cosmos-rl/replica": replica}
     suspend = status is None
-    return {"metadata": {"labels": labels, **metadata}, "spec": {"suspend": suspend}, "status": status or {}}
+    return {
+        "kind": "Job",
+        "metadata": {"labels": labels, **metadata},
+        "spec": {"suspend": suspend},
+        "status": status or {},
+    }
+
+
+def job_set(*, status=None, suspend=False, **metadata):
+    spec = {"suspend": suspend, "replicatedJobs": [{"name": "controller"}, {"name": "policy-0"}]}
+    return {"kind": "JobSet", "metadata": metadata, "spec": spec, "status": status or {}}
 
 
 @pytest.fixture
@@ -279,7 +289,9 @@ def kubectl(tmp_path, monkeypatch):
     """A kubectl that records its arguments in `calls` and prints the file `jobs`."""
     (tmp_path / "bin").mkdir()
     path = tmp_path / "bin" / "kubectl"
-    path.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\nif [ "$2" = get ]; then cat {tmp_path}/jobs; fi')
+    path.write_text(
+        f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\nif [[ " $* " = *" get "* ]]; then cat {tmp_path}/jobs; fi'
+    )
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     return tmp_path
@@ -298,8 +310,37 @@ def test_the_states_are_those_of_the_jobs(cluster, kubectl):
     assert Kubernetes().alive(run) == {"controller": "1 active", "policy-0": "leaving", "rollout-0": "suspended"}
     Kubernetes().scale(run, {"rollout": 3})  # rollout-0 stays, and the name of the one that has ended is in use
     calls = (kubectl / "calls").read_text().splitlines()
-    assert calls[0] == f"--namespace=team get jobs.batch --selector=cosmos-rl/run={Manifest(run).name} --output=json"
+    kinds = "jobsets.jobset.x-k8s.io,jobs.batch"
+    assert calls[0] == f"--namespace=team get {kinds} --selector=cosmos-rl/run={Manifest(run).name} --output=json"
     assert calls[-1] == "--namespace=team create --filename=-"
+
+
+@pytest.mark.parametrize(
+    ("items", "states"),
+    [
+        ([job_set()], {"controller": "no Job yet", "policy-0": "no Job yet"}),
+        ([job_set(suspend=True)], {"controller": "suspended", "policy-0": "suspended"}),
+        ([job_set(), job("controller", status={"active": 1})], {"controller": "1 active", "policy-0": "no Job yet"}),
+        ([job_set(deletionTimestamp="now")], {"controller": "leaving", "policy-0": "leaving"}),
+        ([job_set(status={"terminalState": "Completed"})], {}),
+    ],
+)
+def test_a_job_set_without_its_jobs_is_alive(cluster, kubectl, items, states):
+    (kubectl / "jobs").write_text(json.dumps({"items": items}))
+    assert Kubernetes().alive(cluster()) == states
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'error: the server doesn\'t have a resource type "jobsets"',
+        'error: resource mapping not found: no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"',
+    ],
+)
+def test_a_cluster_without_job_sets_is_an_error_with_the_line_that_installs_them(cluster, kubectl, text):
+    (kubectl / "bin" / "kubectl").write_text(f"#!/bin/bash\ncat >&2 <<'END'\n{text}\nEND\nexit 1")
+    with pytest.raises(UserError, match=r"JobSet is not installed in the cluster: kubectl apply --server-side -f http"):
+        Kubernetes().alive(cluster())
 
 
 def test_kubectl_that_is_missing_or_refuses_is_an_error(cluster, kubectl, monkeypatch, tmp_path):

@@ -122,7 +122,8 @@ class Job:
         if self.deleted:
             metadata["deletionTimestamp"] = "now"
         conditions = [{"type": self.end[0], "status": "True", "reason": self.end[1]}] if self.end else []
-        return {"metadata": metadata, "spec": {}, "status": {"active": active, "conditions": conditions}}
+        status = {"active": active, "conditions": conditions}
+        return {"kind": "Job", "metadata": metadata, "spec": {}, "status": status}
 
 
 @dataclass
@@ -176,6 +177,10 @@ class JobSet:
             return
         assert rule["action"] == "RestartJob", f"{rule['action']} is not in the stand-in"
         job.deleted = True
+
+    def as_json(self):
+        metadata = {"name": self.name, "labels": self.labels} | ({"deletionTimestamp": "now"} if self.deleted else {})
+        return {"kind": "JobSet", "metadata": metadata, "spec": self.spec, "status": {"terminalState": self.end}}
 
 
 class StandIn:
@@ -286,7 +291,7 @@ class StandIn:
                 match words:
                     case ["create"]:
                         lines = [self._create(one) for one in yaml.safe_load_all(text)]
-                    case ["get", "jobs.batch"]:
+                    case ["get", "jobsets.jobset.x-k8s.io,jobs.batch"]:
                         lines = [self._listed(flags["selector"])]
                     case ["delete", "pods"]:
                         lines = self._kill(flags)
@@ -314,8 +319,9 @@ class StandIn:
 
     def _listed(self, selector):
         label, _, value = selector.partition("=")
-        found = [job for _, job in sorted(self.jobs.items()) if job.labels.get(label) == value]
-        return json.dumps({"items": [job.as_json() for job in found]})
+        every = [*sorted(self.job_sets.items()), *sorted(self.jobs.items())]
+        found = [one for _, one in every if one.labels.get(label) == value]
+        return json.dumps({"items": [one.as_json() for one in found]})
 
     def _delete(self, kinds, names, selector):
         label, _, value = (selector or "").partition("=")

@@ -20,7 +20,11 @@ from cosmos_rl_core.wire.handshake import TOKEN_BYTES
 
 COMMAND_TIMEOUT_S = 60.0
 HAS_SECRETS = "# The Secrets are those of this run: do not publish this text.\n"
-KINDS = "jobsets.jobset.x-k8s.io,jobs.batch,configmaps,secrets"
+READ = "jobsets.jobset.x-k8s.io,jobs.batch"
+KINDS = f"{READ},configmaps,secrets"
+NO_JOB_SETS = ('resource type "jobsets"', 'no matches for kind "JobSet"')
+"""In kubectl's message where JobSet is not installed."""
+JOB_SET = "https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
 
 
 class Job(NamedTuple):
@@ -109,28 +113,38 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _jobs(run: ClusterRun) -> list[Job]:
-    """Return the Jobs of a run, also of its JobSet, as the cluster has them."""
+    """Return the Jobs of a run as the cluster has them, and those that its JobSet has not created yet, or has ended."""
     selector = f"--selector={RUN_LABEL}={Manifest(run).name}"
-    found = []
-    for job in json.loads(_kubectl(run, "get", "jobs.batch", selector, "--output=json"))["items"]:
-        status, metadata = job.get("status", {}), job["metadata"]
-        true = {one["type"]: one for one in status.get("conditions", []) if one["status"] == "True"}
-        end = true.get("Complete") or true.get("Failed")
-        state = f"{status.get('active', 0)} active"
-        if end is not None:
-            state = " ".join(filter(None, (end["type"], end.get("reason"))))
-        elif job["spec"].get("suspend"):
-            state = "suspended"
-        leaving = "deletionTimestamp" in metadata
-        found.append(
-            Job(
-                replica=metadata["labels"][REPLICA_LABEL],
-                state="leaving" if leaving else state,
-                ended=end is not None and not leaving,
-                leaving=leaving,
-            )
-        )
+    items = json.loads(_kubectl(run, "get", READ, selector, "--output=json"))["items"]
+    found = [_job(item) for item in items if item["kind"] == "Job"]
+    there = {job.replica for job in found}
+    for item in items:
+        if item["kind"] == "JobSet" and not item.get("status", {}).get("terminalState"):
+            leaving = "deletionTimestamp" in item["metadata"]
+            suspended = item["spec"].get("suspend", False)
+            state = "leaving" if leaving else "suspended" if suspended else "no Job yet"
+            missing = [one["name"] for one in item["spec"]["replicatedJobs"] if one["name"] not in there]
+            found += [Job(replica=name, state=state, ended=False, leaving=leaving) for name in missing]
     return found
+
+
+def _job(item: Mapping[str, Any]) -> Job:
+    """Return the state of a Job."""
+    status, metadata = item.get("status", {}), item["metadata"]
+    true = {one["type"]: one for one in status.get("conditions", []) if one["status"] == "True"}
+    end = true.get("Complete") or true.get("Failed")
+    state = f"{status.get('active', 0)} active"
+    if end is not None:
+        state = " ".join(filter(None, (end["type"], end.get("reason"))))
+    elif item["spec"].get("suspend"):
+        state = "suspended"
+    leaving = "deletionTimestamp" in metadata
+    return Job(
+        replica=metadata["labels"][REPLICA_LABEL],
+        state="leaving" if leaving else state,
+        ended=end is not None and not leaving,
+        leaving=leaving,
+    )
 
 
 def _number(name: str) -> int:
@@ -158,5 +172,8 @@ def _kubectl(run: ClusterRun, *arguments: str, text: str | None = None) -> str:
     except subprocess.TimeoutExpired as error:
         raise UserError(f"{shlex.join(command)} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
-        raise UserError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        text = done.stderr.strip() or f"exit code {done.returncode}"
+        if any(words in text for words in NO_JOB_SETS):
+            text += f"; JobSet is not installed in the cluster: kubectl apply --server-side -f {JOB_SET}"
+        raise UserError(f"{shlex.join(command)}: {text}")
     return done.stdout
