@@ -15,27 +15,15 @@ from cosmos_rl_llm.media.item import expand, view_of
 from cosmos_rl_llm.media.source import Video, decode_picture, decode_video, read_bytes
 from cosmos_rl_llm.media.vision import Vision, find_family
 
-av = pytest.importorskip("av")
+pytest.importorskip("av")
 Image = pytest.importorskip("PIL.Image")
 
-from tiny_vision import family_of, make, picture, video  # noqa: E402  it needs both
+from tiny_vision import family_of, make, mp4, picture, video  # noqa: E402  it needs both
 
 
 def png(image=None):
     file = io.BytesIO()
     (image or picture(12, 9, seed=0)).save(file, format="png")
-    return file.getvalue()
-
-
-def mp4(*, frames=24, rate=8):
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
-        for number in range(frames):
-            shade = np.full((24, 32, 3), 10 * number, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
-        container.mux(stream.encode())
     return file.getvalue()
 
 

@@ -21,10 +21,10 @@ class PromptError(SampleError):
 
 
 class MediaError(SampleError):
-    """A picture or a video that cannot be read or decoded. Names the file; a retry cannot succeed."""
+    """A picture or a video that cannot be read or decoded. Names the file; a retry cannot succeed by default."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason, final=True)
+    def __init__(self, reason: str, *, final: bool = True) -> None:
+        super().__init__(reason, final=final)
 
 
 class UserError(ValueError):

@@ -61,9 +61,13 @@ class MediaSection(Strict):
     """Maximum size of an encoded picture or video."""
     max_decoded_pixels: int = Field(default=64 * 1024**2, ge=1)
     """Maximum number of pixels of a picture, and of a video's frame, as stored; a larger one is an error of its row."""
+    max_video_pixels: int = Field(default=2**29, ge=1)
+    """Maximum number of pixels of all frames of a video that are in memory at once, three bytes each: for Qwen-VL after
+    resizing, for other families and for rewards as stored. A larger one is an error of its row."""
     min_pixels: int | None = Field(default=None, ge=1)
     """Pictures and frames with fewer pixels are enlarged to that number, for Qwen-VL. Not set: as the checkpoint's
-    preprocessor_config.json and video_preprocessor_config.json say; likewise the next two."""
+    preprocessor_config.json and video_preprocessor_config.json say (for Qwen3-VL the latter limits whole videos);
+    likewise the next two."""
     max_pixels: int | None = Field(default=None, ge=1)
     """Pictures and frames with more pixels are reduced to that number."""
     total_pixels: int | None = Field(default=None, ge=1)

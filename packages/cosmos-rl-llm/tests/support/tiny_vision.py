@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from cosmos_rl_llm.media.item import Item, VisionFamily, expand, view_of
 from cosmos_rl_llm.media.source import Video
@@ -221,6 +223,7 @@ def write_processing(directory: Path, name: str = "qwen3_vl") -> None:
     if name in ("idefics3", "smolvlm"):  # read by transformers' processor, which vLLM makes
         (directory / "processor_config.json").write_text(json.dumps({"image_seq_len": 4}))
     videos = {"size": {"shortest_edge": 64, "longest_edge": 8192}}
+    videos |= {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}  # as of pictures
     (directory / "video_preprocessor_config.json").write_text(json.dumps(videos))
 
 
@@ -244,6 +247,21 @@ def video(*, frames: int = 5, seed: int = 0) -> Video:
     """Frames of 24 x 32 pixels, two a second."""
     shown = np.random.default_rng(seed).integers(0, 255, (frames, 24, 32, 3), dtype=np.uint8)
     return Video(frames=shown, times=np.arange(frames) / 2, fps=2.0, duration=frames / 2)
+
+
+def mp4(*, frames: int = 24, rate: int = 8) -> bytes:
+    """A file with frames of 24 x 32 pixels that grow brighter."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
+        for number in range(frames):
+            shade = np.full((24, 32, 3), 10 * number, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
 
 
 def prompt(items: Sequence[Item], family: VisionFamily, directory: Path) -> tuple[np.ndarray, object]:

@@ -102,6 +102,12 @@ class VideoFile:
     def __exit__(self, *_: object) -> None:
         self._container.close()
 
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width that the file gives before anything is decoded; None where it gives none."""
+        context = self._stream.codec_context
+        return (context.height, context.width) if context.height and context.width else None
+
     def read(
         self, places: Sequence[int] | np.ndarray, take: Callable[[VideoFrame, int], None], *, retry: bool = False
     ) -> None:
@@ -164,6 +170,9 @@ class VideoFile:
             container.close()
             raise self.error("there is no video in it")
         stream = container.streams.video[0]
+        if stream.codec_context is None:
+            container.close()
+            raise self.error("there is no decoder for the video in it")
         stream.codec_context.thread_count = 1  # files are decoded side by side instead
         return container, stream
 
@@ -204,7 +213,8 @@ class VideoFile:
 
 def open_container(source: Source) -> InputContainer:
     """Return PyAV's container of a file or of the content of one; raises what PyAV raises."""
-    return av.open(io.BytesIO(source) if isinstance(source, bytes) else str(source), "r")
+    file = io.BytesIO(source) if isinstance(source, bytes) else str(source)
+    return av.open(file, "r", metadata_errors="replace")  # titles and the like need not be UTF-8
 
 
 def cut_off(source: Source) -> str:

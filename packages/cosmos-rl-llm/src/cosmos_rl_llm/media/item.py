@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from cosmos_rl_llm.config import MediaSection
-from cosmos_rl_llm.media.source import Video
+from cosmos_rl_llm.media.source import Fit, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -152,8 +152,12 @@ class VisionFamily(Protocol):
         """
         ...
 
+    def fit(self, limits: MediaSection) -> Fit:
+        """Return how frames of a video are resized as they are decoded. Raises like `image`."""
+        ...
+
     def video(self, video: Video, limits: MediaSection = ...) -> Item:
-        """Process a video. Raises like `image`."""
+        """Process a video, whose frames `fit` may have resized. Raises like `image`."""
         ...
 
     def expansion(self, item: Item) -> str:

@@ -4,16 +4,17 @@
     text <|image_pad|> -> one per merged square             positions of a square: (start + t, start + h, start + w)
 
 Qwen3-VL writes the time of each step of a video as text, "<0.5 seconds>", and counts positions of each step anew;
-Qwen2.5-VL spaces the steps by their seconds, Qwen2-VL by one. Sources: transformers' processing and modeling files of
+Qwen2.5-VL spaces the steps by their seconds, Qwen2-VL by one. The checkpoint's limits of pixels are those of each frame
+in Qwen2-VL and Qwen2.5-VL, and of the whole video in Qwen3-VL. Sources: transformers' processing and modeling files of
 the families, arXiv:2409.12191 (M-RoPE), arXiv:2502.13923 (absolute time).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -24,7 +25,7 @@ from cosmos_rl_core.errors import MediaError
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, Kind
-from cosmos_rl_llm.media.source import Video
+from cosmos_rl_llm.media.source import Fit, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,14 +37,50 @@ START, END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoFile:
+    """The processing of videos of a checkpoint."""
+
+    least: int
+    """Minimum pixels after resizing: of a frame, or in Qwen3-VL of the whole video."""
+    most: int
+    """Maximum pixels, likewise."""
+    mean: np.ndarray
+    """[3] float32, of the channels; `deviation` likewise."""
+    deviation: np.ndarray
+    max_tokens: int | None
+    """Tokens that limit a frame further, if the file has cap_pixels_per_frame."""
+
+    @classmethod
+    def of(cls, files: ProcessorFiles, *, whole: bool) -> Self:
+        """Read the section for videos, or else the picture's, as transformers do. whole: of Qwen3-VL."""
+        given = files.section("video_preprocessor_config.json", "video_processor")
+        given = given or files.section("preprocessor_config.json", "image_processor")
+        size, side = given.get("size") or {}, 32 if whole else 28
+        mean, deviation = (_HALF, _HALF) if whole else (_CLIP_MEAN, _CLIP_DEVIATION)
+        return cls(
+            least=given.get("min_pixels") or size.get("shortest_edge") or 128 * side**2,
+            most=given.get("max_pixels") or size.get("longest_edge") or 768 * side**2,
+            mean=np.array(given.get("image_mean") or mean, np.float32),
+            deviation=np.array(given.get("image_std") or deviation, np.float32),
+            max_tokens=given.get("max_video_tokens", 768 if whole else 128_000)
+            if given.get("cap_pixels_per_frame")
+            else None,
+        )
+
+
+_HALF = (0.5, 0.5, 0.5)
+_CLIP_MEAN, _CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of transformers' video processors, where the file has none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class QwenVision:
     """Implements `VisionFamily`."""
 
     image_processor: Any
     """transformers' image processor of the checkpoint, in its form without torchvision."""
-    video_pixels: tuple[int, int]
-    """Minimum and maximum pixels of a whole video, after resizing."""
+    videos: VideoFile
     token_ids: Mapping[str, int]
     """Of IMAGE and VIDEO, by kind."""
     files: Mapping[str, str]
@@ -64,17 +101,13 @@ class QwenVision:
             ("temporal_patch_size", tower.temporal_patch_size),
         ):
             files.agree(name, getattr(processor, name), size)
-        videos = files.section("video_preprocessor_config.json", "video_processor")
-        size = videos.get("size") or {}
+        timestamps = config.model_type.startswith("qwen3")
         return cls(
             image_processor=processor,
-            video_pixels=(
-                size.get("shortest_edge") or videos.get("min_pixels") or 128 * 32 * 32,
-                size.get("longest_edge") or videos.get("max_pixels") or 768 * 32 * 32,
-            ),
+            videos=VideoFile.of(files, whole=timestamps),
             token_ids={"image": config.image_token_id, "video": config.video_token_id},
             files=files.texts,
-            timestamps=config.model_type.startswith("qwen3"),
+            timestamps=timestamps,
             tokens_per_second=getattr(tower, "tokens_per_second", None),
         )
 
@@ -105,13 +138,17 @@ class QwenVision:
         time, height, width = found["image_grid_thw"][0].tolist()
         return Item(kind="image", pixels=np.asarray(found["pixel_values"], np.float32), grid=(time, height, width))
 
+    def fit(self, limits: MediaSection) -> Fit:
+        return partial(self._fit, limits=limits)
+
     def video(self, video: Video, limits: MediaSection = CHECKPOINTS) -> Item:
-        frames, times = video.frames, video.times
-        if missing := -len(frames) % self.frames_per_step:
-            frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+        stored = video.stored or video.frames.shape[1:3]
+        resize = self._fit(len(video.frames), stored[0], stored[1], limits=limits)
+        resized, times = np.stack([resize(frame) for frame in video.frames]), video.times
+        if missing := -len(resized) % self.frames_per_step:
+            resized = np.concatenate([resized, np.repeat(resized[-1:], missing, axis=0)])
             times = np.concatenate([times, np.repeat(times[-1:], missing)])
-        height, width = self._video_size(*frames.shape[:3], limits=limits)
-        shaped = self._normalised(frames, height, width)
+        shaped, (height, width) = self._normalised(resized), resized.shape[1:3]
         steps = times.reshape(-1, self.frames_per_step)
         return Item(
             kind="video",
@@ -188,32 +225,78 @@ class QwenVision:
             blocks.append(block)
         return blocks
 
+    def _fit(self, count: int, height: int, width: int, *, limits: MediaSection) -> Callable[[np.ndarray], np.ndarray]:
+        try:
+            size = self._video_size(count, height, width, limits=limits)
+        except ValueError as error:
+            raise MediaError(f"frames of {width} x {height} pixels: {error}") from error
+        return partial(_resized, size=size, resample=int(self.image_processor.resample))
+
     def _video_size(self, count: int, height: int, width: int, *, limits: MediaSection) -> tuple[int, int]:
-        """Return height and width of a video's frames: divisible, and within the limits of frame and whole video."""
-        factor, (least, most) = self.patch * self.merge, self.video_pixels
-        most = min(limits.total_pixels or most, count * (limits.max_pixels or most))
-        least = min(count * limits.min_pixels if limits.min_pixels else least, most)
-        if max(height, width) > 200 * min(height, width):
-            raise MediaError(f"frames of {width} x {height} pixels: one side is more than 200 times the other")
-        tall, wide = (max(factor, round(side / factor) * factor) for side in (height, width))
-        if count * tall * wide > most:
-            scale = math.sqrt(count * height * width / most)
-            tall, wide = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
-        elif count * tall * wide < least:
-            scale = math.sqrt(least / (count * height * width))
-            tall, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
-        return tall, wide
+        """Return height and width of a video's frames: divisible, and within the limits of the recipe or checkpoint."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    def _normalised(self, frames: np.ndarray, height: int, width: int) -> np.ndarray:
-        """[T, H, W, 3] uint8 -> [T, 3, height, width] float32, as the image processor does with a picture."""
-        from PIL import Image
+        factor = self.patch * self.merge
+        least, most = self.videos.least, self._most(count)
+        if self.timestamps and not limits.resizes:
+            return whole_video_size(count, height, width, factor=factor, least=least, most=most)
+        shown = count + -count % self.frames_per_step
+        whole = limits.total_pixels or (most if self.timestamps else None)
+        frame = limits.max_pixels or (None if self.timestamps else most)
+        most = max(1, min(each for each in (frame, whole and whole // shown) if each is not None))
+        least = limits.min_pixels or (least // shown if self.timestamps else least)
+        return smart_resize(height, width, factor=factor, min_pixels=min(least, most), max_pixels=most)
 
-        processor = self.image_processor
-        resample = Image.Resampling(int(processor.resample))
-        resized = [np.asarray(Image.fromarray(frame).resize((width, height), resample)) for frame in frames]
-        mean, deviation = (np.asarray(each, np.float32) for each in (processor.image_mean, processor.image_std))
-        scaled = np.stack(resized).astype(np.float32) * np.float32(processor.rescale_factor)
-        return ((scaled - mean) / deviation).transpose(0, 3, 1, 2)
+    def _most(self, count: int) -> int:
+        """Maximum pixels of the checkpoint, of a frame or of the whole video, for a video of `count` frames."""
+        videos, tokens, square = self.videos, self.videos.max_tokens, (self.patch * self.merge) ** 2
+        if tokens is None:
+            return videos.most
+        if self.timestamps:
+            return count * max(min(tokens * square, videos.most // count), int(videos.least * 1.05))
+        share = int(tokens * square * 0.9) * self.frames_per_step // count
+        return max(min(videos.most, share), int(videos.least * 1.05))
+
+    def _normalised(self, frames: np.ndarray) -> np.ndarray:
+        """[T, H, W, 3] uint8 -> [T, 3, H, W] float32."""
+        scaled = frames.astype(np.float32)
+        scaled *= np.float32(self.image_processor.rescale_factor)
+        scaled -= self.videos.mean
+        scaled /= self.videos.deviation
+        return scaled.transpose(0, 3, 1, 2)
+
+
+def whole_video_size(
+    count: int, height: int, width: int, *, factor: int, least: int, most: int, frames: int = 2
+) -> tuple[int, int]:
+    """Return height and width of the frames of a video whose pixels together are limited, as Qwen3-VL does.
+
+    count: frames, before those of the last step are completed to `frames`. Raises ValueError for strips.
+    """
+    count = max(count, frames)
+    if min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError("one side is more than 200 times the other")
+    long = round(count / frames) * frames
+    tall, wide = (round(side / factor) * factor for side in (height, width))
+    if long * tall * wide > most:
+        scale = math.sqrt(count * height * width / most)
+        tall, wide = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
+    elif long * tall * wide < least:
+        scale = math.sqrt(least / (count * height * width))
+        tall, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    return tall, wide
+
+
+def _resized(frame: np.ndarray, *, size: tuple[int, int], resample: int) -> np.ndarray:
+    """[H, W, 3] uint8 -> [*size, 3] uint8."""
+    from PIL import Image
+
+    if frame.shape[:2] == size:
+        return frame
+    return np.asarray(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling(resample)))
 
 
 def patches(shown: np.ndarray, *, patch: int, merge: int, frames: int) -> np.ndarray:

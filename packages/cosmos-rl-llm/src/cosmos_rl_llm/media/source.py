@@ -5,7 +5,7 @@
                       -> decode_video    -> Video: frames [T, H, W, 3], and the time of each
 
 A file is opened only below `root`, and a URL only with a scheme that the recipe allows. Sizes are checked before pixels
-are decoded.
+are decoded. Whatever a library raises for a damaged or odd one is an error of its row: `media_errors`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ import base64
 import binascii
 import hashlib
 import io
+import re
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
-from urllib.request import urlopen
 
 import numpy as np
 
-from cosmos_rl_core.errors import MediaError
+from cosmos_rl_core.errors import MediaError, SampleError, UserError
 from cosmos_rl_llm.config import MediaSection
+from cosmos_rl_llm.media.fetch import fetch
 
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
@@ -35,8 +38,12 @@ if TYPE_CHECKING:
     from cosmos_rl_core.observe.gallery import AnswerGallery
     from cosmos_rl_core.types import RolloutGroup
 
-FETCH_S = 30.0
-"""Time for a URL to answer."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
+"""Formats of pictures, as Pillow names them. Others are slow, rare, or run a program (EPS)."""
+_URL = re.compile(r"(?i:(data|file|https?):|([a-z][a-z0-9+.-]+)://)")
+"""Beginning of a URL; "10:30.jpg" is a file."""
+_LONGEST_NAME = 4096
+_opening = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +51,24 @@ class Video:
     """Frames of a video."""
 
     frames: np.ndarray
-    """[T, H, W, 3] uint8."""
+    """[T, H, W, 3] uint8, as stored or resized while they were decoded."""
     times: np.ndarray
     """[T] float64: seconds from the video's start."""
     fps: float
     """Frames a second among `frames`."""
     duration: float
     """Seconds of the whole video."""
+    stored: tuple[int, int] | None = None
+    """Height and width of the frames in the file; None: those of `frames`."""
+
+
+Fit = Callable[[int, int, int], Callable[[np.ndarray], np.ndarray]]
+"""(frames, height, width) of a video -> a function that resizes one frame [H, W, 3]."""
+
+
+def unresized(count: int, height: int, width: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Keep frames as stored: a `Fit`."""
+    return np.asarray
 
 
 LIMITS = "data.media"
@@ -92,32 +110,59 @@ def location(given: Any) -> str:
         case bytes():
             return _digest(given)
         case str():
-            return _digest(given) if given.startswith("data:") else given
+            inline = given[:5].lower() == "data:" or len(given) > _LONGEST_NAME
+            return _digest(given) if inline else printable(given)
     return type(given).__name__
 
 
+@contextmanager
+def media_errors(part: Mapping[str, Any], *, where: str) -> Iterator[None]:
+    """Raise an error of reading, decoding or processing a part as MediaError with row, file and reason.
+
+    The libraries raise almost any class for a damaged file. A UserError is of the recipe, not of the row.
+    """
+    kind = part["type"]
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        ours = isinstance(error, SampleError)
+        name, reason = location(part[kind]), error.reason if ours else f"{type(error).__name__}: {error}"
+        shown = reason if reason.startswith(name) else f"{name}: {reason}"
+        raise MediaError(printable(f"{where or 'a row'}: {kind}: {shown}"), final=not ours or error.final) from error
+
+
+def printable(text: str) -> str:
+    """Return text that can be encoded as UTF-8, as that of rows may not."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _digest(content: bytes | str) -> str:
-    found = hashlib.blake2b(content if isinstance(content, bytes) else content.encode(), digest_size=8)
-    return f"blake2b:{found.hexdigest()}"
+    data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+    return f"blake2b:{hashlib.blake2b(data, digest_size=8).hexdigest()}"
 
 
 def _from_location(text: str, limits: MediaSection) -> bytes:
-    scheme, sep, rest = text.partition(":")
-    if not sep or len(scheme) < 2 or "/" in scheme:
+    found = _URL.match(text)
+    if found is None:
+        if len(text) > _LONGEST_NAME:
+            raise MediaError(f'{len(text):,} characters are no path; content in base64 is {{"bytes": "..."}}')
         return _from_file(Path(text), limits)
+    scheme, rest = (found[1] or found[2]).lower(), text.partition(":")[2]
     if scheme not in limits.schemes:
         allowed = ", ".join(sorted(limits.schemes)) or "none"
         raise MediaError(f"URLs with {scheme}: are not allowed (data.media.schemes: {allowed})")
     match scheme:
         case "data":
             header, comma, body = rest.partition(",")
-            if not comma or not header.endswith("base64"):
+            if not comma or not header.lower().endswith("base64"):
                 raise MediaError("a data: URL must be data:TYPE;base64,...")
             return _from_base64(body)
         case "file":
             return _from_file(Path(unquote(urlsplit(text).path)), limits)
         case _:
-            return _from_network(text, limits)
+            return fetch(text, max_bytes=limits.max_bytes, schemes=limits.schemes)
 
 
 def _from_file(path: Path, limits: MediaSection) -> bytes:
@@ -133,18 +178,10 @@ def _from_file(path: Path, limits: MediaSection) -> bytes:
         raise MediaError(f"{path}: {error.strerror or error}") from error
 
 
-def _from_network(url: str, limits: MediaSection) -> bytes:
-    try:
-        with urlopen(url, timeout=FETCH_S) as answer:
-            return answer.read(limits.max_bytes + 1)
-    except OSError as error:
-        raise MediaError(f"{url}: {error}") from error
-
-
 def _from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
+    except (binascii.Error, ValueError) as error:  # ValueError: other characters than ASCII
         raise MediaError(f"not base64: {error}") from error
 
 
@@ -153,10 +190,7 @@ def decode_picture(data: bytes, limits: MediaSection) -> Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is ours
-            opened = Image.open(io.BytesIO(data))
-        with opened:
+        with _opened(data) as opened:
             if opened.width * opened.height > limits.max_decoded_pixels:
                 raise MediaError(
                     f"{opened.width} x {opened.height} pixels, more than data.media.max_decoded_pixels = "
@@ -164,39 +198,98 @@ def decode_picture(data: bytes, limits: MediaSection) -> Image:
                 )
             return ImageOps.exif_transpose(opened).convert("RGB")
     except UnidentifiedImageError as error:
-        raise MediaError("not a picture that can be read") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise MediaError(f"not a picture that can be read: {', '.join(FORMATS)}") from error
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"too large a picture: {error}") from error
+    except MediaError:
+        raise
+    except Exception as error:  # of almost any class, by format
         raise MediaError(f"a damaged picture: {error}") from error
 
 
-def decode_video(data: bytes, limits: MediaSection) -> Video:
-    """Return frames at `limits.fps`. Raises MediaError if there are none, or if they are damaged or too large."""
-    from cosmos_rl_core.data.video import VideoFile
+def _opened(data: bytes) -> Image:
+    """Return a picture of which only the header was read."""
+    from PIL import Image
 
-    frames: list[np.ndarray] = []
+    with _opening, warnings.catch_warnings():  # filters of warnings are those of all threads
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit of the recipe is checked instead
+        return Image.open(io.BytesIO(data), formats=FORMATS)
 
-    def take(frame: VideoFrame, place: int) -> None:
-        if frame.width * frame.height > limits.max_decoded_pixels:
-            raise MediaError(
-                f"frames of {frame.width} x {frame.height} pixels, more than data.media.max_decoded_pixels = "
-                f"{limits.max_decoded_pixels:,}"
-            )
-        frames.append(frame.to_ndarray(format="rgb24"))
+
+def decode_video(data: bytes, limits: MediaSection, fit: Fit = unresized) -> Video:
+    """Return frames at `limits.fps`. Raises MediaError if there are none, or if they are damaged or too large.
+
+    fit: resizes each frame as it is decoded, so that a long video takes the memory of what is kept alone.
+    """
+    try:
+        from cosmos_rl_core.data.video import VideoFile
+    except ImportError as error:
+        raise UserError(f"videos need a package (pip install 'cosmos-rl-core[media]'): {error}") from error
 
     with VideoFile(data) as video:
-        seconds = video.table.seconds - video.table.seconds[0]
-        span = float(seconds[-1])
-        interval = 1 / limits.fps
-        if span and limits.min_frames > 1:
-            interval = min(interval, span / (limits.min_frames - 1))
-        interval = max(interval, span / limits.max_frames)
-        wanted = np.arange(0.0, seconds[-1] + 1e-6, interval)[: limits.max_frames]
-        places = np.unique(np.searchsorted(seconds, wanted - 1e-6))
-        video.read(places, take)
-    times = seconds[places]
-    spacing = float(np.diff(times).mean()) if len(times) > 1 else 1 / limits.fps
-    duration = float(seconds[-1]) * len(seconds) / max(1, len(seconds) - 1)  # to the end of the last frame
-    return Video(frames=np.stack(frames), times=times, fps=1 / spacing, duration=duration)
+        if video.size is not None:
+            _check_frame(*video.size, limits)
+        places, spacing, duration = _choose(video.table.seconds - video.table.seconds[0], limits)
+        kept = _Frames(places, limits, fit)
+        video.read(places, kept.take)
+        times = video.table.seconds[places] - video.table.seconds[0]
+    assert kept.frames is not None
+    return Video(frames=kept.frames, times=times, fps=1 / spacing, duration=duration, stored=kept.stored)
+
+
+class _Frames:
+    """Frames of a video, at the size of the first, as they are decoded."""
+
+    def __init__(self, places: np.ndarray, limits: MediaSection, fit: Fit) -> None:
+        self._row = {int(place): row for row, place in enumerate(places)}
+        self._limits, self._fit = limits, fit
+        self._resize: Callable[[np.ndarray], np.ndarray] = np.asarray
+        self.stored = (0, 0)
+        self.frames: np.ndarray | None = None
+
+    def take(self, frame: VideoFrame, place: int) -> None:
+        _check_frame(frame.height, frame.width, self._limits)
+        if self.frames is None:
+            self.stored = (frame.height, frame.width)
+            self._resize = self._fit(len(self._row), *self.stored)
+        height, width = self.stored
+        shown = self._resize(frame.to_ndarray(format="rgb24", height=height, width=width))
+        if self.frames is None:
+            self.frames = self._room(shown)
+        self.frames[self._row[place]] = shown
+
+    def _room(self, shown: np.ndarray) -> np.ndarray:
+        count, (height, width) = len(self._row), shown.shape[:2]
+        if count * height * width > self._limits.max_video_pixels:
+            raise MediaError(
+                f"{count} frames of {width} x {height} pixels, more than data.media.max_video_pixels = "
+                f"{self._limits.max_video_pixels:,}; lower data.media.max_frames, fps, max_pixels or total_pixels"
+            )
+        return np.empty((count, *shown.shape), shown.dtype)
+
+
+def _check_frame(height: int, width: int, limits: MediaSection) -> None:
+    if height * width > limits.max_decoded_pixels:
+        raise MediaError(
+            f"frames of {width} x {height} pixels, more than data.media.max_decoded_pixels = "
+            f"{limits.max_decoded_pixels:,}"
+        )
+
+
+def _choose(seconds: np.ndarray, limits: MediaSection) -> tuple[np.ndarray, float, float]:
+    """Return the places of the frames to take, the seconds between two of them, and those of the whole video.
+
+    seconds: of all frames, from the first.
+    """
+    span = float(seconds[-1])
+    interval = 1 / limits.fps
+    if span and limits.min_frames > 1:
+        interval = min(interval, span / (limits.min_frames - 1))
+    interval = max(interval, span / limits.max_frames)
+    wanted = np.arange(0.0, span + 1e-6, interval)[: limits.max_frames]
+    places = np.unique(np.searchsorted(seconds, wanted - 1e-6))
+    spacing = float(np.diff(seconds[places]).mean()) if len(places) > 1 else 1 / limits.fps
+    return places, spacing, span * len(seconds) / max(1, len(seconds) - 1)  # to the end of the last frame
 
 
 def parts_of(content: Any) -> list[Mapping[str, Any]]:
@@ -233,9 +326,10 @@ class PromptRecorder:
 
 
 def _question(group: RolloutGroup) -> str:
-    """The text of the last message of the user."""
-    messages = [message for message in group.prompt.row["prompt"] if message["role"] == "user"]
-    return " ".join(part["text"] for part in parts_of(messages[-1]["content"]) if part["type"] == "text")
+    """The text of the last message of the user, or else of the last message."""
+    messages = group.prompt.row["prompt"]
+    of_user = [message for message in messages if message["role"] == "user"] or messages
+    return " ".join(part["text"] for part in parts_of(of_user[-1]["content"]) if part["type"] == "text")
 
 
 class PromptMedia(Mapping[str, np.ndarray]):
@@ -245,8 +339,8 @@ class PromptMedia(Mapping[str, np.ndarray]):
     MediaError if it cannot be decoded.
     """
 
-    def __init__(self, row: Mapping[str, Any], limits: MediaSection) -> None:
-        self._limits = limits_of(row, limits)
+    def __init__(self, row: Mapping[str, Any], limits: MediaSection, *, where: str = "") -> None:
+        self._limits, self._where = limits_of(row, limits), where
         self._parts: dict[str, Mapping[str, Any]] = {}
         self._decoded: dict[str, np.ndarray] = {}
         prompt = row.get("prompt")
@@ -266,11 +360,12 @@ class PromptMedia(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._decoded:
             part = self._parts[name]
-            data = read_bytes(part[part["type"]], self._limits)
-            if part["type"] == "image":
-                self._decoded[name] = np.asarray(decode_picture(data, self._limits))
-            else:
-                self._decoded[name] = decode_video(data, self._limits).frames
+            with media_errors(part, where=self._where):
+                data = read_bytes(part[part["type"]], self._limits)
+                if part["type"] == "image":
+                    self._decoded[name] = np.asarray(decode_picture(data, self._limits))
+                else:
+                    self._decoded[name] = decode_video(data, self._limits).frames
         return self._decoded[name]
 
     def __iter__(self) -> Iterator[str]:

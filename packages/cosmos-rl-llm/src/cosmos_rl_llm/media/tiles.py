@@ -28,7 +28,7 @@ from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, Kind
-from cosmos_rl_llm.media.source import Video
+from cosmos_rl_llm.media.source import Fit, Video, unresized
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,12 +88,17 @@ class TiledVision(ABC):
             )
         return Item(kind="image", pixels=pixels.astype(np.float32), grid=grid)
 
-    def video(self, video: Video, limits: MediaSection = UNRESIZED) -> Item:
-        from PIL import Image
-
+    def fit(self, limits: MediaSection) -> Fit:
         self._check(limits)
         if self.frame_options is None:
             raise MediaError(f"videos of {self.kind} are not supported")
+        return unresized
+
+    def video(self, video: Video, limits: MediaSection = UNRESIZED) -> Item:
+        from PIL import Image
+
+        self.fit(limits)
+        assert self.frame_options is not None
         frames = [Image.fromarray(frame) for frame in video.frames]
         found = self.image_processor(frames, return_tensors="np", **self.frame_options)["pixel_values"]
         return Item(

@@ -17,7 +17,7 @@ from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand_spans, view_of
 from cosmos_rl_llm.media.qwen import QwenVision
-from cosmos_rl_llm.media.source import decode_picture, decode_video, limits_of, location, read_bytes
+from cosmos_rl_llm.media.source import decode_picture, decode_video, limits_of, media_errors, read_bytes
 from cosmos_rl_llm.media.tiles import GemmaVision, IdeficsVision, InternVision, LlavaVision
 
 if TYPE_CHECKING:
@@ -47,15 +47,12 @@ class Vision:
     def item(self, part: Mapping[str, Any], *, where: str) -> Item:
         """Read and process a part {"type": "image", "image": ...}. Raises MediaError."""
         kind = part["type"]
-        try:
+        with media_errors(part, where=where):
             data = read_bytes(part[kind], self.limits)
             if kind == "image":
                 return self.family.image(decode_picture(data, self.limits), self.limits)
-            return self.family.video(decode_video(data, self.limits), self.limits)
-        except MediaError as error:
-            name = location(part[kind])
-            reason = error.reason if error.reason.startswith(name) else f"{name}: {error.reason}"
-            raise MediaError(f"{where or 'a row'}: {kind}: {reason}") from error
+            video = decode_video(data, self.limits, self.family.fit(self.limits))
+            return self.family.video(video, self.limits)
 
     def expand(self, spans: Sequence[str], items: Sequence[Item], *, where: str) -> list[str]:
         """Write the tokens of each item in place of its placeholder in the pieces of a chat. Raises MediaError."""
