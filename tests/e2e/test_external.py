@@ -20,6 +20,18 @@ from cosmos_rl_core.cli.app import main
 main()
 """
 
+SIZED = """
+import os
+from cosmos_rl_core.testing.tiny import Tiny
+
+class Sized(Tiny):
+    def build_policy(self, model, **options):
+        hidden = int(os.environ.get("HIDDEN", model.hidden))
+        return super().build_policy(model.model_copy(update={"hidden": hidden}), **options)
+
+DOMAIN = Sized()
+"""
+
 
 def test_the_printed_commands_start_a_run_that_trains_every_sample_once(controller, start, rows_of, finished):
     process, run_dir, (policy, rollout) = controller()
@@ -147,3 +159,34 @@ def test_a_busy_port_is_named_and_without_workers_one_interrupt_ends_the_run(con
     assert f"port {port} on 127.0.0.1 is in use" in errors
     process.send_signal(signal.SIGINT)
     finished(process, 130, timeout_s=20)
+
+
+def test_a_policy_with_another_model_is_named_on_both_sides_and_the_run_goes_on(
+    controller, start, wait_for, rows_of, tmp_path, monkeypatch, finished
+):
+    (tmp_path / "sized.py").write_text(SIZED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process, run_dir, (policy, rollout) = controller(
+        run__domain="sized:DOMAIN", run__max_steps=10_000, policy__replicas=2, rollout__options={"delay_s": 0.02}
+    )
+
+    def steps():
+        return len(rows_of(run_dir / "metrics.jsonl"))
+
+    good = [start(*policy, "--name", "good"), start(*rollout)]
+    for number in range(2):  # of the first mesh, and of one that has trained
+        before = steps()
+        with monkeypatch.context() as patch:
+            patch.setenv("HIDDEN", "7")
+            odd = start(*policy, "--name", f"odd-{number}")
+        _, errors = finished(odd, 2)
+        assert re.search(rf"odd-{number}: cannot train with good: model/\S+ is float32 \[.*7.*\] here", errors), errors
+        wait_for(lambda: steps() > before + 2, "steps of the others")  # noqa: B023
+    process.send_signal(signal.SIGINT)
+    output, _ = finished(process, 130)
+    for worker in good:
+        finished(worker)
+    said = " ".join(output.split())
+    for number in range(2):
+        assert f"odd-{number}: it cannot train with good: model/" in said
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(steps()))

@@ -2,11 +2,14 @@
 
 import asyncio
 import gc
+import os
 import re
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -16,17 +19,19 @@ from torch import nn
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
-from cosmos_rl_core.errors import EpochOver, PeersUnreachable, WorkerFailed
+from cosmos_rl_core.errors import EpochOver, PeersUnreachable, UserError
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.train import replicas
+from cosmos_rl_core.train import pieces, replicas
 from cosmos_rl_core.train.learner import Undo
+from cosmos_rl_core.train.pieces import Checksum, packed, unpack
 from cosmos_rl_core.train.replicas import ReplicaGroup, Waiting
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, StepResult
 from cosmos_rl_core.wire.channel import serve
 from cosmos_rl_core.wire.handshake import make_token
 from cosmos_rl_core.workers.context import WorkerContext
-from cosmos_rl_core.workers.mesh import PolicyMesh, receive_state, send_state
+from cosmos_rl_core.workers.failure import RefusedByController
+from cosmos_rl_core.workers.mesh import PolicyMesh
 from cosmos_rl_core.workers.steps import PolicySteps
 
 
@@ -216,7 +221,7 @@ def test_all_ranks_of_a_replica_see_the_loss_of_a_peer_of_one():
         agree = alone if place else lambda data: [data, b"l"]  # what rank 0 of the same replica says
         members = ReplicaGroup.__new__(ReplicaGroup)
         members._is_over, members._timeout_s, members._agree = (lambda: False), 30, agree
-        members._group, members._waiting = None, Waiting()
+        members._group, members._waiting, members._device = None, Waiting(), torch.device("cpu")
         with pytest.raises(EpochOver) if place == 0 else nothing():
             members._finish([])
 
@@ -228,11 +233,13 @@ def nothing():
     yield
 
 
-def trainer(seed, *, steps=0, hidden=3):
+def trainer(seed, *, steps=0, hidden=3, layers=2, dtype=torch.float32, frozen=0):
     """A trainer of a small network after some steps of Adam."""
     torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 2))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    sizes = [4, *[hidden] * (layers - 1), 2]
+    module = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(sizes))).to(dtype)
+    trained = [parameter for layer in module[frozen:] for parameter in layer.parameters()]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
     policy = SimpleNamespace(module=module, weights=lambda: dict(module.named_parameters()))
     for step in range(steps):
         module(torch.full((2, 4), 1.0 + step)).square().sum().backward()
@@ -249,52 +256,229 @@ def values(of):
     return [*(p.detach() for p in parameters), *(state[p][key] for p in parameters for key in sorted(state[p]))]
 
 
-def test_a_newcomer_has_weights_and_optimizer_state_of_its_peer_to_the_bit():
+def meshes_of(*, models=None):
+    """Makes the mesh of a place and its trainer."""
+
+    def mesh(place, mine):
+        context = WorkerContext(name=f"policy-{place}", token=b"", timeline=Timeline(process="test"), threads=1)
+        found = PolicyMesh(
+            context,
+            controller=str,
+            trainer=mine,
+            mesh=None,
+            is_over=lambda epoch: False,
+            timeout_s=30.0,
+            models=models(mine) if models else {},
+        )
+        found.members = ("policy-0", "policy-1", "policy-2")
+        return found
+
+    return mesh
+
+
+def exchange(trainers, *, version, **options):
+    """Let replicas with these trainers exchange outlines and state; return each one's result or error."""
+    meshes, over = meshes_of(**options), threading.Event()
+
     def work(place, store):
-        mine = trainer(seed=place, steps=0 if place else 3)
-        members = group(store, place, 2)
-        if place:
-            receive_state(members, mine, source=0)
+        mesh = meshes(place, trainers[place])
+        try:
+            return mesh._catch_up(group(store, place, len(trainers), is_over=over.is_set), version=version)
+        except (EpochOver, UserError) as error:
+            if "was lost" in str(error):  # and reports it: a new epoch begins
+                over.set()
+            return error
+
+    return in_threads(work, len(trainers))
+
+
+@pytest.mark.parametrize("piece_bytes", [pieces.PIECE_BYTES, 16])  # of 16: tensors are cut, and put together
+def test_a_newcomer_has_weights_and_optimizer_state_of_its_peer_to_the_bit(monkeypatch, piece_bytes):
+    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
+    trainers = [trainer(seed=place, steps=0 if place else 3) for place in range(3)]
+    assert exchange(trainers, version=3) == [False, True, True]
+    old, *others = map(values, trainers)
+    for new in others:
+        assert len(old) == len(new) == 4 + 3 * 4
+        assert all(torch.equal(*pair) for pair in zip(old, new))
+    assert [each.version for each in trainers] == [3, 3, 3]
+
+
+def test_the_others_wait_for_the_state_of_a_newcomer_longer_than_for_a_sum(monkeypatch):
+    """It is sent for longer than the limit of an operation, and one of three has nothing to do meanwhile."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
+    add = Checksum.add
+    monkeypatch.setattr(Checksum, "add", lambda self, data: (time.sleep(0.1), add(self, data)))
+    waits = [Waiting() for _ in range(3)]
+
+    def work(place, store):
+        members = group(store, place, 3, timeout_s=1.0, waiting=waits[place])
+        before, mine = waits[place].completed, torch.full((100,), float(place))
+        if place == 0:
+            members.send([mine], to=[1])
+        elif place == 1:
+            members.receive([mine], source=0)
         else:
-            send_state(members, mine, to=1)
-        return values(mine)
+            members.wait_for(0)
+        return mine, waits[place].completed - before
 
-    old, new = in_threads(work, 2)
-    assert len(old) == len(new) == 4 + 3 * 4
-    assert all(torch.equal(*pair) for pair in zip(old, new))
-
-
-def test_state_of_another_layout_is_refused():
-    def work(place, store):
-        members = group(store, place, 2, timeout_s=5.0)
-        if place == 0:
-            with pytest.raises(EpochOver):  # nobody takes it
-                send_state(members, trainer(seed=0, steps=1), to=1)
-            return
-        with pytest.raises(WorkerFailed, match=r"is \[3\] in the other policy replica and \[5\] here"):
-            receive_state(members, trainer(seed=1, hidden=5), source=0)
-
-    in_threads(work, 2)
+    (_, sent), (received, counted), _ = in_threads(work, 3)
+    assert torch.equal(received, torch.zeros(100))
+    assert sent >= 25 and counted >= 25, "pieces did not count as progress"
 
 
-def test_damaged_state_is_refused():
+def test_replicas_that_begin_with_other_weights_take_those_of_the_first():
+    trainers = [trainer(seed=seed) for seed in (0, 1, 0)]
+    assert exchange(trainers, version=0) == [False, True, False]
+    assert all(torch.equal(*pair) for pair in zip(values(trainers[0]), values(trainers[1])))
+
+
+def frozen_beside(value):
+    """Models with weights that are not trained."""
+
+    def models(mine):
+        frozen = nn.Parameter(torch.full((3,), value[mine.version]), requires_grad=False)
+        return {"reference": SimpleNamespace(tensors=lambda: [frozen, torch.rand(3)])}
+
+    return models
+
+
+@pytest.mark.parametrize(
+    ("other", "options", "text"),
+    [
+        ({"hidden": 5}, {}, r"model/0.bias is float32 \[5\] here and float32 \[3\] there; start it with"),
+        ({"layers": 3}, {}, r"model/2.bias is only here"),
+        ({"dtype": torch.float64}, {}, r"model/0.bias is float64 \[3\] here and float32 \[3\] there"),
+        ({"frozen": 1}, {}, r"0.bias is trained only there"),
+        (
+            {},
+            {"models": frozen_beside([1.0, 0.0])},
+            r"the frozen weights of its reference have other values; start it with the same files of the model",
+        ),
+    ],
+)
+def test_a_replica_that_cannot_train_with_the_others_is_named_on_both_sides(other, options, text):
+    trainers = [trainer(seed=0, steps=1), trainer(seed=1, **other)]
+    before = [value.clone() for value in values(trainers[0])]
+    first, second = exchange(trainers, version=1, **options)
+    assert isinstance(second, RefusedByController) and re.match(f"cannot train with policy-0: {text}", str(second))
+    assert isinstance(first, EpochOver) and str(first) == "policy-1 cannot train with policy-0"
+    assert all(torch.equal(*pair) for pair in zip(before, values(trainers[0])))
+
+
+def test_equal_frozen_weights_are_no_difference():
+    trainers = [trainer(seed=0, steps=1), trainer(seed=1)]
+    assert exchange(trainers, version=1, models=frozen_beside([1.0, 1.0])) == [False, True]
+
+
+def test_damaged_state_is_sent_again(monkeypatch):
+    damages = [1]
+
+    def flip(data, piece):
+        unpack(data, piece)
+        if damages:
+            damages.pop()
+            data[5] ^= 4
+
+    monkeypatch.setattr(replicas, "unpack", flip)
+    trainers = [trainer(seed=0, steps=1), trainer(seed=1)]
+    _, error = exchange(trainers, version=1)
+    assert isinstance(error, EpochOver)
+    assert trainers[1].version == 0
+    assert exchange(trainers, version=1) == [False, True]
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["it receives", "it sends"])
+def test_a_peer_that_dies_before_a_transfer_is_lost_and_nothing_else_happens(sends):
+    """gloo raises at the call of a send or receive if the connection has closed."""
+
     def work(place, store):
         members = group(store, place, 2)
-        if place == 0:
-            return send_state(members, trainer(seed=0, steps=1), to=1)
-        receive = members.receive
-
-        def flip(tensors, *, source):
-            receive(tensors, source=source)
-            if len(tensors) > 1:
-                with torch.no_grad():
-                    tensors[0].view(-1)[0] += 1e-3
-
-        members.receive = flip
-        with pytest.raises(WorkerFailed, match="damaged"):
-            receive_state(members, trainer(seed=1), source=0)
+        if place == 1:
+            del members  # its sockets close
+            gc.collect()
+            return
+        deadline = time.monotonic() + 20
+        with pytest.raises(RuntimeError):
+            while time.monotonic() < deadline:
+                members._group.send([torch.ones(10)], 1, 0)
+        with pytest.raises(EpochOver, match="was lost"):
+            members.send([torch.ones(10)], to=[1]) if sends else members.receive([torch.ones(10)], source=1)
 
     in_threads(work, 2)
+
+
+def test_what_was_given_up_writes_nothing_more():
+    """The state may be received anew while an operation of the old mesh still runs."""
+    over = threading.Event()
+
+    def work(place, store):
+        members = group(store, place, 2, is_over=over.is_set)
+        if place == 0:
+            assert over.wait(30)
+            assert left.wait(30)
+            members._group.send([packed([torch.ones(80).view(torch.uint8)], torch.device("cpu"))], 1, 0).wait()
+            return None
+        mine = torch.zeros(80)
+        threading.Timer(0.2, over.set).start()
+        with pytest.raises(EpochOver):
+            members.receive([mine], source=0)
+        left.set()
+        return mine, members
+
+    left = threading.Event()
+    _, (mine, members) = in_threads(work, 2)
+    time.sleep(0.2)  # it would be written by now
+    assert torch.equal(mine, torch.zeros(80))
+    del members
+
+
+class FakeNccl:
+    """A group whose operations never end unless it is aborted."""
+
+    def __init__(self):
+        self.aborted = threading.Event()
+
+    def allreduce(self, tensors):
+        return SimpleNamespace(is_completed=self.aborted.is_set, wait=lambda: None)
+
+    def abort(self):
+        self.aborted.set()
+
+
+def test_a_group_that_can_be_aborted_is():
+    over = threading.Event()
+    members = ReplicaGroup.__new__(ReplicaGroup)
+    members._is_over, members._timeout_s, members._agree = over.is_set, 30, alone
+    members._device, members._waiting, members._group = torch.device("cuda"), Waiting(), FakeNccl()
+    threading.Timer(0.1, over.set).start()
+    with pytest.raises(EpochOver, match="was lost"):
+        members.sum([torch.ones(3)])
+    assert members._group.aborted.wait(10)
+
+
+def test_a_watchdog_that_would_end_the_process_is_off_for_groups_between_replicas(monkeypatch):
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    with replicas._member_may_die():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    with replicas._member_may_die():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_a_digest_depends_on_every_bit_and_on_the_order():
+    device = torch.device("cpu")
+    tensors = [torch.arange(3, dtype=torch.float32), torch.ones(3, dtype=torch.bfloat16)]
+    before = pieces.digest(tensors, device)
+    assert before == pieces.digest([each.clone() for each in tensors], device)
+    assert before != pieces.digest(reversed(tensors), device)
+    for tensor in tensors:
+        for i in range(8 * tensor.nbytes):
+            data = tensor.view(torch.uint8)
+            data[i // 8] ^= 1 << i % 8
+            assert pieces.digest(tensors, device) != before
+            data[i // 8] ^= 1 << i % 8
 
 
 def test_updates_that_were_taken_before_a_loss_are_undone():

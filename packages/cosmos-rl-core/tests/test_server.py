@@ -670,3 +670,33 @@ async def test_what_went_wrong_in_a_worker_ends_the_run(user, kind, tmp_path):
         rollout.says(p.Fatal(message="no such model", user=user))
         with pytest.raises(kind, match="no such model"):
             await task
+
+
+@in_a_loop
+async def test_a_policy_that_only_lost_another_one_does_not_end_the_run(tmp_path):
+    observer = Observer()
+    async with running(tmp_path, observer=observer) as (controller, task):
+        policy, rollout = await join(controller)
+        policy.says(p.Fatal(message="RuntimeError: Connection closed by peer", user=False, lost=True))
+        rollout.says(p.Fatal(message="RuntimeError: Broken pipe", user=False, lost=True))  # it has no peers
+        with pytest.raises(WorkerFailed, match="rollout-0: RuntimeError: Broken pipe"):
+            await task
+    assert "policy-0: RuntimeError: Connection closed by peer" in observer.notes
+
+
+@in_a_loop
+async def test_a_policy_that_fails_before_it_has_the_weights_of_the_others_does_not_end_the_run(tmp_path):
+    """It was ready, and in the mesh."""
+    observer = Observer()
+    async with running(tmp_path, observer=observer) as (controller, task):
+        policy, _ = await join(controller)
+        newcomer = Worker(controller, "policy", "policy-1")
+        await newcomer.hears(p.Welcome)
+        newcomer.says(p.Ready(address="tcp://127.0.0.1:2"))
+        assert (await newcomer.hears(p.Remesh)).members == ("policy-0", "policy-1")
+        newcomer.says(p.Fatal(message="too little memory", user=True), None)
+        while (mesh := await policy.hears(p.Remesh)).members != ("policy-0",):
+            pass
+        assert mesh.epoch == 3
+        assert not task.done()
+    assert "policy-1 could not start, and the run continues without it: too little memory" in observer.notes

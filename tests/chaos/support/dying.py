@@ -76,7 +76,7 @@ def around(owner, name, *, before="", after=""):
 def hook_policy():
     from cosmos_rl_core.checkpoint.writer import CheckpointWriter
     from cosmos_rl_core.train.learner import PolicyLearner
-    from cosmos_rl_core.train.replicas import ReplicaGroup
+    from cosmos_rl_core.train.replicas import ReplicaGroup, _Receive, _Send
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.workers.steps import PolicySteps
     from cosmos_rl_transfer.publish.delivery import Delivery
@@ -93,8 +93,8 @@ def hook_policy():
     stop_before(CheckpointWriter, "_write_tensors", "saving")
     around(Delivery, "_serve", after="serving")
     die_between_buckets(Delivery)
-    around(ReplicaGroup, "receive_bytes", after="healing")
-    around(ReplicaGroup, "send_bytes", after="sending")
+    around(_Receive, "_take", after="healing")  # with its first piece on the way
+    around(_Send, "_completed", before="sending")  # with a piece sent, and not the digest
 
 
 def count_steps(steps):

@@ -61,15 +61,15 @@ class Outcome:
             self.decided.set_exception(error)
 
     def worker_failed(self, replica: str, error: Exception) -> None:
-        """End the run with a worker's error, unless it never was ready, and another one can do its work.
+        """End the run with a worker's error, unless it has never worked, and another one can do its work.
 
-        That is another one of its role that was ready, or with `external` one that may join. After a WorkerLost the
-        replica may be started again.
+        That is another one of its role that has, or with `external` one that may join. After a WorkerLost the replica
+        may be started again.
         """
         member = self._members.by_name.get(replica)
         if isinstance(error, WorkerLost):
             self._note(str(error).partition(";")[0])
-        elif (self._external or self._has_other(replica)) and (member is None or not member.was_ready):
+        elif (self._external or self._has_other(replica)) and (member is None or not member.has_worked):
             self._note(f"{replica} could not start, and the run continues without it: {error}")
         else:
             self.fail(error, worker=replica)
@@ -77,14 +77,20 @@ class Outcome:
     def _has_other(self, replica: str) -> bool:
         members = self._members.by_name
         return replica in members and any(
-            other.role == members[replica].role and other.was_ready and other.is_live
+            other.role == members[replica].role and other.has_worked and other.is_live
             for name, other in members.items()
             if name != replica
         )
 
 
 def worker_error(replica: str, role: p.Role, fatal: p.Fatal) -> Exception:
-    """Return the error that a worker reported."""
+    """Return the error that a worker reported.
+
+    A policy that has lost another one may be started again; a rollout worker has no peers.
+    """
     if fatal.out_of_memory:
         return OutOfMemory(f"{replica}: {fatal.message}", role=role)
-    return UserError(fatal.message) if fatal.user else WorkerFailed(f"{replica}: {fatal.message}")
+    if fatal.user:
+        return UserError(fatal.message)
+    kind = WorkerLost if fatal.lost and role == "policy" else WorkerFailed
+    return kind(f"{replica}: {fatal.message}")

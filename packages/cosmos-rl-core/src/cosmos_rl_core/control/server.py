@@ -263,6 +263,7 @@ class Controller:
             case p.Fatal():
                 self.outcome.worker_failed(peer.name, worker_error(peer.name, peer.role, message))
                 peer.leaving = self.outcome.is_decided
+                peer.has_ended = True
 
     def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
         return self._ledger.feed(events.From(peer.name, peer.incarnation, message))

@@ -5,15 +5,19 @@
 
 A member that dies or hangs must not block the others, and a gloo operation cannot be aborted. So every wait polls, and
 ends with EpochOver as soon as a member is lost. An operation that was given up keeps its buffers until it ends on its
-own: sums are made in buffers of their own, never in the gradients.
+own: sums are made in buffers of their own, never in the gradients. NCCL can abort: its group is aborted then.
+
+State is sent in pieces, in a thread; each piece counts as progress, and the limit of time is that of a piece.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,6 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cosmos_rl_core.errors import EpochOver, PeersUnreachable
+from cosmos_rl_core.parallel.device import use_device
+from cosmos_rl_core.train.pieces import WORD_BYTES, Checksum, packed, pieces, room_for, unpack
 
 BUCKET_BYTES = 32 << 20
 """Bytes of gradients in one all-reduce."""
@@ -31,11 +37,16 @@ _SIZE_BYTES, _SHORT_BYTES = 8, 4096
 """Bytes of a length, and of the first message of `gather`: shorter data needs no second one."""
 PEER_S = 60.0
 """Maximum seconds to connect to a replica that is there."""
+LONGEST = timedelta(days=365)
+"""Practically unlimited."""
 POLLED_S = 2.0
 """Seconds after a look at an operation in work in which a rank counts as waiting."""
 LOOPBACK = "127.0.0.1"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
 _WORKING, _DONE, _LOST = b"w", b"d", b"l"
+_MOVED = b"+"
+"""After a state: something was completed since the last exchange."""
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _Operation = tuple[Any, Any]
 """A torch `Work` or `_InThread`, and what it reads or writes."""
 
@@ -56,10 +67,18 @@ class _InThread:
         self._thread.start()
 
     def _run(self) -> None:
+        use_device()
         try:
             self.result = self._work()
         except Exception as error:  # raised by `wait`; torch wraps errors of the store in several ways
             self._error = error
+
+    @property
+    def num_completed(self) -> int:
+        return int(self.is_completed())
+
+    def give_up(self) -> None:
+        """No-op: nobody waits for the result."""
 
     def is_completed(self) -> bool:
         return not self._thread.is_alive()
@@ -76,6 +95,74 @@ class _InThread:
         """Raise RuntimeError if the work failed."""
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
+
+
+class _Transfer(_InThread):
+    """Sends or receives the pieces of tensors, and then their digest. Each piece counts as completed."""
+
+    def __init__(self, group: Any, tensors: Sequence[Tensor], *, peer: int, device: torch.device) -> None:
+        self._group, self._tensors, self._peer, self._device = group, tensors, peer, device
+        self._num_completed = 0
+        self._is_given_up = False
+        self._writing = threading.Lock()
+        super().__init__(self._transfer)
+
+    @property
+    def num_completed(self) -> int:
+        return self._num_completed + int(self.is_completed())
+
+    def give_up(self) -> None:
+        """Return when nothing more is written into the tensors: they may be received anew."""
+        with self._writing:
+            self._is_given_up = True
+
+    def _transfer(self) -> None:
+        raise NotImplementedError
+
+    def _completed(self) -> None:
+        self._num_completed += 1
+        if self._is_given_up:
+            raise RuntimeError("the transfer was given up")
+
+
+class _Send(_Transfer):
+    def _transfer(self) -> None:
+        checksum = Checksum(self._device)
+        for piece in pieces(self._tensors):
+            data = packed(piece, self._device)
+            sending = self._group.send([data], self._peer, 0)
+            checksum.add(data)  # while it is sent
+            sending.wait()
+            self._completed()
+        digest = torch.frombuffer(bytearray(checksum.digest()), dtype=torch.uint8).to(self._device)
+        self._group.send([digest], self._peer, 0).wait()
+
+
+class _Receive(_Transfer):
+    def _transfer(self) -> None:
+        checksum = Checksum(self._device)
+        last: tuple[Tensor, list[Tensor]] | None = None
+        for piece in pieces(self._tensors):
+            data = room_for(piece, self._device)
+            receiving = self._group.recv([data], self._peer, 0)
+            self._take(last, checksum)  # while the next one comes
+            receiving.wait()
+            last = data, piece
+            self._completed()
+        self._take(last, checksum)
+        digest = torch.empty(WORD_BYTES, dtype=torch.uint8, device=self._device)
+        self._group.recv([digest], self._peer, 0).wait()
+        if digest.cpu().numpy().tobytes() != checksum.digest():
+            raise RuntimeError("the state of the other policy replica was damaged on its way")
+
+    def _take(self, received: tuple[Tensor, list[Tensor]] | None, checksum: Checksum) -> None:
+        if received is None:
+            return
+        data, piece = received
+        with self._writing:
+            if not self._is_given_up:
+                unpack(data, piece)
+        checksum.add(data)
 
 
 @dataclass(slots=True)
@@ -176,28 +263,27 @@ class ReplicaGroup:
             found = [first + rest for first, rest in zip(found, rests)]
         return [each[_SIZE_BYTES:size] for each, size in zip(found, sizes)]
 
-    def send(self, tensors: Sequence[Tensor], *, to: int) -> None:
-        """Send contiguous tensors to the replica at place `to`, which receives them. Raises EpochOver."""
-        self._transfer(tensors, lambda each, tag: self._group.send([each], to, tag))
+    def send(self, tensors: Sequence[Tensor], *, to: Sequence[int]) -> None:
+        """Send tensors to the replicas at places `to`, which receive them at the same time. Raises EpochOver."""
+        sends = [_Send(self._group, tensors, peer=place, device=self._device) for place in to]
+        self._finish([(each, tensors) for each in sends])
+        word = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for place in range(self.count):
+            if place != self.place:
+                self._finish([(_InThread(partial(_send_word, self._group, word, place)), word)])
 
     def receive(self, tensors: Sequence[Tensor], *, source: int) -> None:
-        """Fill contiguous tensors from the replica at place `source`. Raises EpochOver."""
-        self._transfer(tensors, lambda each, tag: self._group.recv([each], source, tag))
+        """Fill contiguous tensors from the replica at place `source`. Raises EpochOver, also if they were damaged."""
+        self._finish([(_Receive(self._group, tensors, peer=source, device=self._device), tensors)])
+        self.wait_for(source)
 
-    def _transfer(self, tensors: Sequence[Tensor], start: Callable[[Tensor, int], dist.Work]) -> None:
-        works = [start(each, tag) for tag, each in enumerate(tensors) if each.numel()]
-        self._finish([(_InThread(lambda: [work.wait() for work in works]), tensors)])
+    def wait_for(self, source: int) -> None:
+        """Wait until all others have received what the replica at place `source` sends, however long that takes.
 
-    def send_bytes(self, data: bytes, *, to: int) -> None:
-        self.send([torch.tensor([len(data)], device=self._device)], to=to)
-        self.send([torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)], to=to)
-
-    def receive_bytes(self, *, source: int) -> bytes:
-        size = torch.empty(1, dtype=torch.int64, device=self._device)
-        self.receive([size], source=source)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        self.receive([data], source=source)
-        return data.cpu().numpy().tobytes()
+        Otherwise they would be waited for in the next sum, whose time is limited. Raises EpochOver.
+        """
+        word = torch.empty(1, dtype=torch.uint8, device=self._device)
+        self._finish([(_InThread(partial(_receive_word, self._group, word, source)), word)], timeout_s=math.inf)
 
     def _gathered(self, data: bytes, size: int) -> list[bytes]:
         """Return `size` bytes of each replica: its data, filled up with zeros."""
@@ -206,33 +292,60 @@ class ReplicaGroup:
         self._finish([(self._group.allgather([found], [mine]), mine)])
         return [each.cpu().numpy().tobytes() for each in found]
 
-    def _finish(self, operations: Sequence[_Operation]) -> None:
-        """Wait until all operations are done in all ranks of this replica; raise EpochOver if that cannot be."""
-        pause_s, deadline, completed = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s, 0
+    def _finish(self, operations: Sequence[_Operation], *, timeout_s: float | None = None) -> None:
+        """Wait until all operations are done in all ranks of this replica; raise EpochOver if that cannot be, or if
+        nothing is done in a rank for `timeout_s`, unless set that of the group."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        pause_s, deadline, completed = _FIRST_PAUSE_S, time.monotonic() + timeout_s, 0
         while True:
-            found = self._agree(self._state(operations, deadline=deadline))
-            before, completed = completed, sum(work.is_completed() for work, _ in operations)
-            self._waiting.completed += completed - before
+            before, completed = completed, sum(_num_completed(work) for work, _ in operations)
+            if completed > before:
+                deadline = time.monotonic() + timeout_s
+            found = self._agree(self._state(operations, deadline=deadline) + _MOVED * (completed > before))
+            moved = any(each.endswith(_MOVED) for each in found)
+            self._waiting.completed += max(completed - before, int(moved))
             self._waiting.polled_at = time.monotonic()
-            if _LOST in found:
-                _abandoned.append((self._group, operations))
+            states = [each[:1] for each in found]
+            if _LOST in states:
+                self._give_up(operations)
                 raise EpochOver("a policy replica of the mesh was lost")
-            if _WORKING not in found:
+            if _WORKING not in states:
                 return
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def _give_up(self, operations: Sequence[_Operation]) -> None:
+        for work, _ in operations:
+            if isinstance(work, _InThread):
+                work.give_up()
+        _abandoned.append((self._group, operations))
+        if self._group is not None and self._device.type == "cuda":
+            _InThread(self._group.abort)  # NCCL would wait for a lost member for good; gloo's operations end with it
+
     def _state(self, operations: Sequence[_Operation], *, deadline: float) -> bytes:
-        if self._is_over() or time.monotonic() > deadline:
+        if self._is_over():
             return _LOST
         if not all(work.is_completed() for work, _ in operations):
-            return _WORKING
+            return _LOST if time.monotonic() > deadline else _WORKING
         try:
             for work, _ in operations:
                 work.wait()  # raises the operation's error
         except RuntimeError:
             return _LOST
         return _DONE
+
+
+def _num_completed(work: Any) -> int:
+    return work.num_completed if isinstance(work, _InThread) else int(work.is_completed())
+
+
+def _send_word(group: Any, word: Tensor, place: int) -> None:
+    group.send([word], place, 0).wait()
+
+
+def _receive_word(group: Any, word: Tensor, source: int) -> None:
+    group.recv([word], source, 0).wait(LONGEST)
+    word.cpu()
 
 
 def _join(works: Sequence[_InThread]) -> None:
@@ -246,11 +359,29 @@ def _connect(store: dist.Store, *, place: int, count: int, device: torch.device,
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, place, count, options)
+        with _member_may_die():
+            group: Any = dist.ProcessGroupNCCL(store, place, count, options)
+        total = torch.ones(1, device=device)
+        group.allreduce([total]).wait()
+        total.cpu()  # the first operation connects, and blocks meanwhile
+        return group
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stubs
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address or LOOPBACK)]
     return dist.ProcessGroupGloo(store, place, count, options)
+
+
+@contextmanager
+def _member_may_die() -> Iterator[None]:
+    """Make a group of NCCL inside whose watchdog does not end this process when an operation fails."""
+    if _ERROR_HANDLING in os.environ:
+        yield
+        return
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_ERROR_HANDLING]
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -176,6 +177,8 @@ async def serve_role(role: str, context: WorkerContext, connection: LastingConne
             traceback.print_exc()
         elif not context.shares_process:
             print(f"{context.name}: {failure.message}", file=sys.stderr)  # noqa: T201
+        if context.shares_process:  # nothing starts it again
+            failure = replace(failure, consequence=False)
         await _report(connection, failure.message_to_controller())
         return failure.exit_code
     return 0

@@ -1,40 +1,44 @@
 """The policy replicas that train together, as a rank of one of them sees them.
 
-    Remesh(epoch, members) -> connect rank i with rank i of the other members -> whoever is behind takes weights and
-    optimizer state from the first member that is not -> the next batch is requested in the new epoch
+    Remesh(epoch, members) -> connect rank i with rank i of the other members -> exchange outlines
+    -> one with another model, layout or frozen weights than the first that is not behind leaves with a message
+    -> whoever is behind takes weights and optimizer state from that one
+    -> the next batch is requested in the new epoch
 
 A new mesh is made whenever a replica joins or is lost; the groups of the old one are left to end by themselves.
 """
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cosmos_rl_core.checkpoint.contents import OPTIMIZER, RNG
 from cosmos_rl_core.checkpoint.restore import live_tensors, parameter_names
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.rendezvous import STORE
 from cosmos_rl_core.errors import EpochOver, WorkerFailed
+from cosmos_rl_core.interfaces import HoldsTensors
 from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
+from cosmos_rl_core.train.pieces import digest
 from cosmos_rl_core.train.replicas import ReplicaGroup, Waiting
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
 from cosmos_rl_core.wire.listening import parse_address
 from cosmos_rl_core.workers.context import WorkerContext
+from cosmos_rl_core.workers.failure import RefusedByController
 
 ASK_S = 0.005
 """Seconds between two reads of a key that is not set yet."""
@@ -58,10 +62,12 @@ class PolicyMesh:
         timeout_s: float,
         peer_s: float = CONNECT_S,
         leads_first: bool = True,
+        models: Mapping[str, HoldsTensors] = {},
     ) -> None:
         """controller: returns the controller's address. is_over: whether a later epoch than the given one is known
         here. waiting: updated during waits for other replicas. peer_s: maximum time to connect to one that is there.
-        leads_first: `leads` without a mesh."""
+        leads_first: `leads` without a mesh. models: what it computes with, by name; what is not trained in them must be
+        the same in all replicas."""
         self.members: tuple[str, ...] = ()
         self.group: ReplicaGroup | None = None
         self._context, self._replica, self._trainer = context, context.replica, trainer
@@ -71,6 +77,11 @@ class PolicyMesh:
         self._is_over, self._timeout_s, self._peer_s = is_over, timeout_s, peer_s
         self._waiting = waiting or Waiting()
         self._leads_first = leads_first
+        self._models = models
+        self._frozen: dict[str, bytes] | None = None
+        """Digests of what is not trained in each of the models."""
+        self._has_trained = False
+        """Whether its state is that of the mesh: it has joined one."""
 
     @property
     def leads(self) -> bool:
@@ -86,9 +97,13 @@ class PolicyMesh:
         return max(1, len(self.members))
 
     def join(self, message: p.Remesh) -> bool:
-        """Join the mesh; return whether weights were taken from another replica. Raises EpochOver."""
+        """Join the mesh; return whether weights were taken from another replica.
+
+        Raises EpochOver, and RefusedByController if this replica cannot train with the others.
+        """
         self.members, self.group = message.members, None
         if len(message.members) == 1:
+            self._has_trained = True
             return False
         is_over = partial(self._is_over, message.epoch)
         store = ChannelStore(self._connect, epoch=message.epoch, is_over=is_over, timeout_s=self._timeout_s)
@@ -107,7 +122,9 @@ class PolicyMesh:
             )
         finally:
             store.close()
-        return self._catch_up(self.group, version=message.version)
+        behind = self._catch_up(self.group, version=message.version)
+        self._has_trained = True
+        return behind
 
     def _connect(self) -> BlockingConnection:
         context = self._context
@@ -122,19 +139,52 @@ class PolicyMesh:
 
     def _catch_up(self, group: ReplicaGroup, *, version: int) -> bool:
         """Give the replicas that are behind the state of the first one that is not."""
-        versions = [int(found) for found in group.gather(b"%d" % self._trainer.version)]
-        current = [place for place, found in enumerate(versions) if found == version]
+        encoded = msgspec.msgpack.encode(self._outline(version))
+        outlines = [msgspec.msgpack.decode(found, type=Outline) for found in group.gather(encoded)]
+        current = [place for place, found in enumerate(outlines) if found.version == version]
         if not current:
-            raise WorkerFailed(f"no policy replica has the weights of step {version}: {versions}")
-        behind = [place for place, found in enumerate(versions) if found != version]
-        if group.place == current[0]:
-            for place in behind:
-                send_state(group, self._trainer, to=place)
-        if group.place not in behind:
+            found = [outline.version for outline in outlines]
+            raise WorkerFailed(f"no policy replica has the weights of step {version}: {found}")
+        source = next((place for place in current if not outlines[place].state), current[0])
+        behind = self._compared(outlines, source=source, version=version)
+        if not behind:
             return False
-        receive_state(group, self._trainer, source=current[0])
-        self._trainer.version = version
-        return True
+        if group.place == source:
+            send_state(group, self._trainer, to=behind)
+        elif group.place in behind:
+            receive_state(group, self._trainer, outlines[source].entries, source=source)
+            self._trainer.version = version
+        else:
+            group.wait_for(source)
+        return group.place in behind
+
+    def _outline(self, version: int) -> Outline:
+        state, trainer = _state(self._trainer), self._trainer
+        if self._frozen is None:
+            self._frozen = {name: _frozen_digest(model, state, self._device) for name, model in self._models.items()}
+        compares = not self._has_trained and trainer.version == version
+        return Outline(
+            version=trainer.version,
+            entries=[Entry.of(name, tensor) for name, tensor in state.items()],
+            trained=sorted(parameter_names(trainer.policy, trainer.optimizer)),
+            frozen=self._frozen,
+            state=digest(map(local_part, state.values()), self._device) if compares else b"",
+        )
+
+    def _compared(self, outlines: Sequence[Outline], *, source: int, version: int) -> list[int]:
+        """Return the places of the replicas that must take the state of the one at `source`.
+
+        Raises RefusedByController if this one cannot, EpochOver if another one cannot.
+        """
+        ranks = self._ranks.gather(msgspec.msgpack.encode(_differences(outlines, source=source, version=version)))
+        found = [msgspec.msgpack.decode(each, type=tuple[list[int], dict[int, str]]) for each in ranks]
+        unlike = {place: text for _, texts in found for place, text in texts.items()}
+        if text := unlike.get(self.place):
+            raise RefusedByController(f"cannot train with {self.members[source]}: {text}")
+        if unlike:
+            names = ", ".join(self.members[place] for place in sorted(unlike))
+            raise EpochOver(f"{names} cannot train with {self._replica}")
+        return sorted({place for places, _ in found for place in places})
 
 
 class ChannelStore(dist.Store):
@@ -206,41 +256,93 @@ class ChannelStore(dist.Store):
         return self._connection.receive()
 
 
-class Entry(msgspec.Struct, array_like=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a replica's state: this rank's part."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
 
-def send_state(group: ReplicaGroup, trainer: Trainer, *, to: int) -> None:
-    """Send this rank's weights and optimizer state, with a digest, to the same rank of another replica."""
-    parts = {name: local_part(tensor).contiguous() for name, tensor in _state(trainer).items()}
-    entries = [Entry(name, str(part.dtype).removeprefix("torch."), tuple(part.shape)) for name, part in parts.items()]
-    group.send_bytes(msgspec.msgpack.encode(entries), to=to)
-    group.send(list(parts.values()), to=to)
-    group.send_bytes(_digest(parts.values()), to=to)
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Entry:
+        part = local_part(tensor)
+        return cls(name, str(part.dtype).removeprefix("torch."), tuple(part.shape))
 
 
-def receive_state(group: ReplicaGroup, trainer: Trainer, *, source: int) -> None:
-    """Take the state that the same rank of another replica sends. Raises WorkerFailed if it is of another layout."""
-    entries = msgspec.msgpack.decode(group.receive_bytes(source=source), type=list[Entry])
+class Outline(msgspec.Struct, array_like=True):
+    """Description of a rank of a replica, exchanged before state is sent."""
+
+    version: int
+    entries: list[Entry]
+    """Of its state; without those of the optimizer before the first step."""
+    trained: list[str]
+    """Names of the parameters that it trains."""
+    frozen: dict[str, bytes]
+    """Digests of what it does not train."""
+    state: bytes = b""
+    """Digest of its state, if it has the version and was in no mesh yet."""
+
+    @property
+    def weights(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.entries if not entry.name.startswith(OPTIMIZER)}
+
+
+def _differences(outlines: Sequence[Outline], *, source: int, version: int) -> tuple[list[int], dict[int, str]]:
+    """Return the places that are behind `source`, and the first difference of each place that cannot train with it."""
+    of_source = outlines[source]
+    behind = [
+        place
+        for place, found in enumerate(outlines)
+        if place != source and (found.version != version or found.state not in (b"", of_source.state))
+    ]
+    texts = {place: first_difference(found, of_source) for place, found in enumerate(outlines) if place != source}
+    return behind, {place: text for place, text in texts.items() if text}
+
+
+def first_difference(mine: Outline, other: Outline) -> str:
+    """Name the first difference for which a replica cannot train with another one; empty if there is none."""
+    remedy = "start it with the same model, versions of packages and [policy.parallel]"
+    weights, others = mine.weights, other.weights
+    if missing := sorted(weights.keys() ^ others.keys()):
+        where = "here" if missing[0] in weights else "there"
+        return f"{missing[0]} is only {where}; {remedy}"
+    for name, entry in weights.items():
+        if entry != (there := others[name]):
+            return f"{name} is {entry} here and {there} there; {remedy}"
+    if missing := sorted(set(mine.trained) ^ set(other.trained)):
+        where = "here" if missing[0] in mine.trained else "there"
+        return f"{missing[0]} is trained only {where}; {remedy}"
+    for name in sorted(mine.frozen.keys() | other.frozen.keys()):
+        if mine.frozen.get(name) != other.frozen.get(name):
+            return f"the frozen weights of its {name} have other values; start it with the same files of the model"
+    return ""
+
+
+def _frozen_digest(model: HoldsTensors, state: Mapping[str, Tensor], device: torch.device) -> bytes:
+    """The digest of the parameters of a model that are not part of the state; buffers may differ between replicas."""
+    ours = {local_part(tensor).untyped_storage().data_ptr() for tensor in state.values()}
+    unique = {id(tensor): tensor for tensor in model.tensors() if isinstance(tensor, nn.Parameter)}
+    parts = [local_part(tensor) for tensor in unique.values()]
+    return digest((part for part in parts if part.untyped_storage().data_ptr() not in ours), device)
+
+
+def send_state(group: ReplicaGroup, trainer: Trainer, *, to: Sequence[int]) -> None:
+    """Send this rank's weights and optimizer state to the same rank of other replicas."""
+    group.send([local_part(tensor).contiguous() for tensor in _state(trainer).values()], to=to)
+
+
+def receive_state(group: ReplicaGroup, trainer: Trainer, entries: Sequence[Entry], *, source: int) -> None:
+    """Take the state that the same rank of another replica sends."""
     live = _with_optimizer_state(trainer, entries)
     parts = [local_part(live[entry.name]) for entry in entries]
-    for entry, part in zip(entries, parts):
-        if tuple(part.shape) != entry.shape:
-            raise WorkerFailed(
-                f"{entry.name} is {list(entry.shape)} in the other policy replica and {list(part.shape)} here: "
-                "replicas need the same model and [policy.parallel]"
-            )
     received = [part if part.is_contiguous() else torch.empty_like(part).contiguous() for part in parts]
     group.receive(received, source=source)
     for part, data in zip(parts, received):
         if part is not data:
             part.copy_(data)
-    if group.receive_bytes(source=source) != _digest(received):
-        raise WorkerFailed("the state of the other policy replica was damaged on its way")
 
 
 def _state(trainer: Trainer) -> dict[str, Tensor]:
@@ -250,7 +352,7 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _with_optimizer_state(trainer: Trainer, entries: Sequence[Entry]) -> Mapping[str, Tensor]:
-    """The live tensors by name, with optimizer state made where this replica has none yet. Raises WorkerFailed."""
+    """The live tensors by name, with optimizer state like that of the other replica."""
     optimizer = trainer.optimizer
     parameters = parameter_names(trainer.policy, optimizer)
     for parameter in parameters.values():
@@ -259,13 +361,9 @@ def _with_optimizer_state(trainer: Trainer, entries: Sequence[Entry]) -> Mapping
         if not entry.name.startswith(OPTIMIZER):
             continue
         name, _, key = entry.name.removeprefix(OPTIMIZER).rpartition("/")
-        if (parameter := parameters.get(name)) is None:
-            raise WorkerFailed(f"{name} is trained in another policy replica and not here: replicas need one recipe")
+        parameter = parameters[name]
         optimizer.state[parameter][key] = _like(parameter, entry)
-    live = _state(trainer)
-    if missing := sorted({entry.name for entry in entries} ^ set(live)):
-        raise WorkerFailed(f"{missing[0]} is in one of two policy replicas alone: replicas need the same recipe")
-    return live
+    return _state(trainer)
 
 
 def _like(parameter: Tensor, entry: Entry) -> Tensor:
@@ -274,10 +372,3 @@ def _like(parameter: Tensor, entry: Entry) -> Tensor:
     if tuple(part.shape) == entry.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(entry.shape, dtype=dtype, device=part.device)
-
-
-def _digest(parts: Iterable[Tensor]) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()

@@ -17,7 +17,7 @@ from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpu_turn import RankTurn
-from cosmos_rl_core.interfaces import Reference, Teacher
+from cosmos_rl_core.interfaces import HoldsTensors, Reference, Teacher
 from cosmos_rl_core.loop import Steps, train
 from cosmos_rl_core.monitor.monitor import read_healthy
 from cosmos_rl_core.observe.startup import RESTORING, phase
@@ -34,6 +34,7 @@ from cosmos_rl_core.weight_sync import WeightPublisher
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share
 from cosmos_rl_core.workers.context import Assignment
+from cosmos_rl_core.workers.failure import RefusedByController
 from cosmos_rl_core.workers.mesh import PolicyMesh
 from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ValidatedSteps
 
@@ -75,7 +76,7 @@ class PolicyRole:
         await self._residence.end()
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
         publisher = await self._publisher(trainer)
-        replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh)
+        replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh, (reference, teacher))
         if at.config.monitor.rolls_back and not at.resume_from:  # step 0 may be the last healthy step
             await loop.run_in_executor(at.compute, partial(saver.after_step, state, leads=replicas.leads))
         learner = PolicyLearner(
@@ -156,8 +157,11 @@ class PolicyRole:
             on_failed=partial(_failed, at, loop, link),
         )
 
-    def _replicas(self, trainer: Trainer, mesh: ReplicaMesh | None) -> PolicyMesh:
+    def _replicas(
+        self, trainer: Trainer, mesh: ReplicaMesh | None, frozen: tuple[Reference | None, Teacher | None]
+    ) -> PolicyMesh:
         at = self._at
+        models = dict(zip(("policy", "reference", "teacher"), (trainer.policy, *frozen)))
         is_first = at.config.policy.replicas == 1 or at.context.replica == FIRST
         return PolicyMesh(
             at.context,
@@ -169,6 +173,7 @@ class PolicyRole:
             timeout_s=at.config.policy.collective_timeout_s,
             peer_s=at.config.elastic.peer_s,
             leads_first=is_first and trainer.version == at.version,  # a newcomer has no weights to save yet
+            models={name: model for name, model in models.items() if isinstance(model, HoldsTensors)},
         )
 
     def _steps(
@@ -185,7 +190,11 @@ class PolicyRole:
             return BatchMaker(at, policy, share=share.of_replica(place, count), of_replica=share, writes=writes)
 
         async def join(message: p.Remesh) -> int:
-            behind = await learner.in_compute_thread(partial(replicas.join, message))
+            try:
+                behind = await learner.in_compute_thread(partial(replicas.join, message))
+            except RefusedByController as error:
+                await link.send(p.Alarm(message=f"it {error}"))
+                raise
             learner.replicas = replicas.group
             if behind:
                 await learner.publish()

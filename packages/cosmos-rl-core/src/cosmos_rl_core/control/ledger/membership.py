@@ -40,6 +40,11 @@ class Member(msgspec.Struct, array_like=True):
     """Policy: whether it certainly has the current weights: it was in the first mesh, or in the mesh at a commit."""
 
     @property
+    def has_worked(self) -> bool:
+        """Whether it was ready, a policy with the weights of the others: what it raises later may happen to others."""
+        return self.has_weights if self.role == "policy" else self.was_ready
+
+    @property
     def is_live(self) -> bool:
         return self.state is not MemberState.GONE
 
