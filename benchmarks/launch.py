@@ -1,4 +1,4 @@
-"""Seconds from the command to the first step: `cosmos-rl run`, and `cosmos-rl launch` on Slurm and on Ray.
+"""Seconds from the command to the first step: `cosmos-rl run`, and `cosmos-rl launch` on this machine, Slurm and Ray.
 
     .venv/bin/python benchmarks/launch.py [--quick] [--rounds N]
 
@@ -6,7 +6,7 @@ Slurm and Ray run on the loopback interface and are up before the first run. Slu
 client's commands, and root; Ray needs the package in this environment (tests/cluster/README.md has the install lines).
 A platform that is not installed is left out. The timings need a machine without other work.
 
-A launcher adds the CPU time and the memory of its processes: for Slurm `cosmos-rl launch`, sbatch, the batch scripts,
+A launcher adds the CPU time and the memory of its processes: `cosmos-rl launch`; for Slurm also sbatch, the batch scripts,
 srun and slurmstepd; for Ray `cosmos-rl launch` and the actors. Daemons of the cluster, which are there without a run,
 are not counted.
 """
@@ -33,7 +33,11 @@ sys.path.append(str(Path(__file__).parents[1] / "tests/cluster/support"))
 from loopback_ray import LoopbackRay
 from loopback_slurm import LoopbackSlurm
 
+from cosmos_rl_core.workers.directory import lock_holder
+
 COMMAND = str(Path(sys.executable).with_name("cosmos-rl"))
+RUN = "run"
+"""The side without a launcher."""
 POLL_S = 0.02
 LIMIT_S = 600.0
 RECIPE = """
@@ -115,7 +119,12 @@ def main() -> None:
 
 def _sides(stack: contextlib.ExitStack) -> Iterator[Side]:
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    yield Side(name="local", arguments=["run"], environment=shared)
+    yield Side(name=RUN, arguments=["run"], environment=shared)
+
+    def of_local(name: str, command: str) -> bool:
+        return "--on local" in command
+
+    yield Side(name="local", arguments=["launch", "--on", "local"], environment=shared, is_of_launcher=of_local)
     if LoopbackSlurm.missing() or os.geteuid() != 0:
         print("Slurm is left out: see tests/cluster/README.md")
     else:
@@ -181,14 +190,17 @@ def _wait_for_the_end(side: Side, directory: Path) -> None:
     if side.name == "Slurm":
         while subprocess.check_output(["squeue", "--noheader"], env=dict(side.environment)).strip():
             time.sleep(0.1)
+    elif side.name == "local":
+        while lock_holder(directory) is not None:
+            time.sleep(0.1)
 
 
 def _figures(name: str, taken: Mapping[str, Sequence[tuple[float, float, int]]]) -> Iterator[Figure]:
     seconds = [first for first, _, _ in taken[name]]
     yield Figure(metric=f"{name}: command to the first step", value=median(seconds), unit="s")
-    if name != "local":
-        ratio = median(seconds) / median(first for first, _, _ in taken["local"])
-        yield Figure(metric="  over local", value=ratio, unit="x")
+    if name != RUN:
+        ratio = median(seconds) / median(first for first, _, _ in taken[RUN])
+        yield Figure(metric="  over cosmos-rl run", value=ratio, unit="x")
         yield Figure(metric="  CPU time of the launcher", value=median(cpu for _, cpu, _ in taken[name]), unit="s")
         memory = median(peak for _, _, peak in taken[name]) / 2**20
         yield Figure(metric="  memory of the launcher", value=memory, unit="MiB")

@@ -204,6 +204,45 @@ def test_a_worker_does_not_wait_for_the_address_of_a_controller_that_died(tmp_pa
     assert (resolved.controller, resolved.wait_s) == ("tcp://127.0.0.1:1", 0.0)
 
 
+def test_the_lines_of_a_launched_run_name_its_launch(cluster, tmp_path):
+    run = cluster(["policy.threads=2"], external=False)
+    launch(FAKE, run, resume=False)
+    script = Local().plan(Launched.of(tmp_path / "run")._run())
+    line = f"cosmos-rl launch {tmp_path}/run.toml policy.threads=2 --on {FAKE}"
+    assert f"export COSMOS_RL_LAUNCH='{line}'\n" in script
+
+
+def test_a_dry_run_has_the_problems_of_the_recipe_and_notes_on_names(cluster, capsys):
+    cluster([])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["launch", "run.toml", "--on", FAKE, "--dry-run", 'reward.functions=[{name="hitz"}]'])
+    out, err = capsys.readouterr()
+    assert "job rollout-1\n" in out
+    assert 'note: reward.functions.0.name = "hitz": ' in err and "; the machines of the run must have it\n" in err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["launch", "run.toml", "--on", FAKE, "--dry-run", "rollout.parallel.tp=2"])
+    assert "[rollout.parallel] tp = 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("image", "code"), [("", 2), ("/images/a.sqsh", 0)])
+def test_a_launch_finds_a_missing_package_of_a_sink(cluster, monkeypatch, capsys, image, code):
+    """With an image it is a note, as the image may have it."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    cluster([])
+    sink, slurm = 'logging.sinks=["wandb"]', f'cluster.slurm.container_image="{image}"'
+    with pytest.raises(SystemExit, match=f"^{code}$"):
+        main(["launch", "run.toml", "--on", FAKE, sink, slurm])
+    assert "logging.sinks.0" in capsys.readouterr().err
+
+
+def test_here_the_checks_are_made_once(cluster, monkeypatch, capsys):
+    cluster([])
+    monkeypatch.setattr(Local, "start", lambda self, run: [self.plan(run)])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["launch", "run.toml", "--on", "local"])
+    assert " --checked\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("change", ["renamed", "broken", "deleted"])
 def test_a_launched_run_has_the_recipe_of_its_launch(cluster, tmp_path, change):
     """The user prepares the next run in the same file, or cleans up."""

@@ -76,6 +76,14 @@ def test_the_command_that_continues_a_run(tmp_path, monkeypatch, command, checkp
     assert resume_command(tmp_path, checkpoint=checkpoint) == line.format(run_dir=tmp_path)
 
 
+@pytest.mark.parametrize("checkpoint", ["c", ""])
+def test_a_launched_run_is_continued_by_launch(tmp_path, monkeypatch, checkpoint):
+    monkeypatch.setenv("COSMOS_RL_LAUNCH", "cosmos-rl launch 'a b.toml' --on slurm")
+    start(tmp_path, monkeypatch=monkeypatch, command=("/x/cosmos-rl", "controller", "a b.toml", "--resume", "auto"))
+    monkeypatch.delenv("COSMOS_RL_LAUNCH")  # `status` runs elsewhere
+    assert resume_command(tmp_path, checkpoint=checkpoint) == "cosmos-rl launch 'a b.toml' --on slurm --resume"
+
+
 def test_a_users_error_has_no_traceback_and_an_unexpected_one_has(tmp_path):
     assert failure(UserError("no such file"), tmp_path) == Outcome(state="failed", message="no such file", exit_code=2)
     try:

@@ -68,6 +68,7 @@ class LoopbackRay:
             f"--num-cpus={self.cpus}",
             f"--num-gpus={self.gpus}",
             f"--object-store-memory={OBJECT_STORE}",
+            f"--dashboard-agent-listen-port={_free_port(address(index))}",  # with ray[default] it has a fixed one
             f"--resources={json.dumps({f'node{index}': 1, **(more or {})})}",
         ]
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}

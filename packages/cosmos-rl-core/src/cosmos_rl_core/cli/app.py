@@ -37,6 +37,7 @@ def run(
     resume: elastic.Resume = None,
     overwrite: elastic.Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the plan and exit.")] = False,
+    checked: Annotated[bool, typer.Option("--checked", hidden=True, help="`launch` has made the checks.")] = False,
 ) -> None:
     """Train, by reinforcement learning or supervised, from a TOML recipe."""
     if dry_run:
@@ -47,7 +48,8 @@ def run(
     from cosmos_rl_core.workers.fork_server import opened
 
     with opened(folders) as forks:  # imports for the workers while this process imports for itself
-        elastic.train(file, overrides or [], folders, resume=resume, overwrite=overwrite, forks=forks, deep=True)
+        given = overrides or []
+        elastic.train(file, given, folders, resume=resume, overwrite=overwrite, forks=forks, deep=not checked)
 
 
 app.command()(elastic.launch)

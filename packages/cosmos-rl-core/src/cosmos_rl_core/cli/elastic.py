@@ -121,11 +121,11 @@ def launch(
     from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_files
     from cosmos_rl_core.clusters.launcher import launch as launch_on
 
-    if shares_files(on) and not dry_run:
-        _check(file, overrides, external=on != "local", resume="auto" if resume else None)
-    run = ClusterRun.of(file, overrides or [], external=on != "local")
+    deep = shares_files(on) and not dry_run
+    _check(file, overrides, external=on != "local", resume="auto" if resume and deep else None, deep=deep)
+    run = replace(ClusterRun.of(file, overrides or [], external=on != "local"), checked=deep)
     if dry_run:
-        typer.echo(find_launcher(on).plan(replace(run, resume=resume)))
+        typer.echo(find_launcher(on).plan(replace(run, resume=resume, platform=on)))
         return
     for line in launch_on(on, run, resume=resume):
         typer.echo(line)
@@ -136,12 +136,17 @@ def launch(
         raise typer.Exit(launcher.follow(run))
 
 
-def _check(file: Path, overrides: list[str] | None, *, external: bool, resume: str | None = None) -> None:
-    """Raise ConfigError with every problem of a recipe, as `cosmos-rl check --deep`; print its notes."""
-    from cosmos_rl_core.launch.check import check_in_child
+def _check(
+    file: Path, overrides: list[str] | None, *, external: bool, resume: str | None = None, deep: bool = True
+) -> None:
+    """Raise ConfigError with every problem of a recipe, as `cosmos-rl check --deep`; print its notes.
+
+    Without `deep` data, model and machine are not looked at; names that this machine does not know are notes then.
+    """
+    from cosmos_rl_core.launch.check import check_in_child, check_names
     from cosmos_rl_core.recipe.load import load
 
     import_from(file)
     loaded = load(file, [*(overrides or ()), *(["run.placement=external"] if external else [])])
-    for note in check_in_child(loaded, resume=resume):
+    for note in check_in_child(loaded, resume=resume) if deep else check_names(loaded):
         typer.echo(f"note: {note}", err=True)

@@ -29,6 +29,7 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import add_folders, import_from
 from cosmos_rl_core.launch.gpus import gpus_per_rollout
+from cosmos_rl_core.observe.record import LAUNCH
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.recipe.load import dump_resolved, load_config
 from cosmos_rl_core.recipe.run import RunConfig
@@ -64,6 +65,10 @@ class ClusterRun:
     """Folders for "module:attribute" names."""
     resume: bool = False
     """Whether the run may continue an earlier one in its directory."""
+    platform: str = ""
+    """The name of its launcher."""
+    checked: bool = False
+    """Whether this process has made the checks of `cosmos-rl run` before its start."""
 
     @classmethod
     def of(cls, file: Path, overrides: Sequence[str], *, external: bool = True) -> ClusterRun:
@@ -86,10 +91,16 @@ class ClusterRun:
         return self.config.cluster.command or (str(here) if here.exists() else "cosmos-rl")
 
     @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of all processes: [cluster] env, and the command that has started the run."""
+        words = ["cosmos-rl", "launch", str(self.file), *self.overrides, "--on", self.platform]
+        return {**self.config.cluster.env, **({LAUNCH: shlex.join(words)} if self.platform else {})}
+
+    @property
     def preamble(self) -> list[str]:
-        """Lines of shell before the processes start: [cluster] env and setup."""
-        cluster = self.config.cluster
-        return [*(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()), *cluster.setup]
+        """Lines of shell before the processes start: variables, and [cluster] setup."""
+        exports = (f"export {name}={shlex.quote(value)}" for name, value in self.variables.items())
+        return [*exports, *self.config.cluster.setup]
 
     def must_be_new(self, *, resume: bool) -> None:
         """Raise UserError if the directory has an earlier run that shall not be resumed."""
@@ -221,7 +232,7 @@ def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
         raise UserError(f"{run.directory} has jobs already: {jobs}; end them with cosmos-rl stop {run.directory}")
     Launched(platform=platform, file=str(run.file), overrides=run.overrides, folders=run.folders).write(run)
     try:
-        return launcher.start(replace(run, resume=resume))
+        return launcher.start(replace(run, resume=resume, platform=platform))
     except UserError:
         with contextlib.suppress(UserError):  # the first error has the reason
             launcher.stop(run, now=True)
@@ -291,4 +302,5 @@ class Launched(msgspec.Struct, kw_only=True):
             config=load_config(Path(self.directory, FOLDER, _RECIPE)),
             directory=Path(self.directory),
             folders=self.folders,
+            platform=self.platform,
         )

@@ -27,14 +27,15 @@ class Local:
 
     def plan(self, run: ClusterRun) -> str:
         """Return the script that starts the run."""
-        resume = ["--resume", "auto"] if (run.directory / "resolved.toml").exists() else []
+        flags = ["--resume", "auto"] if (run.directory / "resolved.toml").exists() else []
+        flags += ["--checked"] if run.checked else []
         replicas = [*run.policies(), *run.rollouts()]
         return "\n".join(
             [
                 "#!/bin/bash",
                 f"# starts {', '.join(replica.name for replica in replicas)} on this machine",
                 *run.preamble,
-                f"exec {shlex.join([run.program, 'run', str(run.file), *run.overrides, *resume])}",
+                f"exec {shlex.join([run.program, 'run', str(run.file), *run.overrides, *flags])}",
                 "",
             ]
         )

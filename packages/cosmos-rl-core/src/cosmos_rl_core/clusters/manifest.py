@@ -204,7 +204,7 @@ class Manifest:
         env = [
             *self._secrets(role),
             {"name": "PYTHONUNBUFFERED", "value": "1"},
-            *({"name": name, "value": value} for name, value in cluster.env.items()),
+            *({"name": name, "value": value} for name, value in self.run.variables.items()),
         ]
         if cluster.setup:
             command = ["/bin/sh", "-c", "\n".join([*cluster.setup, 'exec "$@"']), "sh", *command]

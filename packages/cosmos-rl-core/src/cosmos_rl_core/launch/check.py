@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.assemble import build_reward, load_engine, look_up_parts
+from cosmos_rl_core.assemble import build_reward, engine_options, load_engine, look_up_engine, look_up_parts
 from cosmos_rl_core.checkpoint.resume import resume_problems
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.gpus import assignment_text
-from cosmos_rl_core.launch.preflight.machine import machine_problems
+from cosmos_rl_core.launch.preflight.machine import machine_problems, sink_problems, transport_problems
 from cosmos_rl_core.launch.preflight.rewards import reward_problems
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.optional import ChecksModels, FindsProblems, Warns
@@ -125,7 +125,7 @@ def _preflight(
     rewards: Mapping[str, Any],
 ) -> list[Problem]:
     """Return the problems that the first minute of a run would reveal, as far as the valid sections show them."""
-    found = [] if config.run.placement == "external" else list(machine_problems(config, domain, broken=broken))
+    found = list(machine_problems(config, domain, broken=broken))
     rows = () if data is None else data.rows
     if isinstance(domain, FindsProblems) and DOMAIN_READS.isdisjoint(broken):
         try:
@@ -138,6 +138,24 @@ def _preflight(
         times = f"a step uses each of {len(rows)} rows {size / len(rows):.3g} times"
         found.append(Problem(key="policy.prompts_per_step", given=str(size), wrong=times, is_note=True))
     return found
+
+
+def check_names(recipe: Loaded) -> tuple[str, ...]:
+    """Return a note for each name that is not installed here, for a run on machines with other files and packages.
+
+    Raises ConfigError with the problems of the recipe itself.
+    """
+    config = recipe.whole()
+    domain, found = load_domain(config.run.domain), list(sink_problems(config)) + list(transport_problems(config))
+    if not config.is_sft:
+        found += _reward_problems(config, domain, {})
+        try:
+            look_up_engine(config.rollout.engine, domain)
+        except UserError as error:
+            found.append(Problem(key="", wrong=str(error)))
+        else:
+            engine_options(config, domain)
+    return tuple(f"{problem}; the machines of the run must have it" for problem in found)
 
 
 def check_here(recipe: Loaded, resumed: RunConfig, rewards: Mapping[str, Any], *, resume: str | None) -> Sequence[str]:

@@ -40,6 +40,8 @@ PACKAGES = (
     "numpy",
 )
 """Packages whose versions are recorded, if they are installed."""
+LAUNCH = "COSMOS_RL_LAUNCH"
+"""Environment variable of a controller: the command of `cosmos-rl launch` that has started it."""
 GIT_S = 5.0
 TRACEBACK = "Traceback (most recent call last)"
 MOST_BYTES = 16_000
@@ -65,6 +67,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint that it continues from; empty for a new run."""
     takes_over: bool = False
     """Whether it continues a run whose controller died, by its journal."""
+    launch: str = ""
+    """Command of `cosmos-rl launch` without its flags; empty if no platform has started it."""
     gpus: str = ""
     """CUDA_VISIBLE_DEVICES."""
     earlier: tuple[Start, ...] = ()
@@ -122,6 +126,7 @@ def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool) -
         recipe_sha256=hashlib.sha256(recipe.encode()).hexdigest(),
         parent=parent,
         takes_over=takes_over,
+        launch=os.environ.get(LAUNCH, ""),
         gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         earlier=earlier,
     )
@@ -170,6 +175,8 @@ def last_checkpoint(run_dir: Path) -> str:
 def resume_command(run_dir: Path, *, checkpoint: str) -> str:
     """Return the command that continues the run from its newest checkpoint; without one, that starts it anew."""
     start = read_start(run_dir)
+    if start is not None and start.launch:
+        return f"{start.launch} --resume"  # also without a checkpoint
     flag = ["--resume", "auto"] if checkpoint else ["--overwrite"]
     if start is None or start.command[:2] not in ((start.command[0], "run"), (start.command[0], "controller")):
         return shlex.join(["cosmos-rl", "run", str(run_dir / "resolved.toml"), *flag])

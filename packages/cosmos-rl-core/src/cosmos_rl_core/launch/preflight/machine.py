@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -30,20 +31,27 @@ BYTES = 4
 def machine_problems(config: RunConfig, domain: Domain, *, broken: Collection[str] = ()) -> Iterator[Problem]:
     """Yield the problems that a run of this recipe would have on this machine.
 
+    With placement "external" other machines run it, which share the disk and, without an image, the environment.
     broken: sections that are not valid; checks that read them are left out.
     """
+    here, cluster = config.run.placement != "external", config.cluster
+    has_image = not here and bool(cluster.slurm.container_image or "image_uri" in cluster.ray.extra)
     for find, sections in CHECKS.items():
-        if sections.isdisjoint(broken):
-            yield from find(config, domain)
+        if sections.isdisjoint(broken) and (here or find is not _address):
+            for problem in find(config, domain):
+                of_packages = find in (sink_problems, transport_problems)
+                yield replace(problem, is_note=True) if has_image and of_packages else problem
 
 
-def _sinks(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
+def sink_problems(config: RunConfig, _domain: Domain | None = None) -> Iterator[Problem]:
+    """Yield a problem for each of [logging] sinks whose package is missing here."""
     for place, name in enumerate(config.logging.sinks):
         if name in INSTALL:
             yield from missing_package(name, key=f"logging.sinks.{place}", given=as_toml(name), install=INSTALL[name])
 
 
-def _transport(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
+def transport_problems(config: RunConfig, _domain: Domain | None = None) -> Iterator[Problem]:
+    """Yield a problem for a [sync] transport that is not known or not usable here."""
     key, name = "sync.transport", config.sync.transport
     if config.is_sft or config.sync.backend != "transfer" or name == "auto":
         return
@@ -131,8 +139,8 @@ def _processors(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
 
 
 CHECKS: Mapping[Callable[[RunConfig, Domain], Iterator[Problem]], frozenset[str]] = {
-    _sinks: frozenset({"logging"}),
-    _transport: frozenset({"algorithm", "run", "sync"}),
+    sink_problems: frozenset({"logging"}),
+    transport_problems: frozenset({"algorithm", "run", "sync"}),
     _address: frozenset({"run"}),
     _disk: frozenset({"checkpoint", "model", "run"}),
     _processors: frozenset({"algorithm", "policy", "rollout", "run"}),
