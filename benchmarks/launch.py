@@ -6,8 +6,8 @@ Slurm and Ray run on the loopback interface and are up before the first run. Slu
 client's commands, and root; Ray needs the package in this environment (tests/cluster/README.md has the install lines).
 A platform that is not installed is left out. The timings need a machine without other work.
 
-A launcher adds the CPU time and the memory of its processes: `cosmos-rl launch`; for Slurm also sbatch, the batch scripts,
-srun and slurmstepd; for Ray `cosmos-rl launch` and the actors. Daemons of the cluster, which are there without a run,
+A launcher adds the CPU time and the memory of its processes: `cosmos-rl launch`; for Slurm also sbatch, the batch
+scripts, srun and slurmstepd; for Ray the actors. Daemons of the cluster, which are there without a run,
 are not counted.
 """
 
