@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from _wfm_ours import OurLoop, recipe
@@ -14,6 +15,7 @@ from torch import Tensor
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
+from cosmos_rl_wfm.models.codec import Codec
 from cosmos_rl_wfm.models.eager import speed_up
 
 AWAY = 1e-2
@@ -28,6 +30,10 @@ def plain_loop(
     loaded = build_model(model.config(folder, text), parts=("network", "codec", "text"))
     if our_kernels:
         speed_up(loaded.network)
+    else:
+        for autoencoder in cast(Codec, loaded._codec).modules:  # as diffusers builds it, without our norms
+            for module in autoencoder.modules():
+                module.__dict__.pop("forward", None)
     loop = PlainLoop(loaded, size=Size(**model.size), work=work)
     if checkpointing:
         loop.network.enable_gradient_checkpointing()

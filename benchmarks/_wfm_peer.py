@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import _wfm_work as w
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.codec import Codec, to_video
 from cosmos_rl_wfm.models.model import DiffusersModel
 from cosmos_rl_wfm.rewards.pixels import brightness
 
@@ -53,6 +55,7 @@ class PlainLoop:
         self.sigmas = torch.linspace(1, 0, work.num_steps + 1, dtype=torch.float64).float()
         self.generator = torch.Generator().manual_seed(seed)
         self._shape = model.latent_shape(size)
+        self._codec = cast(Codec, model._codec)
 
     def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Roll out, train, update; return seconds."""
@@ -82,7 +85,7 @@ class PlainLoop:
                     mean, x = x, x + std * torch.randn(x.shape, generator=self.generator)
                     logprobs.append(logprob(x, mean, std))
                 latents.append(x)
-            clips.append(self.model.decode(x))
+            clips.append(to_video(self._codec.decode(x)))  # the batch at once, as flow_grpo's scripts do
             parts.append(
                 Samples(embeds=embeds, latents=torch.stack(latents, dim=1), logprobs=torch.stack(logprobs, dim=1))
             )

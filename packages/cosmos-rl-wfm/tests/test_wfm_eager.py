@@ -15,7 +15,8 @@ from cosmos_rl_wfm.build import build_engine, build_policy
 from cosmos_rl_wfm.collate import collate
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.models import eager
-from cosmos_rl_wfm.models.eager import ComplexRotary, complex_wins, speed_up, turned
+from cosmos_rl_wfm.models.eager import ComplexRotary, complex_wins, speed_up, speed_up_autoencoder, turned
+from cosmos_rl_wfm.models.networks.tiny import tiny_vae
 from cosmos_rl_wfm.models.weights import random_network
 from cosmos_rl_wfm.sampling import FlowSampling
 
@@ -97,3 +98,17 @@ def test_ratios_are_exactly_one_where_products_go_through_onednn():
     for each in (microbatch, other):
         logprobs = policy.forward(each).logprobs.detach().numpy()
         np.testing.assert_array_equal(logprobs, each.terms.rollout_logprobs.numpy())
+
+
+def test_an_autoencoder_that_was_sped_up_decodes_the_same(monkeypatch):
+    name, values = tiny_vae("wan")
+    plain = random_network(name, values, dtype=torch.float32, seed=0)
+    faster = copy.deepcopy(plain)
+    monkeypatch.setattr(eager, "sum_of_squares_wins", lambda channels, threads: True)
+    speed_up_autoencoder(faster)
+    assert plain.state_dict().keys() == faster.state_dict().keys()
+    latents = torch.randn(2, values["z_dim"], 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = (vae.decode(latents, return_dict=False)[0] for vae in (plain, faster))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert "forward" in vars(faster.decoder.norm_out) and "forward" not in vars(plain.decoder.norm_out)

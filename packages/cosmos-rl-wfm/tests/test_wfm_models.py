@@ -10,6 +10,7 @@ from PIL import Image
 from wfm_fixtures import FAMILIES, clips, image_to_video_model, noise, size_of, tiny_model
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models import codec
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import TextSection, WFMModelConfig
 from cosmos_rl_wfm.models.networks.cosmos import without_torchvision
@@ -211,3 +212,15 @@ def test_an_image_becomes_a_tensor_without_torchvision():
     with without_torchvision():
         found = module.torchvision.transforms.functional.to_tensor(Image.fromarray(pixels))
     assert found.shape == (3, 2, 4) and float(found[1, 1, 2]) == pytest.approx(pixels[1, 2, 1] / 255)
+
+
+def test_clips_are_decoded_in_parts_of_a_bounded_number_of_pixels(monkeypatch):
+    built = model("wan")
+    latents = noise(built, 5)
+    whole, passes = built.decode(latents), []
+    decode = built._codec.decode
+    monkeypatch.setattr(built._codec, "decode", lambda part: (passes.append(len(part)), decode(part))[1])
+    monkeypatch.setattr(codec, "PIXELS_AT_ONCE", 2 * latents[0, 0].numel() * 4 * 8 * 8)
+    in_parts = built.decode(latents)
+    assert passes == [2, 2, 1]
+    assert (whole.int() - in_parts.int()).abs().max() <= 1

@@ -202,7 +202,7 @@ class _Parts:
             yield Held(name="image encoder", bytes=size, away=True)
 
     def encoding(self) -> Iterator[Held]:
-        yield Held(name="encoding of a clip", bytes=self.codec_bytes.encode, at=(CLIPS,))
+        yield Held(name="encoding of clips", bytes=self.codec_bytes.encode, at=(CLIPS,))
 
     def generating(self) -> Iterator[Held]:
         """Memory to denoise and decode a batch of samples."""
@@ -212,7 +212,7 @@ class _Parts:
         states = BYTES["float32"] * samples * math.prod(self.latents)
         yield Held(name="states of the samples", bytes=(steps + 1 + _STATES) * states, at=(DENOISING, DECODING))
         yield Held(name="a forward pass", bytes=self._forward_bytes(samples), at=(DENOISING,))
-        yield Held(name="decoding of a clip", bytes=self.codec_bytes.decode, at=(DECODING,))
+        yield Held(name="decoding of clips", bytes=self.codec_bytes.decode, at=(DECODING,))
         yield Held(name="decoded clips", bytes=2 * samples * self.pixels, at=(DECODING,))
 
     def _forward_bytes(self, samples: int) -> int:

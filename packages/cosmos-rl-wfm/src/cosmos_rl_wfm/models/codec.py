@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLWan, ModelMixin
 
 
+PIXELS_AT_ONCE = 2**19
+"""Pixels, over all frames, of the clips that an autoencoder takes together: one by one, small clips fill no processor,
+and a batch of large ones does not fit into memory."""
+
+
 class Codec(Protocol):
     """clips float32 [B, 3, F, H, W] in [-1, 1] <-> normalised latents float32 [B, C, f, h, w]."""
 
@@ -28,6 +33,11 @@ class Codec(Protocol):
     def encode(self, clips: Tensor) -> Tensor: ...
 
     def decode(self, latents: Tensor) -> Tensor: ...
+
+
+def clips_at_once(pixels: int) -> int:
+    """Return how many clips of so many pixels, over all frames, an autoencoder takes together."""
+    return max(1, PIXELS_AT_ONCE // pixels)
 
 
 def to_clips(video: Tensor) -> Tensor:
@@ -65,7 +75,6 @@ class VideoVae:
 
     def __init__(self, vae: AutoencoderKLWan) -> None:
         self._vae: Any = vae
-        vae.enable_slicing()  # clip by clip: activations of a whole batch are large
         shape = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(vae.config["latents_mean"]).view(shape)
         self._std = torch.tensor(vae.config["latents_std"]).view(shape)

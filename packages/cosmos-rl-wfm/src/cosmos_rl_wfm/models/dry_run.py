@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Condition, Size
-from cosmos_rl_wfm.models.codec import make_codec, to_clips, to_video
+from cosmos_rl_wfm.models.codec import clips_at_once, make_codec, to_clips, to_video
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.family import Family
 from cosmos_rl_wfm.models.weights import empty_network, with_defaults
@@ -79,15 +79,15 @@ class CodecBytes:
 
     weights: int
     encode: int
-    """Peak beside the weights, to encode a clip."""
+    """Peak beside the weights, to encode as many clips as are taken together."""
     decode: int
-    """Peak beside the weights, to decode a clip into pixels."""
+    """Peak beside the weights, to decode as many clips as are taken together into pixels."""
 
 
 def codec_bytes(
     class_name: str, config: Mapping[str, Any], *, dtype: str, size: Size, latents: tuple[int, int, int, int]
 ) -> CodecBytes:
-    """Return the memory of an autoencoder of diffusers for one clip of `size`, with latents [C, f, h, w]."""
+    """Return the memory of an autoencoder of diffusers for clips of `size`, with latents [C, f, h, w]."""
     return _codec_bytes(class_name, json.dumps(config, sort_keys=True), dtype, size, latents)
 
 
@@ -95,14 +95,15 @@ def codec_bytes(
 def _codec_bytes(
     class_name: str, config: str, dtype: str, size: Size, latents: tuple[int, int, int, int]
 ) -> CodecBytes:
+    clips = clips_at_once(size.frames * size.height * size.width)
     with tensors_without_memory():
         vae = empty_network(class_name, json.loads(config), dtype=getattr(torch, dtype))
         codec = make_codec(vae)
         weights = sum(tensor.nbytes for tensor in [*vae.parameters(), *vae.buffers()])
         with PeakBytes(beside=vae) as decoding:
-            to_video(codec.decode(torch.zeros(1, *latents)))
+            to_video(codec.decode(torch.zeros(clips, *latents)))
         with PeakBytes(beside=vae) as encoding:
-            codec.encode(to_clips(torch.zeros(1, size.frames, size.height, size.width, 3, dtype=torch.uint8)))
+            codec.encode(to_clips(torch.zeros(clips, size.frames, size.height, size.width, 3, dtype=torch.uint8)))
     return CodecBytes(weights=weights, encode=encoding.peak, decode=decoding.peak)
 
 

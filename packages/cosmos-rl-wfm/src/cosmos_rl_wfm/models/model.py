@@ -24,7 +24,7 @@ from cosmos_rl_core.parallel.lora import adapter_weights, write_adapter_config
 from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_wfm.models.base import Condition, Grid, Size
 from cosmos_rl_wfm.models.captions import CaptionEncoder, ImageEncoder, pad_text
-from cosmos_rl_wfm.models.codec import Codec, to_clips, to_video
+from cosmos_rl_wfm.models.codec import Codec, clips_at_once, to_clips, to_video
 from cosmos_rl_wfm.models.config import Guidance
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
 from cosmos_rl_wfm.models.networks.family import Family, held_dtype
@@ -119,14 +119,16 @@ class DiffusersModel:
     def encode(self, video: Tensor) -> Tensor:
         """uint8 [B, F, H, W, 3] -> float32 [B, C, f, h, w], normalised for the network."""
         assert self._codec is not None, "the model was built without its codec"
-        return self._codec.encode(to_clips(video)).to(video.device)
+        parts = video.split(clips_at_once(video[0, ..., 0].numel()))
+        return torch.cat([self._codec.encode(to_clips(part)).to(video.device) for part in parts])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, C, f, h, w] -> uint8 [B, F, H, W, 3]."""
         assert self._codec is not None, "the model was built without its codec"
-        # one by one: eight clips of 93 frames at 704 x 1280 are 8 GB in float32, and conversions keep three of them
-        return torch.cat([to_video(self._codec.decode(one)) for one in latents.split(1)])
+        pixels = latents[0, 0].numel() * self.grid.temporal * self.grid.spatial**2
+        # In parts: eight clips of 93 frames at 704 x 1280 are 8 GB in float32, and conversions keep three of them.
+        return torch.cat([to_video(self._codec.decode(part)) for part in latents.split(clips_at_once(pixels))])
 
     def encode_text(self, captions: Sequence[str]) -> Condition:
         """Embed captions, on the encoder's device. No gradient."""
