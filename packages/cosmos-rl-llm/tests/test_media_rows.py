@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,7 +146,10 @@ def chat_row(*names, text=TEXT):
             chat_row("https://a.org/b.png"),
             r"rows.jsonl:2: image: https://a.org/b.png: URLs with https: are not allowed",
         ),
-        (chat_row("a.png", text={"type": "text", "text": "<|image_pad|>"}), r"rows.jsonl:2: more placeholders"),
+        (
+            chat_row("a.png", text={"type": "text", "text": "<|image_pad|>"}),
+            r"rows.jsonl:2: 2 placeholders in the chat, and 1 pict",
+        ),
     ],
     ids=["missing", "no picture", "damaged", "outside", "bomb", "scheme", "placeholders"],
 )
@@ -159,6 +163,56 @@ def test_a_row_that_cannot_be_read_is_dropped_and_counted(chat, tmp_path, row, r
     (dropped,) = batch.rows_dropped
     with pytest.raises(MediaError, match=reason):
         raise MediaError(dropped)
+
+
+RESPONSE = {"prompt": [{"role": "user", "content": "what ?"}], "response": "red <|image_pad|>"}
+RAW = {"messages": [{"role": "user", "content": "what <|video_pad|> ?"}, {"role": "assistant", "content": "red"}]}
+ANSWER = {"messages": [*CHAT[:1], {"role": "assistant", "content": "red <|video_pad|>"}]}
+
+
+@pytest.mark.parametrize(("row", "token"), [(RESPONSE, 5), (RAW, 6), (ANSWER, None)], ids=["response", "raw", "answer"])
+def test_a_placeholder_in_text_drops_its_row(chat, row, token):
+    batch = collate_sft(prompts_of(chat_row("a.png"), row), chat=chat, microbatch_terms=1000, share=Share())
+    assert batch.num_rollouts == 1
+    (dropped,) = batch.rows_dropped
+    assert dropped.startswith("rows.jsonl:2: ")
+    assert token is None or f"the text has token {token}, which stands for a picture or video: remove <" in dropped
+
+
+def test_a_placeholder_in_a_prompt_of_text_is_an_error_of_its_row(chat):
+    with pytest.raises(MediaError, match="row 1: the text has token 6"):
+        chat.encode_prompt({"prompt": RAW["messages"][:1]}, where="row 1")
+    plain = {"prompt": "what <|video_pad|> ?"}
+    with pytest.raises(MediaError, match="row 1: the text has token 6"):
+        chat.encode_prompt(plain, where="row 1")
+    assert len(replace(chat, vision=None).encode_prompt(plain).tokens) == 3
+
+
+class Meeting:
+    """A `Vision` that reads a picture only while another thread reads one too."""
+
+    def __init__(self, vision):
+        self.vision, self.both = vision, threading.Barrier(2)
+
+    def __getattr__(self, name):
+        return getattr(self.vision, name)
+
+    def of_row(self, row):
+        return self
+
+    def item(self, part, *, where):
+        self.both.wait(30)
+        return self.vision.item(part, where=where)
+
+
+def test_rows_are_read_side_by_side(chat):
+    rows = [chat_row("a.png"), chat_row("b.png")]
+    both = replace(chat, vision=Meeting(chat.vision))
+    batch = collate_sft(prompts_of(*rows), chat=both, microbatch_terms=1000, share=Share())
+    alone = collate_sft(prompts_of(*rows), chat=chat, microbatch_terms=1000, share=Share())
+    assert batch.rows_dropped == ()
+    for key, value in alone.microbatches[0].inputs.items():
+        torch.testing.assert_close(batch.microbatches[0].inputs[key], value, rtol=0, atol=0)
 
 
 def read_together(rank, world_size, *, directory):

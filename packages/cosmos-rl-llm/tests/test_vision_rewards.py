@@ -54,6 +54,41 @@ def test_a_choice_is_one_letter(text, reward):
     assert REWARDS["multiple_choice"]()(group_of(text, answer="(B) a cup")) == [reward]
 
 
+SEVERAL = [
+    *("B, C", "B. or C.", "A, B, C, D", "b) or c)", "The answer is B or C", "(B) (C)", "B C", "B/C", "B and C"),
+    *("B; C is possible", "either A or B", "B\nC", "A & B", "**B**, **C**", "The answer is B, or maybe C"),
+    *("options B and D", "[b] [c]"),
+]
+ONE = [
+    *("I think B", "I choose (B)", "b. a cup", "B. Vitamin C", "B) the cup of box A", "**B**", "It's B.", "[b]"),
+    *("The answer is b", "A cup, so B", "B, as A is a spoon", "Option B: a cup", "I'd say B", "B - a bottle"),
+    "the correct option is (B) a cup",
+]
+
+
+@pytest.mark.parametrize("text", SEVERAL)
+def test_several_letters_are_no_choice(text):
+    rewards = [REWARDS["multiple_choice"]()(group_of(text, answer=letter))[0] for letter in "ABCD"]
+    assert rewards == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("text", ONE)
+def test_words_beside_the_letter_are_no_other_choice(text):
+    assert REWARDS["multiple_choice"]()(group_of(text, answer="B")) == [1]
+    assert REWARDS["multiple_choice"]()(group_of(text, answer="C")) == [0]
+
+
+def test_a_response_may_repeat_a_reference_with_other_letters():
+    group = group_of("A. Move A,\nB", "A", "A, B", answer="A. Move A, B")
+    assert REWARDS["multiple_choice"]()(group) == [1, 1, 0]
+
+
+@pytest.mark.parametrize("text", ["a cup", "A cup", "I see a cup", "vitamin C", "BD", "", "don't"])
+def test_words_alone_are_no_choice(text):
+    rewards = [REWARDS["multiple_choice"]()(group_of(text, answer=letter))[0] for letter in "ABCDI"]
+    assert rewards == [0] * 5
+
+
 def test_a_reference_without_a_letter_is_an_error():
     with pytest.raises(UserError, match="'a cup' has no letter of an option"):
         REWARDS["multiple_choice"]()(group_of("B", answer="a cup"))

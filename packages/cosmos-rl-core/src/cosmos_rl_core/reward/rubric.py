@@ -74,7 +74,8 @@ class Rubric:
         except (Exception, SystemExit) as error:  # user code may raise anything; it is reported and counted
             if limit.expired():
                 raise SampleError(f"{where} took longer than [reward] timeout_s = {self._timeout_s:g}") from error
-            final = not isinstance(error, ConnectionError | TimeoutError)  # a retry may reach its server
+            again = isinstance(error, ConnectionError | TimeoutError)  # a retry may reach its server
+            final = error.final if isinstance(error, SampleError) else not again
             raise SampleError(f"{where} raised {type(error).__name__}: {error}", final=final) from error
         return _checked_steps(values, rollouts=group.rollouts, where=where)
 

@@ -110,6 +110,7 @@ class Chat:
 
         Raises:
             PromptError: the template rejects the messages.
+            MediaError: it has the token of a picture or video.
         """
         prompt, response = row["prompt"], row["response"]
         text = response
@@ -120,7 +121,9 @@ class Chat:
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         ends = [place for place, token in enumerate(ids) if token in self.end_ids]
         closed = ids[: ends[-1] + 1] if ends else [*ids, self.closing_id]
-        return np.asarray(closed, dtype=np.int32)
+        tokens = np.asarray(closed, dtype=np.int32)
+        self.view(tokens, [], where=where)
+        return tokens
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens without special ones, for rewards and files."""

@@ -28,7 +28,7 @@ from cosmos_rl_core.errors import MediaError, PromptError, UserError
 from cosmos_rl_core.train.balance import deal
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
 from cosmos_rl_llm.data.chat import Chat
-from cosmos_rl_llm.data.items import read_items
+from cosmos_rl_llm.data.items import read_items, side_by_side
 from cosmos_rl_llm.data.turns import encode_turns
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
@@ -131,7 +131,10 @@ def pack_batch(
     routes = sequences[0].routes if sequences else None
     empty = replace(EMPTY, routes=None if routes is None else np.zeros_like(routes[:1]))
     kinds = batch_kinds([item for sequence in sequences for item in sequence.view.items])
-    packed = (_pack([_with_pixels(sequences[index]) for index in members] or [empty]) for members in dealt)
+    own = {index: sequences[index] for members in dealt for index in members}
+    if any(sample.pixels is not None for sample in own.values()):
+        own = dict(zip(own, side_by_side(_with_pixels, list(own.values())), strict=True))
+    packed = (_pack([own[index] for index in members] or [empty]) for members in dealt)
     return TrainBatch(
         microbatches=tuple(replace(each, inputs={**each.inputs, **kinds}) for each in packed),
         num_terms=sum(int(sequence.loss_mask.sum()) for sequence in sequences),

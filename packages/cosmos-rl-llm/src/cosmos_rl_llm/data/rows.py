@@ -23,7 +23,7 @@ from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.parts import normalise_content, with_base64, with_media
-from cosmos_rl_llm.media.source import LIMITS, parts_of
+from cosmos_rl_llm.media.source import LIMITS, shows_media
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
@@ -184,19 +184,13 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
         result["messages"] = chat = _chat(row, where=where, config=config, column=config.messages_column)
         answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
         result["prompt"] = chat[: answers[-1]]
-    if _shows_media(result["prompt" if config.messages_column is None else "messages"]):
+    if shows_media(result["prompt" if config.messages_column is None else "messages"]):
         result[LIMITS] = config.media.model_dump(mode="json", exclude_defaults=True)
     if config.answer_column is not None:
         result["answer"] = _answer(row, where=where, config=config)
     if config.response_column is not None:
         result["response"] = _response(row, where=where, column=config.response_column)
     return result
-
-
-def _shows_media(chat: str | Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a normalised chat has pictures or videos."""
-    messages = () if isinstance(chat, str) else chat
-    return any(part["type"] != "text" for message in messages for part in parts_of(message["content"]))
 
 
 def _holds_bytes(column: str, value: Any, config: LLMDataConfig) -> bool:

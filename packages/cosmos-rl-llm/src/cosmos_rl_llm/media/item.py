@@ -195,29 +195,35 @@ def expand(text: str, items: Sequence[Item], family: VisionFamily) -> str:
 
 def expand_spans(spans: Sequence[str], items: Sequence[Item], family: VisionFamily) -> list[str]:
     """Like `expand`, for a chat in pieces."""
-    left = iter(items)
+    left, signs = iter(items), family.placeholders
+    written = sum(text.count(sign) for text in spans for sign in signs.values())
+    if written < len(items):
+        wanted = " and ".join(dict.fromkeys(signs[item.kind] for item in items))
+        raise ValueError(
+            f"{len(items)} pictures and videos, and the chat template writes {written or 'none'} of their placeholders "
+            f"{wanted}: set data.chat_template to one that writes them"
+        )
     expanded: list[str] = []
     for text in spans:
         pieces: list[str] = []
         rest = text
-        while found := {kind: place for kind, sign in family.placeholders.items() if (place := rest.find(sign)) >= 0}:
+        while found := {kind: place for kind, sign in signs.items() if (place := rest.find(sign)) >= 0}:
             kind = min(found, key=lambda each: found[each])
             item = next(left, None)
             if item is None:
-                raise ValueError(f"more placeholders in the chat than the {len(items)} pictures and videos of the row")
+                raise ValueError(f"{written} placeholders in the chat, and {len(items)} pictures and videos of the row")
             if kind != item.kind:
                 raise ValueError(f"a placeholder of kind {kind!r} where the row has {item.kind!r}")
-            before, rest = rest[: found[kind]], rest[found[kind] + len(family.placeholders[kind]) :]
+            before, rest = rest[: found[kind]], rest[found[kind] + len(signs[kind]) :]
             pieces += [before, family.expansion(item)]
         expanded.append("".join([*pieces, rest]))
-    if next(left, None) is not None:
-        raise ValueError(f"{len(items)} pictures and videos, and fewer placeholders in the chat")
     return expanded
 
 
 def view_of(tokens: np.ndarray, items: Sequence[Item], family: VisionFamily) -> View:
     """Return the view of a prompt's tokens [L], which show `items` in order. Raises ValueError if they do not."""
     if not items:
+        check_text(tokens, family)
         return EMPTY_VIEW
     places = np.flatnonzero(np.isin(tokens, list(family.token_ids.values())))
     sizes = [family.num_tokens(item) for item in items]
@@ -226,3 +232,13 @@ def view_of(tokens: np.ndarray, items: Sequence[Item], family: VisionFamily) -> 
     index = np.full(len(tokens), -1)
     index[places] = np.repeat(np.arange(len(items)), sizes)
     return View(items=tuple(items), index=index, positions=family.positions(tokens, items))
+
+
+def check_text(tokens: np.ndarray, family: VisionFamily) -> None:
+    """Raise ValueError if tokens that show no picture or video have a placeholder, which the model would look up."""
+    found = np.flatnonzero(np.isin(tokens, list(family.token_ids.values())))
+    if len(found):
+        raise ValueError(
+            f"the text has token {tokens[found[0]]}, which stands for a picture or video: remove "
+            f"{' and '.join(dict.fromkeys(family.placeholders.values()))} from it"
+        )

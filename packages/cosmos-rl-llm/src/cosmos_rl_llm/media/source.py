@@ -297,6 +297,12 @@ def parts_of(content: Any) -> list[Mapping[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
+def shows_media(chat: Any) -> bool:
+    """Return whether a prompt or whole chat has pictures or videos."""
+    messages = chat if isinstance(chat, list | tuple) else ()
+    return any(part["type"] != "text" for message in messages for part in parts_of(message["content"]))
+
+
 class PromptRecorder:
     """Gallery of prompts with pictures and videos beside the answers. It imports Pillow with the first of them."""
 

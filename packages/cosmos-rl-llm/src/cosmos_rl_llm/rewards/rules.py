@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -51,31 +52,63 @@ class FormatReward(Strict):
 
 
 class MultipleChoiceReward(Strict):
-    """1 if the response has the letter of the reference answer, else 0; 0 without a letter, or with several.
+    """1 if the response names the letter of the reference answer and no other, else 0.
 
-    Read are the last <answer>...</answer>, or else the whole response: "B", "(B)", "B. a cup", "the answer is B".
+    Read are the last <answer>...</answer>, or else the whole response: "B", "(B)", "B. a cup", "I think B", "the answer
+    is B". A response with the words of the reference answer has its letter.
     """
 
     letters: str = Field(default="ABCDEFGHIJ", pattern="^[A-Z]+$")
     """Letters of the options."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
-        reference = reference_answer(group)
-        wanted = self._letter(reference)
+        reference = " ".join(reference_answer(group).split())
+        wanted = self._first(reference) or self._only(reference)
         if wanted is None:
             raise UserError(
                 f"the reference answer {reference[:80]!r} has no letter of an option; see data.answer_column"
             )
-        return [float(self._letter(tagged(rollout.text)) == wanted) for rollout in group.rollouts]
+        answers = [tagged(rollout.text).strip() for rollout in group.rollouts]
+        return [float(" ".join(each.split()) == reference or self._only(each) == wanted) for each in answers]
 
-    def _letter(self, text: str) -> str | None:
-        one = f"[{self.letters}]"
-        alone = re.fullmatch(rf"\W*({one})(?:[).:,].*|\W*)", text.strip(), re.DOTALL | re.IGNORECASE)
-        if alone is not None:
-            return alone[1].upper()
-        named = re.findall(rf"(?i:answer|option|choice)(?i:\s+is)?\W*?({one})\b|\(({one})\)", text)
-        found = {first or second for first, second in named}
+    def _first(self, text: str) -> str | None:
+        """The letter that a reference answer begins with; its words may have others."""
+        found = re.match(rf"\W*([{self.letters}])(?:[).:,]|\W*$)", text, re.IGNORECASE)
+        return found and found[1].upper()
+
+    def _only(self, text: str) -> str | None:
+        """The letter that a text names, unless it names several."""
+        found = {letter.upper() for letter in self._named(text)}
         return found.pop() if len(found) == 1 else None
+
+    def _named(self, text: str) -> Iterator[str]:
+        """Letters that stand for an option: "A" and "I" are words too, and so is a small letter."""
+        one = f"[{self.letters}]"
+        for found in re.finditer(rf"(?<![\w'’])({one})(?![\w'’])", text, re.IGNORECASE):
+            before, after, letter = text[: found.start()], text[found.end() :], found[1]
+            ends = _ENDS.match(after) is not None
+            if _NAMES.search(before):
+                named = letter.isupper() or ends
+            elif letter.islower():
+                named = _BRACKET.match(after) is not None or (ends and not before.strip(_MARKS))
+            else:
+                named = _BEFORE.search(before) is not None and (ends or letter not in "AI")
+            if named:
+                yield letter
+
+
+_MARKS = " \t\n*_\"'`(["
+_NAMES = re.compile(r"\b(?:answer|option|choice|letter)s?(?:\s+is|\s+are)?\W*$", re.IGNORECASE)
+"""Text before a letter that makes it one of an option."""
+_BEFORE = re.compile(
+    r"(?:^|[^\w\s'’]\s*|\n\s*|\b(?:or|and|nor|either|both|also|maybe|perhaps|possibly|probably|definitely|is|it's|be|are|think|"
+    r"choose|pick|select|say|guess|with|so|then|thus|hence|therefore|[A-Za-z])\s+)$",
+    re.IGNORECASE,
+)
+"""Text before a capital letter that may be one of an option: the beginning, a mark, another letter, or such a word."""
+_ENDS = re.compile(r"\W*$|[).:,;/\]*]|\s*(?:\n|[&+|/-]|(?:or|and|nor|because|since|as)\b)", re.IGNORECASE)
+"""Text after a letter that ends the name of an option."""
+_BRACKET = re.compile(r"[)\]]")
 
 
 class LengthReward(Strict):

@@ -22,6 +22,7 @@ from cosmos_rl_core.parallel.memory.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Encoded
+from cosmos_rl_llm.engines.encoding import PromptEncoder
 from cosmos_rl_llm.engines.torch.batch import EngineStats, Request, RunningBatch, RunningSequence
 from cosmos_rl_llm.engines.torch.cache import bytes_per_term
 from cosmos_rl_llm.media.item import VisionFamily
@@ -116,7 +117,7 @@ class TorchEngine(ThreadedEngine[Request]):
         """Take over `model`; the engine's thread starts with the first request.
 
         Args:
-            encode: a prompt's tokens and pictures, or PromptError.
+            encode: a prompt's tokens and pictures, or SampleError; from any thread.
             decode: text of a response's tokens, for `Rollout.text` and stop strings.
             decode_prompt: text of a prompt's tokens for display; None: `decode`.
             stop_ids: tokens that end a response and are part of it.
@@ -134,7 +135,7 @@ class TorchEngine(ThreadedEngine[Request]):
         super().__init__("torch-engine", version=version)
         self._model, self._trained = model, trained_weights(model).keys()
         self._swap = Swap(lambda: tensors_of(model))
-        self._encode, self._decode = encode, decode
+        self._encode, self._decode = PromptEncoder(encode), decode
         self._decode_prompt = decode_prompt or decode
         self._max_length = max_length or context_length(model)
         self._batch = RunningBatch(
@@ -168,6 +169,10 @@ class TorchEngine(ThreadedEngine[Request]):
     async def wake(self) -> None:
         await self._call(self._swap.back)
 
+    async def close(self) -> None:
+        self._encode.close()
+        await super().close()
+
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
     ) -> tuple[str, list[Rollout]]:
@@ -176,7 +181,7 @@ class TorchEngine(ThreadedEngine[Request]):
         `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
         stop string. Groups that do not fit at once are split into parts with a prefill each.
         """
-        encoded = self._encode(prompt)
+        encoded = await self._encode(prompt)
         tokens = encoded.tokens
         at_a_time = self._samples_at_a_time(prompt, tokens, sampling)
         requests = [

@@ -23,6 +23,7 @@ import numpy as np
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Encoded
+from cosmos_rl_llm.engines.encoding import PromptEncoder
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
 from cosmos_rl_llm.media.item import VisionFamily
@@ -157,14 +158,14 @@ class VllmEngine:
     ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
-        encode: a prompt's tokens and pictures, or PromptError. decode: text of a response's tokens.
+        encode: a prompt's tokens and pictures, or SampleError; from any thread. decode: text of a response's tokens.
         decode_prompt: text of a prompt's tokens for display. stop_ids: tokens that end a response and are part of it.
         vision: family of a vision-language model; None: prompts are text.
         recompute_kv: recompute the keys and values of running sequences at a switch.
         version: policy version of the current weights.
         """
         self._llm = llm
-        self._encode, self._decode, self._decode_prompt = encode, decode, decode_prompt
+        self._encode, self._decode, self._decode_prompt = PromptEncoder(encode), decode, decode_prompt
         self._stop_ids = sorted(stop_ids)
         self._media = None if vision is None else VllmMedia(llm, vision)
         self._banned = () if self._media is None else self._media.banned
@@ -198,7 +199,7 @@ class VllmEngine:
         `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
         stop string. The same seed gives the same rollouts if vLLM's batches give the same bits.
         """
-        encoded = self._encode(prompt)
+        encoded = await self._encode(prompt)
         self._check(prompt, encoded, sampling)
         samples = [Sample(encoded, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
         tasks = [
@@ -293,6 +294,7 @@ class VllmEngine:
     async def close(self) -> None:
         """End vLLM's processes. Pending requests get a RuntimeError."""
         self._stop(RuntimeError("the engine was closed"))
+        self._encode.close()
         await asyncio.gather(*self._running, return_exceptions=True)
         if (llm := vars(self).pop("_llm", None)) is not None:  # its __del__ fails if it lives until Python exits
             await asyncio.to_thread(llm.shutdown)
