@@ -32,6 +32,27 @@ def one_number(group):
 def sometimes(group):
     raise ValueError("an unusual answer")
 
+def searches(group):
+    import re
+    return [float(re.search("<answer>(.*)</answer>", rollout.text).group(1)) for rollout in group.rollouts]
+
+def subscripts(group):
+    import re
+    return [float(re.search("<answer>(.*)</answer>", rollout.text)[1]) for rollout in group.rollouts]
+
+def splits(group):
+    return [float(rollout.text.split("=")[7]) for rollout in group.rollouts]
+
+def parses(group):
+    import json
+    return [json.loads(rollout.text)["score"] for rollout in group.rollouts]
+
+def looks_up(group):
+    return [{}[rollout.text] for rollout in group.rollouts]
+
+def misspells(group):
+    return [float(len(rollout.txt)) for rollout in group.rollouts]
+
 def nothing(group):
     return None
 
@@ -127,6 +148,10 @@ def test_the_command_line(walk, arguments, code, text):
             "raised NameError: name 'undefined' is not defined",
         ),
         (
+            {"reward__functions": [{"name": "newcomers_rewards:misspells"}]},
+            "raised AttributeError: 'Rollout' object has no attribute 'txt'",
+        ),
+        (
             {"reward__functions": [{"name": "newcomers_rewards:one_number"}]},
             "returned float; it must return one number per rollout",
         ),
@@ -178,6 +203,11 @@ def test_notes_do_not_refuse_a_recipe(walk, small):
     ("name", "text"),
     [
         ("not_a_number", "returned nan for rollout 0; it must be a finite number (called once, with a made-up"),
+        ("searches", "raised AttributeError: 'NoneType' object has no attribute 'group' (called once, with a made-up"),
+        ("subscripts", "raised TypeError: 'NoneType' object is not subscriptable"),
+        ("splits", "raised IndexError"),
+        ("parses", "raised JSONDecodeError"),
+        ("looks_up", "raised KeyError"),
         ("hangs", "was not called, as it took longer than 0.5 s"),
     ],
 )
@@ -270,8 +300,66 @@ def test_a_sound_recipe_of_a_language_model_is_ok(walk, words):
     ],
 )
 def test_a_language_model_is_refused_before_it_is_loaded(walk, words, change, text):
-    code, printed = walk("check", "--deep", words(**change))
+    recipe = words(**change)
+    code, printed = walk("check", "--deep", recipe)
     assert (code, text in printed) == (2, True), printed
+    assert f"{recipe}:" in printed and " | " in printed and "^" in printed
+
+
+def test_every_problem_is_reported_at_once_with_its_line(walk, words):
+    recipe = words(model__path="./nowhere", rollout__engine="vlm", rollout__group_sise=4, sync__transport="rdma")
+    code, printed = walk("check", "--deep", recipe)
+    assert (code, f"error: {recipe}: 4 problems" in printed) == (2, True), printed
+    assert printed.count(f"\n{recipe}:") == printed.count("^\n") == 4, printed
+    for text in ("model.path = ", "rollout.engine = ", "rollout.group_sise = ", "sync.transport = "):
+        assert text in printed
+
+
+def test_a_wrong_key_hides_no_error_of_the_model_or_the_rows(walk, words, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    recipe = words(data__path=str(rows), policy__prompts_per_stepp=2, sync__interva=1, model__path="./nowhere")
+    code, printed = walk("check", recipe)
+    assert (code, "4 problems" in printed) == (2, True), printed
+    [row] = [line for line in printed.splitlines() if "no column 'prompt'" in line]
+    assert row.startswith(f"{recipe}:") and f"data.path: {rows}:1" in row
+
+
+def test_the_key_of_a_column_that_the_rows_lack_is_underlined(walk, words):
+    recipe = words(data__prompt_column="question")
+    code, printed = walk("check", recipe)
+    assert (code, "no column 'question'" in printed) == (2, True), printed
+    assert 'prompt_column = "question"\n      | ^^^^^^^^^^^^^' in printed
+
+
+def test_a_folder_with_a_similar_name_is_suggested(walk, words, tmp_path):
+    (tmp_path / "warm").mkdir()
+    code, printed = walk("check", words(model__path="./wrm"))
+    assert (code, '= help: did you mean "warm"?' in printed) == (2, True), printed
+
+
+@pytest.mark.parametrize(
+    ("directory", "text"),
+    [
+        ("run", "contains an earlier run"),
+        ("/proc/run", "cannot be used: /proc"),
+        ("words.toml/run", "words.toml: Not a directory"),
+    ],
+)
+def test_the_directory_of_a_run_is_checked_with_the_rest(walk, words, tmp_path, directory, text):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/resolved.toml").touch()
+    recipe = words(run__output_dir=str(tmp_path / directory), sync__transport="rdma")
+    code, printed = walk("run", recipe)
+    assert (code, "2 problems" in printed, text in printed) == (2, True, True), printed
+    assert f"{recipe}:" in printed and "^" in printed
+
+
+def test_an_earlier_run_in_the_directory_is_a_note_of_check(walk, words, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/resolved.toml").touch()
+    code, printed = walk("check", "--deep", words())
+    assert (code, "contains an earlier run" in printed) == (0, True), printed
 
 
 def test_a_tokenizer_without_a_chat_template_is_named(walk, words):

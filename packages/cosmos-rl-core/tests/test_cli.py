@@ -408,6 +408,18 @@ def test_status_of_something_else_is_a_users_error(tmp_path, text, message, cosm
     assert message in refused(cosmos_rl("status", tmp_path))
 
 
+def test_the_status_of_a_run_that_was_copied_from_another_machine_is_unknown(tmp_path, cosmos_rl):
+    status = {"time": time.time() - 3 * 86400, "phase": "training", "step": 4, "version": 4}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    (tmp_path / "run.lock").write_text("999999999\n")
+    here = ControllerFile.of_this_process("tcp://127.0.0.1:1", generation=0)
+    msgspec.structs.replace(here, host="n7", pid=12).write(tmp_path)
+    found = cosmos_rl("status", tmp_path)
+    assert found.returncode == 0
+    assert f"{tmp_path}: unknown: last seen 72 h" in found.stdout and "ago, on n7" in found.stdout
+    assert "continue: cosmos-rl run" in found.stdout
+
+
 def test_status_does_not_look_for_the_controller_of_another_machine_here(tmp_path):
     assert live_controller(tmp_path) == ""
     (tmp_path / "run.lock").write_text("999999999\n")
@@ -415,6 +427,7 @@ def test_status_does_not_look_for_the_controller_of_another_machine_here(tmp_pat
     here.write(tmp_path)
     assert live_controller(tmp_path) == ""
     msgspec.structs.replace(here, host="n7", pid=12).write(tmp_path)
-    assert live_controller(tmp_path) == "pid 12 on n7"
+    assert live_controller(tmp_path, seen_s=5.0) == "pid 12 on n7"
+    assert live_controller(tmp_path, seen_s=300.0) == ""
     (tmp_path / "run.lock").write_text(f"{os.getpid()}\n")
     assert live_controller(tmp_path) == f"pid {os.getpid()}"

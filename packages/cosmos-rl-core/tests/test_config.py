@@ -382,7 +382,7 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path):
 
 def test_a_missing_file_suggests_its_neighbour(tmp_path):
     write(tmp_path / "gsm8k.toml", MINIMAL)
-    with pytest.raises(UserError, match=r"gsm8.toml: no such file; did you mean .*gsm8k\.toml\?"):
+    with pytest.raises(UserError, match=r"gsm8.toml: no such file; did you mean \".*gsm8k\.toml\"\?"):
         load_config(tmp_path / "gsm8.toml")
 
 

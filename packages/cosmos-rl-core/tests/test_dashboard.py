@@ -298,8 +298,11 @@ def test_the_end_of_a_run_is_the_first_sentence(tmp_path):
     outcome = {"state": "failed", "message": "no room", "worker": "policy-0", "step": 7, "resume": "cosmos-rl run x"}
     found = health(curves, status={}, outcome=outcome, live=False)
     assert found[0].text == "The run failed in policy-0 after 7 steps: no room. Continue: cosmos-rl run x"
-    (gone, *_) = health(curves, status={"phase": "training"}, outcome={}, live=False)
-    assert "The controller is gone" in gone.text
+    (gone, *_) = health(curves, status={"phase": "training"}, outcome={}, live=False, resume="cosmos-rl run x")
+    assert gone.text == "The controller is gone; its last phase was 'training'. Continue: cosmos-rl run x"
+    status = {"phase": "training", "life": "elsewhere"}
+    (elsewhere, *_) = health(curves, status=status, outcome={}, live=False)
+    assert (elsewhere.level, "It is not known whether the run, on another machine" in elsewhere.text) == ("warn", True)
 
 
 # -- the server

@@ -18,13 +18,15 @@ from run_files import Clock, group
 from cosmos_rl_core import run
 from cosmos_rl_core.cli import app
 from cosmos_rl_core.control import protocol as m
+from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.evaluation import Evaluation
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
+from cosmos_rl_core.doctor import stacks
 from cosmos_rl_core.doctor.limits import GIB
 from cosmos_rl_core.doctor.run import examine_run
-from cosmos_rl_core.doctor.stacks import busy_threads, stacks_of, worker_processes
+from cosmos_rl_core.doctor.stacks import WorkerProcess, busy_threads, stacks_of, worker_processes
 from cosmos_rl_core.doctor.waits import RUN, WEIGHTS, Wait, chain, waits_of
 from cosmos_rl_core.errors import OutOfMemory, UserError
 from cosmos_rl_core.observe.machine import Machine, Sample
@@ -542,7 +544,8 @@ def test_a_dead_run_is_not_taken_for_a_hanging_one(written):
     written.status(LEASED).opens("rollout-1", "score", since_s=900)
     (written.path / "run.lock").write_text("1073741823 elsewhere 1\n")
     found = written.examine()
-    assert found.waits == ()
+    assert (found.when, found.waits) == ("when it was last seen", (LEASED,))
+    assert not [check for check in found.checks if check.name in ("waits", "stalled")]
     assert "The controller is gone" in found.checks[0].text
     assert "its controller is gone" in found.title
 
@@ -567,7 +570,47 @@ def test_the_verb_prints_chain_and_lines_and_ends_with_1(written, capsys):
     assert json.loads(text[text.index("\n{") :])["checks"][0]["name"] == "waits"
 
 
+# -- runs that are gone
+
+
+def test_of_a_killed_run_the_doctor_shows_what_it_was_waiting_for(written):
+    written.status(LEASED).opens("rollout-1", "score", since_s=12)
+    (written.path / "run.lock").write_text("999999999\n")
+    found = written.examine()
+    assert (found.when, found.waits) == ("when it was last seen", (LEASED,))
+    assert "rollout-1 was in 'score', for 12 s" in line(found, "last seen").text
+    assert "when it was last seen:\n  policy-0 waits for batch 41" in str(found)
+    assert "Continue: cosmos-rl run" in str(found)
+
+
+def test_a_run_that_was_copied_from_another_machine_is_not_called_alive(written):
+    written.status(LEASED)
+    run_dir = written.path
+    (run_dir / "run.lock").write_text("999999999\n")
+    (run_dir / "status.json").write_text(json.dumps(status(LEASED, pid=12) | {"time": time.time() - 3 * 86400}))
+    here = ControllerFile.of_this_process("tcp://127.0.0.1:1", generation=0)
+    msgspec.structs.replace(here, host="n7", pid=12).write(run_dir)
+    found = examine_run(run_dir)
+    assert "unknown, last seen 72 h" in found.title
+    assert "is alive and has written no status" not in str(found)
+    assert "It is not known whether the run, on another machine, is alive" in str(found)
+
+
 # -- stacks
+
+
+def test_a_child_that_has_ended_and_a_short_wait_for_the_disk_are_no_trouble(tmp_path, monkeypatch):
+    seen = iter(["D", "S"])
+    monkeypatch.setattr(stacks, "_process", lambda pid, worker: WorkerProcess(pid, worker, "", next(seen), True))
+    process = WorkerProcess(1, "rollout-0", "", "D", True)
+    assert stacks._watched(process, is_main=True).trouble == ""
+    seen = iter(["D", "D", "D"])
+    assert stacks._watched(process, is_main=True).trouble == "process 1 waits for a disk"
+    ended = process._replace(state="Z")
+    assert (stacks._watched(ended, is_main=False).trouble, stacks._watched(ended, is_main=True).trouble) == (
+        "",
+        "process 1 has ended",
+    )
 
 
 HANGS = """

@@ -306,7 +306,7 @@ def test_a_program_gets_every_problem_at_once_and_an_earlier_run_stays(tmp_path)
 
 def test_given_rows_are_checked_before_the_run_and_named_by_their_file(tmp_path, rowed):
     tables = recipe(tmp_path, domain="rowed_domain:Rowed") | {"data": {"path": "unused"}}
-    with pytest.raises(UserError, match=r"data: rows.jsonl has no rows"):
+    with pytest.raises(UserError, match=r"data.path: rows.jsonl has no rows"):
         run(tables, rewards=[hits], rows=[])
     assert not (tmp_path / "run").exists()
     result = run(tables, rewards=[hits], rows=iter(CONTEXTS))  # read by the checks and by the run

@@ -1,15 +1,20 @@
 """The hack monitor, look by look; the metrics of the first tests are those of cookbook/wfm_quickstart."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from cosmos_rl_core.control.reports import Observer
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.observer import Watch, _alarms
 from cosmos_rl_core.monitor import HackMonitor, Metrics, MonitorConfig, Rule, State, beyond
-from cosmos_rl_core.monitor.monitor import TrainingSteps
+from cosmos_rl_core.monitor.monitor import History, TrainingSteps
+from cosmos_rl_core.recipe.load import load_config
 
 BASE = Metrics(step=0, reward=0.080, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
 
@@ -114,7 +119,7 @@ def test_a_lower_bound_releases_upwards():
 
 def test_an_alarm_about_a_judge_is_over_when_the_reward_is_back_at_its_start():
     fallen = {"prompt_ok": 0.4}
-    verdicts = watch(BASE, Metrics(step=1, reward=0.2, judges=fallen), Metrics(step=2, reward=0.08, judges=fallen))
+    verdicts = watch(BASE, Metrics(step=1, reward=0.15, judges=fallen), Metrics(step=2, reward=0.08, judges=fallen))
     assert [v.standing for v in verdicts] == [0, 1, 0]
 
 
@@ -244,6 +249,8 @@ def test_beyond_is_the_share_above_the_best():
     ("first", "later", "said"),
     [
         ({"reward": 0.75}, {"reward": 0.0}, "held-out reward 0.75 -> 0"),
+        ({"reward": -1.0}, {"reward": -50.0}, "held-out reward -1 -> -50"),
+        ({"reward": 0.0}, {"reward": -0.6}, "held-out reward 0 -> -0.6"),
         ({"entropy": 1.5}, {"entropy": 0.1}, "entropy 1.5 -> 0.1"),
         ({"response_length": 200.0}, {"response_length": 20.0}, "response length 200 -> 20"),
         ({"response_length": 200.0}, {"response_length": 1100.0}, "response length 200 -> 1.1e+03"),
@@ -259,6 +266,123 @@ def test_a_collapse_is_a_warning_of_the_default_rules(first, later, said):
     quiet, verdict = watch(metrics(1, first), metrics(2, later))
     assert quiet.action is None
     assert (verdict.action, verdict.text) == ("warn", f"step 2: {said}")
+
+
+def rewards(*values, **changes):
+    return watch(*(Metrics(step=step, reward=value, **changes) for step, value in enumerate(values)))
+
+
+def test_a_reward_that_rose_and_fell_back_to_its_start_is_an_alarm():
+    verdicts = rewards(0.1, 0.5, 0.9, 0.5, 0.1)
+    assert [v.action for v in verdicts] == [None, None, None, None, "warn"]
+    assert verdicts[-1].text == "step 4: held-out reward 0.9 -> 0.1"
+
+
+@pytest.mark.parametrize("values", [(-10.0, -5.0, -6.0, -2.0, -2.5), (0.0, 0.0, -0.2, 0.3, 0.2), (0.1, 0.4, 0.3, 0.5)])
+def test_a_reward_that_falls_a_little_is_no_alarm(values):
+    assert {v.action for v in rewards(*values)} == {None}
+
+
+def test_the_best_value_is_in_the_journaled_state():
+    monitor = HackMonitor(MonitorConfig())
+    for step, value in enumerate([0.1, 0.9]):
+        monitor.observe(Metrics(step=step, reward=value))
+    resumed = HackMonitor(MonitorConfig(), state=State.from_json(json.loads(json.dumps(monitor.state.as_json()))))
+    assert resumed.observe(Metrics(step=2, reward=0.1)).action == "warn"
+
+
+def test_a_gradient_norm_that_explodes_is_an_alarm_at_the_second_check():
+    looks = [
+        Metrics(step=step, reward=0.5, training={"grad_norm": norm}) for step, norm in enumerate([1.0, 30.0, 30.0])
+    ]
+    verdicts = watch(*looks)
+    assert [v.action for v in verdicts] == [None, None, "warn"]
+    assert verdicts[-1].text == "step 2: gradient norm 1 -> 30"
+
+
+def test_a_check_of_training_metrics_alone_keeps_what_evaluations_have_found():
+    fallen = Metrics(step=1, reward=0.2, judges={"prompt_ok": 0.4}, held_out_loss=0.08)
+    verdicts = watch(BASE, fallen, Metrics(step=2, reward=None, training={"entropy": 1.0}))
+    assert [v.standing for v in verdicts] == [0, 1, 1]
+    monitor = HackMonitor(MonitorConfig())
+    for metrics in (BASE, Metrics(step=7, reward=None, training={"entropy": 1.0})):
+        monitor.observe(metrics)
+    assert monitor.state.last_good == 0
+
+
+class Noted(Observer):
+    """Remembers the notes."""
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def watched(tmp_path, config, **changes):
+    """A `Watch` of a run without evaluations, its observer and the reasons to stop."""
+    observer, reasons = Noted(), []
+    watch = Watch(observer, config(**changes), history=History(tmp_path, first_step=0), stop=reasons.append)
+    return watch, observer, reasons
+
+
+@pytest.fixture
+def config():
+    """`config(monitor__every_steps=3)`: a recipe of the tiny domain without evaluations."""
+
+    def make(**monitor):
+        recipe = {
+            "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 100},
+            "reward": {"functions": [{"name": "hits"}]},
+            "monitor": monitor,
+        }
+        return load_config(recipe)
+
+    return make
+
+
+def test_training_metrics_are_checked_between_evaluations_and_without_any(tmp_path, config):
+    watch, observer, reasons = watched(tmp_path, config, every_steps=3)
+    for step in range(9):
+        watch.step(step, {"reward_mean": 0.9 if step < 3 else 0.1, "grad_norm": 1.0})
+    assert observer.notes == ["monitor: step 9: reward 0.9 -> 0.1"]
+    assert reasons == []
+    lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["training_reward"]) for line in lines] == [
+        (3, pytest.approx(0.9)),
+        (6, pytest.approx(0.1)),
+        (9, pytest.approx(0.1)),
+    ]
+
+
+def test_no_check_of_training_metrics_if_the_recipe_says_so(tmp_path, config):
+    watch, _, _ = watched(tmp_path, config, every_steps=0)
+    for step in range(30):
+        watch.step(step, {"reward_mean": 0.0})
+    assert not (tmp_path / "monitor.jsonl").exists()
+
+
+def test_a_stop_says_why(tmp_path, config):
+    rule = {"watch": "training_reward", "below": 0.5, "of_best": True, "action": "stop"}
+    watch, _, reasons = watched(tmp_path, config, every_steps=1, rules=[rule])
+    watch.step(0, {"reward_mean": 0.9})
+    watch.step(1, {"reward_mean": 0.1})
+    assert watch.stopped == "step 2: reward 0.9 -> 0.1; the run stops"
+    assert reasons == [f"the monitor ends the run: {watch.stopped}"]
+
+
+def test_the_closing_table_has_alarms_skipped_steps_and_the_reason_of_a_stop(tmp_path):
+    monitor, history = HackMonitor(MonitorConfig()), History(tmp_path, first_step=0)
+    for step, value in enumerate([0.9, 0.1]):
+        metrics = Metrics(step=step, reward=value)
+        history.add(metrics, monitor.observe(metrics), monitor.state)
+    result = SimpleNamespace(run_dir=tmp_path, metrics=({"grad_norm": 1.0}, {"grad_norm": math.inf}), stopped="why")
+    assert _alarms(result) == {
+        "stopped": "why",
+        "alarms": "reward below 0.5 of best",
+        "skipped steps": "1 of 2, as their gradients were not finite",
+    }
 
 
 def test_training_metrics_are_means_between_checks_without_the_steps_that_were_skipped():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import save_file
 
-from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.memory import estimate_of
+from cosmos_rl_core.launch.preflight.parts import look_up_parts
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
@@ -97,4 +97,4 @@ def test_axes_that_there_are_none_of_are_refused_before_anything_starts(saved, a
         "policy": {"parallel": {axis: 2}},
     }
     with pytest.raises(UserError, match=rf"{axis} = 2: this model is spread over dp alone; use dp_shard"):
-        assemble.look_up_parts(load_config(recipe), VLA)
+        look_up_parts(load_config(recipe), VLA)

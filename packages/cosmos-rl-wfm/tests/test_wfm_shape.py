@@ -6,8 +6,8 @@ import json
 import pytest
 from wfm_fixtures import mock_data, pixel_model
 
-from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.preflight.parts import look_up_parts
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy
@@ -130,4 +130,4 @@ def test_axes_that_there_are_none_of_are_refused_before_anything_starts(saved, a
         "policy": {"parallel": {axis: 2}},
     }
     with pytest.raises(UserError, match=rf"{axis} = 2: this model is spread over dp and cp alone"):
-        assemble.look_up_parts(load_config(recipe), WFM)
+        look_up_parts(load_config(recipe), WFM)

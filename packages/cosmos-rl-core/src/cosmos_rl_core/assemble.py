@@ -19,12 +19,10 @@ from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.optional import HasTeachers, HasTokens, PutsEnginesToSleep, ShowsPrompts, SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.parallel.shape import check_fit
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
-from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
@@ -40,50 +38,8 @@ if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.train.validation import Validation
 
 
-def look_up(config: RunConfig) -> None:
-    """Raise UserError for a model, engine, reward or weight sync that does not exist, before anything is started.
-
-    Names written as "module:attribute" are imported by the workers alone.
-    """
-    domain = load_domain(config.run.domain)
-    look_up_parts(config, domain)
-    if config.is_sft:
-        return
-    for section in config.reward.functions:
-        if domain.reward(section.name) is not None:
-            build_reward(section.name, domain, options=section.options)
-        else:
-            plugins.locate("cosmos_rl.rewards", section.name, beside=domain.rewards)
-
-
-def look_up_parts(config: RunConfig, domain: Domain) -> None:
-    """As `look_up` without the rewards; also raises for a model that [policy.parallel] cannot shard."""
-    domain.weight_specs(config.model)
-    dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
-    if config.policy.memory.parameter_offload and dims.world_size == 1:
-        raise UserError(
-            "[policy.memory] parameter_offload = true needs a replica of several ranks, whose shards it moves; set "
-            "[policy.parallel] dp_shard to 2 or more, or parameter_offload = false"
-        )
-    shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
-    if shape is not None:
-        check_fit(shape, config.policy.parallel, dims=dims)
-    if config.teacher is not None:
-        _with_teachers(domain).check_teacher(config)
-    if config.is_sft:
-        return
-    if config.algorithm.mask_prefix_terms and not isinstance(domain, HasTokens):
-        wrong = f"rollouts of the {domain.name} domain have no tokens; remove it"
-        given = str(config.algorithm.mask_prefix_terms)
-        raise ConfigError([Problem(key="algorithm.mask_prefix_terms", given=given, wrong=wrong)])
-    plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
-    look_up_engine(config.rollout.engine, domain)
-    engine_options(config, domain)
-    if config.run.colocate and config.rollout.engine in domain.engines:
-        sleeping_options(config, domain)
-
-
-def _with_teachers(domain: Domain) -> HasTeachers:
+def with_teachers(domain: Domain) -> HasTeachers:
+    """Return the domain. Raises UserError if its policies cannot learn from a teacher."""
     if not isinstance(domain, HasTeachers):
         raise UserError(f"[teacher]: the {domain.name} domain has no teachers; remove the section")
     return domain
@@ -96,7 +52,7 @@ def look_up_engine(name: str, domain: Domain) -> None:
     try:
         plugins.locate("cosmos_rl.engines", name, beside=domain.engines)
     except UserError as error:
-        raise UserError(f"[rollout] engine: {error}") from error
+        raise UserError(f"[rollout] engine = {name!r}: {error}") from error
 
 
 def build_source(config: RunConfig) -> PromptSource:
@@ -341,7 +297,7 @@ def build_teacher(
     if config.teacher is None:
         return None
     setup = _model_setup(config, mesh, frozen=True)
-    teacher = _with_teachers(domain).build_teacher(config.teacher, config=config, policy=trainer.policy, setup=setup)
+    teacher = with_teachers(domain).build_teacher(config.teacher, config=config, policy=trainer.policy, setup=setup)
     teacher.module.requires_grad_(False)
     return teacher
 

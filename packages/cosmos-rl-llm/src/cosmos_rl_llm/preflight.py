@@ -6,7 +6,6 @@ are those of the run. Only the longest and the shortest rows are encoded.
 
 from __future__ import annotations
 
-import difflib
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
-from cosmos_rl_core.settings.problems import as_toml, missing_package
+from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
@@ -91,9 +90,7 @@ def _of_engine(config: RunConfig) -> Iterator[Problem]:
 
 def _of_hub(section: str, path: str, revision: str | None) -> Iterator[Problem]:
     if wrong := hub.model_problem(path, revision):
-        here = [folder.name for folder in Path().iterdir() if folder.is_dir()]
-        near = difflib.get_close_matches(path, here, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else "give a folder with config.json, weights and tokenizer"
+        hint = neighbour(Path(path)) or "give a folder with config.json, weights and tokenizer"
         yield Problem(key=f"{section}.path", given=as_toml(path), wrong=wrong, suggestion=hint)
 
 

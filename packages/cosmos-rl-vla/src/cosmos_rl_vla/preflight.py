@@ -5,7 +5,6 @@ No torch. A simulator that runs in this interpreter is built once, to read its s
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import ConfigError, Problem
-from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package
+from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package, neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.config import UNIT, TorchEngineOptions, VLADataConfig, VLAModelConfig
 from cosmos_rl_vla.shape import read_weights
@@ -52,9 +51,7 @@ def model_problems(model: VLAModelConfig) -> Iterator[Problem]:
         return
     directory, given = Path(model.path).expanduser(), as_toml(model.path)
     if not directory.is_dir():
-        here = [folder.name for folder in Path().iterdir() if folder.is_dir()]
-        near = difflib.get_close_matches(model.path, here, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else "give a folder with config.json, weights and statistics"
+        hint = neighbour(directory) or "give a folder with config.json, weights and statistics"
         yield Problem(key="model.path", given=given, wrong="is not a directory", suggestion=hint)
         return
     try:

@@ -15,7 +15,7 @@ from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import ConfigError, Problem
-from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package
+from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package, problems_of
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, is_here, must_be_hub_id, network_of, open_source, vae_of
@@ -51,7 +51,7 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
         folder = open_source(model)
         class_name, network = network_of(model, folder)
     except UserError as error:
-        yield Problem(key="model.path", given=as_toml(model.path), wrong=_without_key(error, model))
+        yield from _of_model(error, model)
         return
     if folder is not None:
         yield from _of_parts(model, folder)
@@ -80,12 +80,13 @@ def _of_parts(model: WFMModelConfig, folder: ModelFolder) -> Iterator[Problem]:
         try:
             there()
         except UserError as error:
-            yield Problem(key="model.path", given=as_toml(model.path), wrong=_without_key(error, model))
+            yield from _of_model(error, model)
 
 
-def _without_key(error: UserError, model: WFMModelConfig) -> str:
-    """The message of an error without the key at its beginning."""
-    return str(error).removeprefix(f"model.path = {model.path!r} ").removeprefix("model.path: ")
+def _of_model(error: UserError, model: WFMModelConfig) -> Iterator[Problem]:
+    """The problem in an error about the model's folder."""
+    for found in problems_of(error, key="model.path"):
+        yield replace(found, given=found.given or as_toml(model.path)) if found.key == "model.path" else found
 
 
 def _of_sizes(model: WFMModelConfig, folder: ModelFolder | None, data: WFMDataConfig) -> Iterator[Problem]:

@@ -52,7 +52,7 @@ def train(
     forks: ForkServer | None = None,
     deep: bool = False,
 ) -> None:
-    """Run a recipe to its end. Exits with 1 after the loss of a worker, with 130 after an interrupt.
+    """Run a recipe to its end. Exit code: 1 if a worker was lost, 3 if the monitor has ended it, 130 if interrupted.
 
     deep: check what a run needs on this machine before anything is started.
     """
@@ -60,18 +60,19 @@ def train(
     from cosmos_rl_core.launch.check import check_in_child
     from cosmos_rl_core.launch.given import open_recipe
     from cosmos_rl_core.launch.supervised.command import run_supervised
+    from cosmos_rl_core.observe.record import STOPPED
     from cosmos_rl_core.recipe.load import load
 
     loaded = load(file, overrides)
-    notes = check_in_child(loaded, resume=resume) if deep else ()
+    notes = check_in_child(loaded, resume=resume, overwrite=overwrite) if deep else ()
     given = replace(open_recipe(loaded.whole(), python_path=folders), notes=notes)
     try:
         result = run_supervised(given, resume=resume, overwrite=overwrite, forks=forks)
     except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
-    if result.interrupted:
-        raise typer.Exit(130)
+    if result.interrupted or result.stopped:
+        raise typer.Exit(130 if result.interrupted else STOPPED)
 
 
 def worker(context: typer.Context) -> None:

@@ -116,7 +116,9 @@ def status(run_dir: Run) -> None:
         typer.echo(waits)
         return
     found, outcome = read_status(run_dir), read_outcome(run_dir)
-    typer.echo(render(run_dir, found, controller=live_controller(run_dir), now=time.time(), outcome=outcome))
+    now = time.time()
+    controller = live_controller(run_dir, seen_s=now - found.time)
+    typer.echo(render(run_dir, found, controller=controller, now=now, outcome=outcome))
 
 
 def without_controller(run_dir: Path, launched: Launched | None, *, has_jobs: bool) -> str:

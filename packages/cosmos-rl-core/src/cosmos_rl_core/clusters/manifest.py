@@ -157,8 +157,8 @@ class Manifest:
         pod["spec"]["volumes"].append({"name": "recipe", "configMap": {"name": f"{self.name}-recipe"}})
         mount = {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True}
         pod["spec"]["containers"][0]["volumeMounts"].append(mount)
-        # 1: a worker has failed; 130: no policy has come. The run is over.
-        return self._job(self._merged(pod, "controller"), ends=(1, 2, 130))
+        # 1: a worker has failed; 3: the monitor has ended it; 130: no policy has come. The run is over.
+        return self._job(self._merged(pod, "controller"), ends=(1, 2, 3, 130))
 
     def _worker_job(self, replica: Replica) -> Object:
         run = replace(self.run, folders=())  # folders of this machine

@@ -23,6 +23,7 @@ from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.control.protocol import Message
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.placement import STOP_GRACE_S
+from cosmos_rl_core.observe.record import STOPPED
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect, serve
@@ -256,7 +257,7 @@ class ClusterNode:
             "controller",
             [self.recipe.program, *arguments],
             first=["--resume", "auto"],  # after a crash it takes over from itself instead
-            last=(0, 1, 2, INTERRUPTED),
+            last=(0, 1, 2, STOPPED, INTERRUPTED),
         )
 
     async def _work_beside(self, controller: asyncio.Task[int], meeting: Meeting) -> None:

@@ -162,7 +162,7 @@ def whole(run: ClusterRun) -> list[Process]:
         preamble=tuple(run.preamble),
         log=str(folder / f"{CONTROLLER}.log"),
         restarts=run.config.elastic.restart_workers,
-        last=(0, 1, 2, 130),
+        last=(0, 1, 2, 3, 130),
     )
     place = Place(
         label=run.label,

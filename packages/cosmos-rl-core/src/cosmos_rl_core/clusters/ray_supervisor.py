@@ -215,7 +215,7 @@ class Supervisor:
         """Wait until the other actors have ended, remove those that stay, write the exit code."""
         import ray
 
-        is_saved, label = code in (0, 130), self._place.label
+        is_saved, label = code in (0, 3, 130), self._place.label
         workers = {name: actor for name, actor in actors(label).items() if name != CONTROLLER}
         called = [(actor.last if is_saved else actor.end).remote() for actor in workers.values()]
         _, silent = ray.wait(called, num_returns=len(called), timeout=ANSWER_S) if called else ([], [])

@@ -108,8 +108,8 @@ def run_script(run: ClusterRun) -> str:
             f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || rm -f {shlex.quote(str(run.directory / CONTROLLER_FILE))}',
             *steps,
             "first='--resume auto'  # after a crash it takes over from itself instead",
-            "# The controller runs on the first machine. It is started again unless it ends with 0, 1, 2 or 130.",
-            f'main "0 1 2 130" --nodes=1 --ntasks=1 --relative=0 {_MAIN} {controller}',
+            "# The controller runs on the first machine. It is started again unless it ends with 0, 1, 2, 3 or 130.",
+            f'main "0 1 2 3 130" --nodes=1 --ntasks=1 --relative=0 {_MAIN} {controller}',
             "",
         ]
     )
@@ -211,7 +211,7 @@ main() {{
     "${{step[@]}}" "$@" & process=$!
   done
   touch "$PID_FILE".ended
-  case $code in 0|130) wait ;; esac  # policies save; after an error the end of this script ends the other steps
+  case $code in 0|3|130) wait ;; esac  # policies save; after an error the end of this script ends the other steps
   if [ $again = 1 ]; then
     exec sbatch --dependency=afterany:$SLURM_JOB_ID --job-name="$SLURM_JOB_NAME" {folder}/{script}
   fi

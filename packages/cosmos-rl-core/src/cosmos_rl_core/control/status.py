@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cosmos_rl_core.control.address_file import read_controller_file
+from cosmos_rl_core.control.address_file import ControllerFile, read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.console import duration, table
 from cosmos_rl_core.observe.record import Outcome, last_checkpoint, resume_command
@@ -74,6 +74,8 @@ def _members(controller: Controller) -> list[Member]:
 
 ENDED = ("finished", "failed")
 """Phases of a run that has ended."""
+ELSEWHERE_S = 60.0
+"""Seconds without a new status after which it is not known whether a controller on another machine is alive."""
 SILENT_S = 10.0
 """Seconds without a new status after which the controller is shown as silent; it writes one per second."""
 
@@ -135,10 +137,11 @@ def read_status(run_dir: Path) -> RunStatus:
         raise UserError(f"{path}: not a status file: {error}") from error
 
 
-def live_controller(run_dir: Path) -> str:
+def live_controller(run_dir: Path, *, seen_s: float = 0.0) -> str:
     """Return "pid 12", or "pid 12 on HOST" of another machine; empty if the run's controller does not exist.
 
-    The process of another machine is not looked for: its controller.json may outlive it.
+    seen_s: age of the run's status. The process of another machine is not looked for, and its controller.json may
+    outlive it: it counts as live while its status is younger than ELSEWHERE_S.
     """
     try:
         holder = ProcessName.parse((run_dir / "run.lock").read_text())
@@ -146,19 +149,32 @@ def live_controller(run_dir: Path) -> str:
         return ""
     if holder is not None and holder.is_alive:
         return f"pid {holder.pid}"
+    elsewhere = _elsewhere(run_dir)
+    return f"pid {elsewhere.pid} on {elsewhere.host}" if elsewhere and seen_s <= ELSEWHERE_S else ""
+
+
+def lost_host(run_dir: Path) -> str:
+    """Return the other machine whose controller this directory names; empty if it names none."""
+    elsewhere = _elsewhere(run_dir)
+    return elsewhere.host if elsewhere else ""
+
+
+def _elsewhere(run_dir: Path) -> ControllerFile | None:
     try:
-        elsewhere = read_controller_file(run_dir)
+        found = read_controller_file(run_dir)
     except UserError:
-        return ""
-    return "" if elsewhere.host == socket.gethostname() else f"pid {elsewhere.pid} on {elsewhere.host}"
+        return None
+    return None if found.host == socket.gethostname() else found
 
 
-def _life(status: RunStatus, outcome: Outcome | None, *, controller: str, now: float) -> str:
+def _life(run_dir: Path, status: RunStatus, outcome: Outcome | None, *, controller: str, now: float) -> str:
     age = duration(max(0.0, now - status.time))
     if outcome is not None:
         return f"{outcome.state} {duration(max(0.0, now - outcome.ended))} ago, after {outcome.step} steps"
     if status.phase in ENDED:
         return f"{status.phase} {age} ago"
+    if not controller and (host := lost_host(run_dir)):
+        return f"unknown: last seen {age} ago, on {host}"
     if not controller:
         return f"NOT LIVE: its controller is gone; last seen {age} ago"
     if now - status.time > SILENT_S:
@@ -194,7 +210,7 @@ def render(run_dir: Path, status: RunStatus, *, controller: str, now: float, out
 
     controller: as of `live_controller`. now: in Unix seconds. outcome: of a run that has ended.
     """
-    life = _life(status, outcome, controller=controller, now=now)
+    life = _life(run_dir, status, outcome, controller=controller, now=now)
     place = f"phase {status.phase}, step {status.step}, version {status.version}"
     lines = [f"{run_dir}: {life}", place]
     if status.mesh:

@@ -36,20 +36,21 @@ def health(
     live: bool,
     monitor: Sequence[Mapping[str, Any]] = (),
     recipe: Mapping[str, Any] | None = None,
+    resume: str = "",
 ) -> list[Finding]:
     """Return at most MOST sentences, the worst first.
 
     status, outcome: as in status.json and outcome.json. live: whether the controller is alive. monitor: its checks.
-    recipe: as in resolved.toml.
+    recipe: as in resolved.toml. resume: the command that continues the run.
     """
-    found = [*_life(status, outcome, live=live), *_monitored(monitor)]
+    found = [*_life(status, outcome, live=live, resume=resume), *_monitored(monitor)]
     if curves.steps >= LAST:
         found += [*_waits(curves), *_learning(curves, recipe or {}), *_policy(curves)]
     found += _reward(curves)
     return sorted(found, key=lambda finding: ORDER.index(finding.level))[:MOST]
 
 
-def _life(status: Mapping[str, Any], outcome: Mapping[str, Any], *, live: bool) -> list[Finding]:
+def _life(status: Mapping[str, Any], outcome: Mapping[str, Any], *, live: bool, resume: str) -> list[Finding]:
     if outcome:
         state, message = outcome.get("state"), outcome.get("message", "")
         again = f" Continue: {outcome['resume']}" if outcome.get("resume") else ""
@@ -62,12 +63,10 @@ def _life(status: Mapping[str, Any], outcome: Mapping[str, Any], *, live: bool) 
             return [Finding("warn", f"The run was interrupted after {outcome.get('step', 0)} steps.{again}")]
         return [Finding("good", f"The run is done: {outcome.get('step', 0)} steps.")]
     if status and not live and status.get("phase") != "finished":
-        return [
-            Finding(
-                "bad",
-                f"The controller is gone; its last phase was {status.get('phase')!r}. Continue with --resume auto.",
-            )
-        ]
+        last = f"its last phase was {status.get('phase')!r}"
+        if status.get("life") == "elsewhere":
+            return [Finding("warn", f"It is not known whether the run, on another machine, is alive; {last}.")]
+        return [Finding("bad", f"The controller is gone; {last}. Continue: {resume}")]
     return [
         Finding("bad", f"{member['name']} ({member['state']}) sent its last heartbeat {member['age_s']:.0f} s ago.")
         for member in status.get("members", ())

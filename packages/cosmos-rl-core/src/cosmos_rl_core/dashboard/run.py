@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.control.status import SILENT_S, live_controller
+from cosmos_rl_core.control.status import SILENT_S, live_controller, lost_host
 from cosmos_rl_core.dashboard.curves import Curves
 from cosmos_rl_core.dashboard.health import health
 from cosmos_rl_core.dashboard.lines import Rows, read_object, short
@@ -19,7 +19,7 @@ from cosmos_rl_core.dashboard.timeline import Timeline
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.machine import FOLDER
 from cosmos_rl_core.observe.metrics import notes
-from cosmos_rl_core.observe.record import EVENTS, OUTCOME, RUN
+from cosmos_rl_core.observe.record import EVENTS, OUTCOME, RUN, last_checkpoint, resume_command
 
 RECIPE = "resolved.toml"
 MARKS = (RECIPE, "metrics.jsonl", "status.json")
@@ -54,7 +54,10 @@ class Run:
             return {}
 
     def status(self) -> dict[str, Any]:
-        """Return status.json with `life`: done, interrupted, failed, stopped, live, silent, dead or unknown."""
+        """Return status.json with `life`: done, interrupted, failed, stopped, live, silent, dead, elsewhere or unknown.
+
+        elsewhere: last seen on another machine, where its controller may be alive. unknown: without a status.
+        """
         status = read_object(self.path / "status.json")
         outcome = read_object(self.path / OUTCOME)
         return {**status, "life": self._life(status, outcome), "age_s": round(time.time() - status.get("time", 0.0), 1)}
@@ -66,13 +69,14 @@ class Run:
             return "unknown"
         if status.get("phase") == "finished":
             return "done"
+        seen_s = time.time() - status.get("time", 0.0)
         try:
-            live = bool(live_controller(self.path))
+            live = bool(live_controller(self.path, seen_s=seen_s))
         except (OSError, UserError):
             live = False
         if not live:
-            return "dead"
-        return "silent" if time.time() - status["time"] > SILENT_S else "live"
+            return "elsewhere" if lost_host(self.path) else "dead"
+        return "silent" if seen_s > SILENT_S else "live"
 
     def summary(self) -> dict[str, Any]:
         """Return the line of the run in the list of runs."""
@@ -105,7 +109,10 @@ class Run:
         status, outcome = self.status(), read_object(self.path / OUTCOME)
         live = status["life"] in ("live", "silent")
         checks, recipe = self._monitor.read(), self.recipe()
-        found = health(self.curves, status=status, outcome=outcome, live=live, monitor=checks, recipe=recipe)
+        resume = resume_command(self.path, checkpoint=last_checkpoint(self.path))
+        found = health(
+            self.curves, status=status, outcome=outcome, live=live, monitor=checks, recipe=recipe, resume=resume
+        )
         return {
             "id": self.name,
             "status": status,

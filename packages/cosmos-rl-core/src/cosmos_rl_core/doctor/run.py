@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cosmos_rl_core.control.status import lost_host
 from cosmos_rl_core.dashboard.health import Finding
 from cosmos_rl_core.dashboard.lines import Rows
 from cosmos_rl_core.dashboard.run import Run
-from cosmos_rl_core.doctor.activity import Spans
+from cosmos_rl_core.doctor.activity import Activity, Spans
 from cosmos_rl_core.doctor.report import Check, Level, render
 from cosmos_rl_core.doctor.stacks import WorkerProcess, stacks_of, worker_processes
 from cosmos_rl_core.doctor.symptoms import Facts, symptoms
@@ -30,6 +31,7 @@ LEVELS: Mapping[str, Level] = {"bad": "bad", "warn": "note", "good": "ok"}
 """Levels of the sentences about metrics."""
 ORDER = ("bad", "note", "ok")
 LIVE = ("live", "silent")
+GONE = ("dead", "elsewhere")
 
 
 class Diagnosis(NamedTuple):
@@ -38,6 +40,8 @@ class Diagnosis(NamedTuple):
     title: str
     waits: tuple[str, ...]
     """Lines of the status from the one that waits to the one that is waited for; empty without a wait."""
+    when: str
+    """"waits" of a live run; of one that is gone the moment of its last status."""
     checks: tuple[Check, ...]
     """The worst first."""
     stacks: str
@@ -45,12 +49,18 @@ class Diagnosis(NamedTuple):
 
     def __str__(self) -> str:
         chain = "\n".join(f"{'  ' * depth}{text}" for depth, text in enumerate(self.waits))
-        parts = [self.title, chain and f"waits:\n{_indented(chain)}", render(self.checks), self.stacks]
+        parts = [self.title, chain and f"{self.when}:\n{_indented(chain)}", render(self.checks), self.stacks]
         return "\n\n".join(part for part in parts if part)
 
     def as_json(self) -> dict[str, Any]:
         checks = [check._asdict() for check in self.checks]
-        return {"title": self.title, "waits": list(self.waits), "checks": checks, "stacks": self.stacks}
+        return {
+            "title": self.title,
+            "when": self.when,
+            "waits": list(self.waits),
+            "checks": checks,
+            "stacks": self.stacks,
+        }
 
 
 def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None) -> Diagnosis:
@@ -94,17 +104,33 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
         waits = chain(waits_of(status), status.get("members", ()))
         found = [verdict(waits, at), *_stalls(at, waits), *_clocks(spans), *found]
         if status["life"] == "silent":
-            found.insert(0, _silent(status))
+            found.insert(0, _silent(status, host=lost_host(run_dir)))
         text = _stacks(waits, at, processes, run_dir) if stacks else ""
-    elif stacks:
+    elif status["life"] in GONE:
+        waits = chain(waits_of(status), status.get("members", ()))
+        found = [*found, *_was_in(spans.open(now=now))]
+    if stacks and status["life"] not in LIVE:
         text = "stacks: the run is not live on this machine"
     found = sorted(dict.fromkeys(found), key=lambda check: ORDER.index(check.level))
-    return Diagnosis(_title(run_dir, status), tuple(dict.fromkeys(wait.text for wait in waits)), tuple(found), text)
+    when = "waits" if status["life"] in LIVE else "when it was last seen"
+    lines = tuple(dict.fromkeys(wait.text for wait in waits))
+    return Diagnosis(_title(run_dir, status), lines, when, tuple(found), text)
 
 
-def _silent(status: Mapping[str, Any]) -> Check:
-    """Return the line of a controller that is alive and writes no status."""
-    text = f"its process {status.get('pid', '?')} is alive and has written no status for {duration(status['age_s'])}"
+def _was_in(activities: Iterable[Activity]) -> list[Check]:
+    """Return what each process of a run that is gone was doing at the time of its last status."""
+    found = []
+    for activity in activities:
+        usual = "" if activity.usual_s is None else f"; usual: {activity.usual_s:.2g} s"
+        text = f"{activity.process} was in {activity.span!r}, for {duration(activity.seconds)}{usual}"
+        found.append(Check("note", "last seen", text))
+    return found
+
+
+def _silent(status: Mapping[str, Any], *, host: str) -> Check:
+    """Return the line of a controller that writes no status. host: of another machine, where it is not looked for."""
+    life = f"on {host}" if host else "is alive and"
+    text = f"its process {status.get('pid', '?')} {life} has written no status for {duration(status['age_s'])}"
     fix = "it is stopped (kill -CONT), its disk hangs, or py-spy dump --pid shows its code; a second one can take over"
     return Check("bad", "controller", text, fix)
 
@@ -119,6 +145,8 @@ def _title(run_dir: Path, status: Mapping[str, Any]) -> str:
     life = status["life"]
     if life == "silent":
         life = f"live, but its controller has written nothing for {duration(status['age_s'])}"
+    elif life == "elsewhere":
+        life = f"unknown, last seen {duration(status['age_s'])} ago on another machine"
     elif life == "dead":
         life = f"its controller is gone, last seen {duration(status['age_s'])} ago"
     return f"{run_dir}: {life}; {status.get('phase', '?')}, step {status.get('step', '?')}"

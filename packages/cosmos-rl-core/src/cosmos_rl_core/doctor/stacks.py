@@ -28,6 +28,8 @@ QUIET_S = 0.5
 """A log without a new byte for this long has all stacks; lines of ranks pass through their agent."""
 FIRST_LINE = b"Current thread 0x"
 """In each dump of faulthandler, once."""
+DISK_LOOKS, DISK_S = 3, 0.1
+"""Number of looks, and seconds between them, at a process that waits for a disk."""
 STATES = {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended", "D": "waits for a disk"}
 
 
@@ -84,6 +86,7 @@ def worker_processes(run_dir: Path) -> list[WorkerProcess]:
             parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             if (log := os.readlink(entry / "fd" / "2")) in logs:
                 workers[pid] = logs[log]
+    mains = {pid for pid, worker in workers.items() if workers.get(parents[pid]) != worker}
     for pid in parents:  # ranks write to their agent
         ancestor = parents[pid]
         while ancestor in parents and ancestor not in workers:
@@ -92,7 +95,10 @@ def worker_processes(run_dir: Path) -> list[WorkerProcess]:
             workers[pid] = workers[ancestor]
     found = [one for pid, worker in workers.items() if (one := _process(pid, worker)) is not None]
     ranked = {one.worker for one in found if one.rank}
-    found = [one for one in found if one.rank or one.worker not in ranked]  # without the ranks' agent
+    # without the ranks' agent; of its children that have ended, whose variables are gone, each was a rank
+    ended = {one.pid for one in found if one.state == "Z" and one.worker in ranked and parents[one.pid] in mains}
+    found = [one for one in found if one.rank or one.worker not in ranked or one.pid in ended]
+    found = [_watched(one, is_main=one.pid in mains | ended) for one in found]
     return sorted(found, key=lambda one: (one.worker, one.rank, one.pid))
 
 
@@ -108,6 +114,23 @@ def _process(pid: int, worker: str) -> WorkerProcess | None:
     ranks = [word.partition(b"=")[2].decode() for word in variables if word.startswith(b"RANK=")]
     rank = ranks[0] if ranks and b"rank_main" in command else ""
     return WorkerProcess(pid, worker, rank, state, bool(int(caught, 16) >> (STACKS - 1) & 1))
+
+
+def _watched(process: WorkerProcess, *, is_main: bool) -> WorkerProcess:
+    """Return the process; with the state "R" if that of /proc is no trouble.
+
+    A process waits for a disk now and then: it does so if it is seen DISK_LOOKS times. A child that has ended is
+    awaited by its parent: of trouble is only the end of the worker, or of a rank.
+    """
+    if process.state == "Z" and not is_main:
+        return process._replace(state="R")
+    for _ in range(DISK_LOOKS - 1):
+        if process.state != "D":
+            break
+        time.sleep(DISK_S)
+        again = _process(process.pid, process.worker)
+        process = process._replace(state=again.state if again else "Z")
+    return process
 
 
 def stacks_of(processes: Iterable[WorkerProcess], run_dir: Path) -> str:

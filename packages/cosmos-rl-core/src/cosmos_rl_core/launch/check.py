@@ -4,33 +4,56 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.assemble import build_reward, engine_options, load_engine, look_up_engine, look_up_parts
+from cosmos_rl_core.assemble import build_reward, engine_options, load_engine, look_up_engine
 from cosmos_rl_core.checkpoint.resume import resume_problems
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.gpus import assignment_text
-from cosmos_rl_core.launch.preflight.machine import machine_problems, sink_problems, transport_problems
+from cosmos_rl_core.launch.preflight.machine import (
+    directory_problems,
+    machine_problems,
+    sink_problems,
+    transport_problems,
+)
+from cosmos_rl_core.launch.preflight.parts import part_problems
 from cosmos_rl_core.launch.preflight.rewards import reward_problems
 from cosmos_rl_core.launch.versions import too_old
-from cosmos_rl_core.optional import ChecksModels, FindsProblems, Warns
+from cosmos_rl_core.optional import ChecksModels, FindsProblems, TakesRows, Warns
 from cosmos_rl_core.recipe.load import Loaded, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
-from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.settings.problems import as_toml, each_once, is_wrong, problems_of
 from cosmos_rl_core.settings.source import Source
 
 FAILED = 1
 """Exit status of a process of checks that met an error of their own."""
-DOMAIN_READS = frozenset({"algorithm", "data", "eval", "model", "policy", "rollout", "run", "teacher"})
-"""Sections that `FindsProblems.problems` may read."""
+DOMAIN_READS = frozenset(
+    {
+        "algorithm",
+        "data",
+        "eval.data",
+        "model",
+        "policy",
+        "reward",
+        "rollout.engine",
+        "rollout.options",
+        "rollout.parallel",
+        "rollout.sampling",
+        "teacher",
+    }
+)
+"""Keys that `FindsProblems.problems` may read."""
+REWARDS_READ = frozenset({"algorithm.name", "data", "reward", "rollout.group_size", "rollout.sampling"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,40 +96,42 @@ def check(
     deep: bool = False,
     resume: str | None = None,
     resumed: RunConfig | None = None,
+    overwrite: bool | None = None,
     rewards: Mapping[str, Any] | None = None,
 ) -> Checked:
     """Read the datasets, look up model, engine and rewards. Raises ConfigError with every problem.
 
-    Of a recipe that has problems already, the valid sections are checked, so that one error has all problems. deep:
-    also the checks of `launch.preflight`, of this machine, the tokenizer, the rows and a call of each reward. resume:
-    "auto" or the path of the checkpoint that the run shall continue from. resumed: the recipe that is compared with the
-    checkpoint's, if `recipe` reads rows from other files. rewards: functions by label, in place of named ones.
+    Of a recipe that has problems already, the rest is checked, so that one error has all problems. deep: also the
+    checks of `launch.preflight`, of this machine, the tokenizer, the rows and a call of each reward. resume: "auto" or
+    the path of the checkpoint that the run shall continue from. resumed: the recipe that is compared with the
+    checkpoint's, if `recipe` reads rows from other files. overwrite: whether a run that starts now may replace an
+    earlier one; None if none is started. rewards: functions by label, in place of named ones.
     """
-    config, domain, broken, source = _parts(recipe)
+    config, domain, wrong, source = _parts(recipe)
     found = list(recipe.problems) if isinstance(recipe, Loaded) else []
     if domain is None:
         raise ConfigError(found, source=source)
-    if "reward" not in broken:
+    if not is_wrong({"reward"}, wrong):
         found += _reward_problems(config, domain, rewards or {})
-    if not broken & {"model", "data", "policy", "rollout", "run", "sync"}:
-        found += _part_problems(config, domain)
-    data = None if "data" in broken else _dataset("data", config.data, domain, found)
-    held_out = None if "eval" in broken else config.eval.data
+    found += part_problems(config, domain, wrong=wrong)
+    if not is_wrong({"algorithm.name", "rollout.engine"}, wrong):
+        found += _engine_problems(config, domain)
+    if isinstance(domain, ChecksModels) and not is_wrong({"model"}, wrong):
+        found += _model_problems(config, domain)
+    data = None if is_wrong({"data"}, wrong) else _dataset("data", config.data, domain, found)
+    held_out = None if is_wrong({"eval.data"}, wrong) else config.eval.data
     evaluation = None if held_out is None else _dataset("eval.data", held_out, domain, found)
     notes: list[Problem] = []
     if deep:
-        preflight = _preflight(config, domain, broken, data, evaluation, rewards or {})
-        if resume is not None and not broken:
+        preflight = _preflight(config, domain, wrong, data, evaluation, rewards or {})
+        if not is_wrong({"run.output_dir", "run.placement"}, wrong):
+            preflight += directory_problems(config, resume=resume is not None, overwrite=overwrite)
+        if resume is not None and not wrong:
             preflight += resume_problems(resumed or config, config.run.directory, resume)
-        known = [problem.wrong for problem in found]
-        found += [
-            problem
-            for problem in preflight
-            if not problem.is_note and not any(t.endswith(problem.wrong) for t in known)
-        ]
+        found += [problem for problem in preflight if not problem.is_note]
         notes = [problem for problem in preflight if problem.is_note]
     if data is None or found:
-        raise ConfigError(found, source=source)
+        raise ConfigError(_in_order(each_once(found), source), source=source)
     return Checked(
         config=config,
         data=data,
@@ -116,25 +141,29 @@ def check(
     )
 
 
+def _in_order(found: Sequence[Problem], source: Source | None) -> Sequence[Problem]:
+    return sorted(found, key=lambda problem: source.offset_of(problem.key)) if source else found
+
+
 def _preflight(
     config: RunConfig,
     domain: Domain,
-    broken: Collection[str],
+    wrong: Collection[str],
     data: Dataset | None,
     held_out: Dataset | None,
     rewards: Mapping[str, Any],
 ) -> list[Problem]:
     """Return the problems that the first minute of a run would reveal, as far as the valid sections show them."""
-    found = list(machine_problems(config, domain, broken=broken))
+    found = list(machine_problems(config, domain, wrong=wrong))
     rows = () if data is None else data.rows
-    if isinstance(domain, FindsProblems) and DOMAIN_READS.isdisjoint(broken):
+    if isinstance(domain, FindsProblems) and not is_wrong(DOMAIN_READS, wrong):
         try:
             found.extend(domain.problems(config, rows, () if held_out is None else held_out.rows))
         except UserError as error:
-            found.append(Problem(key="", wrong=str(error)))
-    if data is not None and not config.is_sft and {"algorithm", "reward", "rollout"}.isdisjoint(broken):
+            found += problems_of(error, key="model.path")
+    if data is not None and not config.is_sft and not is_wrong(REWARDS_READ, wrong):
         found += reward_problems(config, domain, rows, origin=data.origin, given=rewards)
-    if data is not None and "policy" not in broken and (size := config.policy.prompts_per_step) > len(rows):
+    if data is not None and not is_wrong({"policy"}, wrong) and (size := config.policy.prompts_per_step) > len(rows):
         times = f"a step uses each of {len(rows)} rows {size / len(rows):.3g} times"
         found.append(Problem(key="policy.prompts_per_step", given=str(size), wrong=times, is_note=True))
     return found
@@ -152,31 +181,34 @@ def check_names(recipe: Loaded) -> tuple[str, ...]:
         try:
             look_up_engine(config.rollout.engine, domain)
         except UserError as error:
-            found.append(Problem(key="", wrong=str(error)))
+            found += problems_of(error, key="rollout.engine")
         else:
             engine_options(config, domain)
     return tuple(f"{problem}; the machines of the run must have it" for problem in found)
 
 
-def check_here(recipe: Loaded, resumed: RunConfig, rewards: Mapping[str, Any], *, resume: str | None) -> Sequence[str]:
-    """Return the notes of a deep `check` in this process."""
-    return check(recipe, deep=True, resume=resume, resumed=resumed, rewards=rewards).notes
+def check_here(
+    recipe: Loaded, resumed: RunConfig, rewards: Mapping[str, Any], *, resume: str | None, overwrite: bool
+) -> Sequence[str]:
+    """Return the notes of a deep `check` in this process, for a run that starts now."""
+    keys = {"resume": resume, "overwrite": overwrite}
+    return check(recipe, deep=True, resumed=resumed, rewards=rewards, **keys).notes
 
 
-def check_in_child(recipe: Loaded, *, resume: str | None = None) -> tuple[str, ...]:
+def check_in_child(recipe: Loaded, *, resume: str | None = None, overwrite: bool | None = None) -> tuple[str, ...]:
     """As a deep `check`, in a forked process, and return its notes: rewards and libraries of the domain are imported
     there, while the controller of a run stays small. Elsewhere than on Linux, and beside threads, in this process.
 
     Raises UserError with the same message.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
-        return tuple(check(recipe, deep=True, resume=resume).notes)
+        return tuple(check(recipe, deep=True, resume=resume, overwrite=overwrite).notes)
     ours, theirs = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     if not (child := os.fork()):
         os.close(ours)
-        _report_check(recipe, resume, theirs)
+        _report_check(partial(check, recipe, deep=True, resume=resume, overwrite=overwrite), theirs)
     os.close(theirs)
     with open(ours, "rb") as answer:
         reported = answer.read()
@@ -195,13 +227,13 @@ def check_in_child(recipe: Loaded, *, resume: str | None = None) -> tuple[str, .
     return tuple(notes)
 
 
-def _report_check(recipe: Loaded, resume: str | None, pipe: int) -> NoReturn:
+def _report_check(deep_check: Callable[[], Checked], pipe: int) -> NoReturn:
     """Write error and notes of a deep check as JSON, and exit."""
     status = FAILED
     try:
         error, notes = "", []
         try:
-            notes = list(check(recipe, deep=True, resume=resume).notes)
+            notes = list(deep_check().notes)
         except UserError as found:
             error = str(found)
         with open(pipe, "wb") as answer:
@@ -216,22 +248,28 @@ def _report_check(recipe: Loaded, resume: str | None, pipe: int) -> NoReturn:
 
 
 def _parts(recipe: RunConfig | Loaded) -> tuple[RunConfig, Domain | None, frozenset[str], Source | None]:
+    """Return config, domain, wrong keys and text of a recipe."""
     if isinstance(recipe, Loaded):
-        return recipe.config, recipe.domain, recipe.broken, recipe.source
+        return recipe.config, recipe.domain, recipe.wrong, recipe.source
     return recipe, load_domain(recipe.run.domain), frozenset(), None
 
 
-def _part_problems(config: RunConfig, domain: Domain) -> list[Problem]:
+def _engine_problems(config: RunConfig, domain: Domain) -> list[Problem]:
+    """Import an engine of one's own; names that nobody offers are `part_problems`."""
+    if config.is_sft or config.rollout.engine in domain.engines or ":" not in config.rollout.engine:
+        return []
     try:
-        look_up_parts(config, domain)
-        if not config.is_sft and config.rollout.engine not in domain.engines:
-            load_engine(config.rollout.engine)
-        if isinstance(domain, ChecksModels):
-            domain.check_model(config.model)
-    except ConfigError as error:
-        return list(error.problems)
+        load_engine(config.rollout.engine)
     except UserError as error:
-        return [Problem(key="", wrong=str(error))]
+        return [Problem(key="rollout.engine", given=as_toml(config.rollout.engine), wrong=str(error))]
+    return []
+
+
+def _model_problems(config: RunConfig, domain: ChecksModels) -> list[Problem]:
+    try:
+        domain.check_model(config.model)
+    except UserError as error:
+        return problems_of(error, key="model.path")
     return []
 
 
@@ -254,12 +292,20 @@ def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> D
     try:
         rows, origin = domain.load_rows(data)
     except (ValueError, OSError) as error:  # a domain's errors for unreadable data
-        found.append(Problem(key=section, wrong=str(error)))
+        column = re.search(r"\(data\.(\w+)", str(error))
+        is_set = column is not None and column[1] in data.model_fields_set
+        key = f"{section}.{column[1]}" if column and is_set else _rows_key(section, domain)
+        found += problems_of(error, key=key, section=section)
         return None
     if not rows:
-        found.append(Problem(key=section, wrong=f"{origin} has no rows"))
+        found.append(Problem(key=_rows_key(section, domain), wrong=f"{origin} has no rows"))
         return None
     return Dataset(origin=origin, rows=rows)
+
+
+def _rows_key(section: str, domain: Domain) -> str:
+    """The key that names the file of the rows; the section, of a domain that makes its own."""
+    return f"{section}.{domain.row_keys[0]}" if isinstance(domain, TakesRows) else section
 
 
 def _reward_problems(config: RunConfig, domain: Domain, rewards: Mapping[str, Any]) -> list[Problem]:

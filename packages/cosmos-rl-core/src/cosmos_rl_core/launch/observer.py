@@ -1,6 +1,6 @@
 """Observers of a run, and its result: `RunObserver` writes console and files, `Watch` runs the monitor in between.
 
-The monitor makes one check per evaluated version:
+The monitor makes one check per evaluated version, and one of the training metrics every [monitor] every_steps:
 
 metric                          source
 rewards of held-out prompts     the controller
@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ class RunResult:
     """Number of groups by state."""
     wall_s: float
     interrupted: bool
+    stopped: str = ""
+    """The monitor's reason for the end of the run; empty if it did not end it."""
 
 
 class RunObserver:
@@ -167,6 +170,7 @@ class RunObserver:
         reasons: Mapping[str, int],
         wall_s: float,
         interrupted: bool,
+        stopped: str = "",
     ) -> RunResult:
         result = RunResult(
             run_dir=self._directory,
@@ -179,12 +183,16 @@ class RunObserver:
             samples=counts,
             wall_s=wall_s,
             interrupted=interrupted,
+            stopped="" if interrupted else stopped,
         )
         if self._console is not None:
             rows = _summary(result, reasons)
-            if interrupted:
+            if interrupted or stopped:
                 rows["continue"] = resume_command(self._directory, checkpoint=checkpoint)
-            self._console.summary(rows)
+            state = "interrupted" if interrupted else "stopped by the monitor" if stopped else "done"
+            if state == "done" and "alarms" in rows:
+                state = "done, with alarms"
+            self._console.summary(rows, state=state)
         return result
 
 
@@ -239,7 +247,7 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
 
 def _alarms(result: RunResult) -> dict[str, str]:
     """Rows of a run that did not go well."""
-    rows = {}
+    rows = {"stopped": result.stopped} if result.stopped else {}
     if alarms := read_alarms(result.run_dir):
         rows["alarms"] = "; ".join(alarms)
     if skipped := sum(not math.isfinite(line.get("grad_norm", 0.0)) for line in result.metrics):
@@ -281,6 +289,8 @@ class Watch:
         self._best = config.monitor.best_of_data
         self._diversity: float | None = None
         self._training = TrainingSteps()
+        self._every = 0 if config.is_sft else config.monitor.every_steps
+        self._is_evaluated = partial(config.eval.due, last=config.run.max_steps)
         self._needs_loss = config.eval.loss_data is not None
         self._known: dict[int, dict[str, float]] = {}
 
@@ -293,12 +303,14 @@ class Watch:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._observer.step(step, metrics)
         self._stepped(metrics)
-        self._training.add(metrics)
         early = {"entropy": "entropy", "response_length": "response_length_mean"}
         self._monitor.begin(**{name: metrics[source] for name, source in early.items() if source in metrics})
         self._diversity = metrics.get(f"reward/{DIVERSITY}")
         if self._diversity is not None:
             self._monitor.begin(diversity=self._diversity)
+        self._training.add(metrics)
+        if self._every and len(self._training) >= self._every and not self._is_evaluated(step + 1):
+            self._observe(Metrics(step=step + 1, reward=None, training=self._training.metrics()))
 
     def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None:
         if BEST in metrics:
@@ -334,6 +346,10 @@ class Watch:
             beyond=known.get(BEYOND),
             training=self._training.metrics(),
         )
+        self._observe(metrics)
+
+    def _observe(self, metrics: Metrics) -> None:
+        """Run a check and carry out its action."""
         verdict = self._monitor.observe(metrics)
         self._history.add(metrics, verdict, self._monitor.state)
         if verdict.action is None:

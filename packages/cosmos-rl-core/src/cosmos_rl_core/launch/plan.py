@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cosmos_rl_core.assemble import build_sync, look_up_parts, sync_settings
+from cosmos_rl_core.assemble import build_sync, sync_settings
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
 from cosmos_rl_core.launch.memory import (
@@ -24,6 +24,7 @@ from cosmos_rl_core.launch.memory import (
     written,
 )
 from cosmos_rl_core.launch.placement import threads
+from cosmos_rl_core.launch.preflight.parts import look_up_parts
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.parallel.axes.traffic import Collective, traffic
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims

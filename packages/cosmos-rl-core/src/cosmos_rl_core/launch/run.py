@@ -46,6 +46,7 @@ from cosmos_rl_core.launch.local import fork_server, start_processes
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
+from cosmos_rl_core.launch.preflight.parts import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
 from cosmos_rl_core.launch.supervised.link import Supervised
@@ -114,7 +115,7 @@ def run(
     """
 
     keys = {"rewards": rewards, "rows": rows, "eval_rows": eval_rows, "python_path": python_path}
-    given = open_recipe(recipe, overrides, **keys, check=partial(check_here, resume=resume))
+    given = open_recipe(recipe, overrides, **keys, check=partial(check_here, resume=resume, overwrite=overwrite))
     return run_given(given, resume=resume, overwrite=overwrite)
 
 
@@ -173,7 +174,11 @@ def control(
         whole = _Run(given, placed, resumption, takeover, ending)
         result = run_to_end(whole.run([*given.notes, *directory.notes, *([short] if short else [])]))
     ending.finished(
-        step=result.steps, checkpoint=result.checkpoint_url, interrupted=result.interrupted, started=started
+        step=result.steps,
+        checkpoint=result.checkpoint_url,
+        interrupted=result.interrupted,
+        stopped=result.stopped,
+        started=started,
     )
     return result
 
@@ -207,7 +212,7 @@ class _Run:
         self._supervised = placed.supervised
         self._resumption = resumption
         self._takeover = takeover
-        assemble.look_up(config)
+        look_up(config)
         self._policy_node = policy_node(config.policy, bind=_meeting_host(config))
         gpus = machine_gpus(os.environ) if config.run.placement == "local" else []
         self._gpus = assign_gpus(config, self._policy_node.ranks_per_node, gpus=gpus)
@@ -282,7 +287,6 @@ class _Run:
             if not self._interrupts.count:
                 must_have_trained(controller.ledger, first=0 if self._takeover else self._resumed.step)
             reporter.report("finished")
-            self._ending.stopped = watch.stopped
             step, checkpoint = self._final_weights(controller, watch.rollback)
             return self._observer.finish(
                 steps=step,
@@ -292,6 +296,7 @@ class _Run:
                 reasons=controller.ledger.samples.drop_reasons,
                 wall_s=time.perf_counter() - started,
                 interrupted=self._interrupts.count > 0 or controller.outcome.interrupted,
+                stopped=watch.stopped,
             )
 
     async def _until_over(self, controller: Controller) -> None:

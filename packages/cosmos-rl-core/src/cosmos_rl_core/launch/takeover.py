@@ -38,7 +38,7 @@ class Takeover:
 
     def evaluated_from(self, version: int) -> int:
         """Return the version whose evaluation is repeated: this one, unless the monitor has checked it."""
-        return version + (_newest(self.directory / "monitor.jsonl") >= version)
+        return version + (_newest(self.directory / "monitor.jsonl", having="reward") >= version)
 
     def predecessor(self, ledger: Ledger) -> Predecessor:
         """Return the newest step and evaluation in the run's files. ledger: replayed from the run's journal."""
@@ -92,7 +92,7 @@ def open_journal(directory: Path, takeover: Takeover | None) -> Journal:
     return Journal(directory / "journal", check=partial(check_generation, directory / "journal", generation))
 
 
-def _newest(path: Path) -> int:
-    """Return the newest step of the whole lines of a file; -1 without any."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines), default=-1)
+def _newest(path: Path, *, having: str = "step") -> int:
+    """Return the newest step of the whole lines of a file that have a value; -1 without any."""
+    lines = map(json.loads, path.read_bytes().split(b"\n")[:-1]) if path.exists() else ()
+    return max((line["step"] for line in lines if having in line), default=-1)

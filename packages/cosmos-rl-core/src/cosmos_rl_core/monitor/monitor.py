@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,8 +29,8 @@ class Metrics:
 
     step: int
     """Number of optimizer steps so far."""
-    reward: float
-    """Mean of the reward that is trained on, the proxy."""
+    reward: float | None
+    """Mean of the reward that is trained on, the proxy, on held-out prompts; None between evaluations."""
     judges: Mapping[str, float] = field(default_factory=dict)
     """Means of the judges (rewards that are never trained on), by name; higher is better."""
     held_out_loss: float | None = None
@@ -47,7 +47,8 @@ class Metrics:
         optional = {"held_out_loss": self.held_out_loss, "diversity": self.diversity, "beyond": self.beyond}
         measured = {name: value for name, value in optional.items() if value is not None}
         measured |= self.training
-        return {"reward": self.reward, **measured, **{f"judge/{name}": value for name, value in self.judges.items()}}
+        held_out = {} if self.reward is None else {"reward": self.reward}
+        return {**held_out, **measured, **{f"judge/{name}": value for name, value in self.judges.items()}}
 
 
 def beyond(rewards: Sequence[float] | np.ndarray, best: float) -> float:
@@ -70,6 +71,7 @@ class TrainingSteps:
     """
 
     SOURCES: ClassVar[Mapping[str, str]] = {
+        "training_reward": "reward_mean",
         "entropy": "entropy",
         "grad_norm": "grad_norm",
         "response_length": "response_length_mean",
@@ -79,6 +81,10 @@ class TrainingSteps:
 
     def __init__(self) -> None:
         self._steps: list[Mapping[str, float]] = []
+
+    def __len__(self) -> int:
+        """Number of steps in the current interval."""
+        return len(self._steps)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of one step."""
@@ -103,6 +109,10 @@ class State:
 
     start: Mapping[str, float] = field(default_factory=dict)
     """First finite value of each metric."""
+    highest: Mapping[str, float] = field(default_factory=dict)
+    """Highest finite value of each metric before the last check."""
+    lowest: Mapping[str, float] = field(default_factory=dict)
+    """Likewise the lowest."""
     crossed: Mapping[str, int] = field(default_factory=dict)
     """Consecutive checks at which a bound was crossed, by "metric rule"."""
     standing: tuple[str, ...] = ()
@@ -180,8 +190,12 @@ def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State,
     """One check as a pure function: return the next state and the verdict. Raises like `HackMonitor.observe`."""
     _check_judges(config, metrics)
     values = metrics.named()
-    start = {name: value for name, value in values.items() if math.isfinite(value)} | dict(state.start)
-    rose = "reward" in start and values["reward"] > start["reward"]
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    start = finite | dict(state.start)
+    highest = _extremes(max, state.highest, finite, start)
+    lowest = _extremes(min, state.lowest, finite, start)
+    rose = "reward" in values and "reward" in start and values["reward"] > start["reward"]
+    is_whole = metrics.reward is not None or "reward" not in start
     crossed, standing = dict(state.crossed), list(state.standing)
     alarms: list[Alarm] = []
     over: list[str] = []
@@ -190,7 +204,7 @@ def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State,
         crossed[key], stands = _follow(
             rule,
             values[name],
-            start.get(name, math.nan),
+            (start if not rule.of_best else highest if rule.above is None else lowest).get(name, math.nan),
             applies=rose or not rule.if_reward_rose,
             count=crossed.get(key, 0),
             stood=key in standing,
@@ -203,23 +217,37 @@ def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State,
             over.append(key)
     after = State(
         start=start,
+        highest=highest,
+        lowest=lowest,
         crossed={key: count for key, count in crossed.items() if count},
         standing=tuple(standing),
-        last_good=state.last_good if any(crossed.values()) else metrics.step,
+        last_good=metrics.step if is_whole and not any(crossed.values()) else state.last_good,
     )
     return after, _verdict(after, metrics, tuple(alarms), tuple(over))
+
+
+def _extremes(
+    pick: Callable[[float, float], float],
+    before: Mapping[str, float],
+    finite: Mapping[str, float],
+    start: Mapping[str, float],
+) -> dict[str, float]:
+    """Return the highest or lowest value of each metric, with its value at this check and its first one."""
+    return {name: pick(before.get(name, first), finite.get(name, first)) for name, first in start.items()}
 
 
 def _watched(config: MonitorConfig, values: Mapping[str, float], start: Mapping[str, float]) -> list[tuple[Rule, str]]:
     """Return each rule with each metric that it applies to now.
 
-    A rule relative to a first value <= 0 does not apply, unless the metric is not finite.
+    A multiple of a first value <= 0 does not apply, unless the metric is not finite; nor does a rule about a reward
+    that rose where none was measured.
     """
     return [
         (rule, name)
         for rule in config.rules
         for name in rule.names(values)
-        if not rule.of_start or not math.isfinite(values[name]) or start[name] > 0
+        if not rule.of_start or rule.of_best or not math.isfinite(values[name]) or start[name] > 0
+        if not rule.if_reward_rose or "reward" in values
     ]
 
 
@@ -237,7 +265,10 @@ def _verdict(state: State, metrics: Metrics, alarms: tuple[Alarm, ...], over: tu
         action = "stop"
     back_to = state.last_good if action == "rollback" else None
     metrics_in_alarm = [key.partition(" ")[0] for key in state.standing]
-    text = sentence(metrics, state.start, metrics_in_alarm, action=action, back_to=back_to) if action else ""
+    of_best = [key for key in state.standing if " of best: " in key]
+    best = {key.partition(" ")[0]: state.lowest if " above " in key else state.highest for key in of_best}
+    origin = {**state.start, **{name: values[name] for name, values in best.items() if name in values}}
+    text = sentence(metrics, origin, metrics_in_alarm, action=action, back_to=back_to) if action else ""
     return Verdict(
         action=action, text=text, rollback_to=back_to, alarms=alarms, over=over, standing=len(state.standing)
     )
@@ -255,6 +286,7 @@ def _check_judges(config: MonitorConfig, metrics: Metrics) -> None:
 _NAMES = {
     "held_out_loss": "held-out loss",
     "reward": "held-out reward",
+    "training_reward": "reward",
     "grad_norm": "gradient norm",
     "skipped_steps": "fraction of skipped steps",
     "response_length": "response length",
@@ -284,7 +316,7 @@ def _judged(judges: Sequence[str], values: Mapping[str, float], start: Mapping[s
     fell = " and ".join(
         f"judge {name.removeprefix('judge/')!r} fell {_from_to(values[name], start.get(name))}" for name in judges
     )
-    if not values["reward"] > start.get("reward", values["reward"]):
+    if "reward" not in values or not values["reward"] > start.get("reward", values["reward"]):
         return fell
     return f"the reward rose {_from_to(values['reward'], start['reward'])} while {fell}: the model games the reward"
 

@@ -119,18 +119,18 @@ class Console:
         else:
             self._live.console.print(Text(text))
 
-    def summary(self, rows: Mapping[str, object]) -> None:
-        """Show the closing table, in the given order: label, value."""
+    def summary(self, rows: Mapping[str, object], *, state: str = "done") -> None:
+        """Show the closing table, in the given order: label, value. state: how the run ended."""
         live = self._live
         self.close()
         if live is None:
             width = max((len(label) for label in rows), default=0)
             self._write("")
-            self._write(f"{self._run_name}: done")
+            self._write(f"{self._run_name}: {state}")
             for label, value in rows.items():
                 self._write(f"  {label.ljust(width)}  {value}")
             return
-        table = Table(title=Text(f"{self._run_name}: done", style="bold"), title_justify="left", show_header=False)
+        table = Table(title=Text(f"{self._run_name}: {state}", style="bold"), title_justify="left", show_header=False)
         for label, value in rows.items():
             table.add_row(Text(label), Text(str(value), overflow="fold"))
         live.console.print(table)

@@ -42,6 +42,8 @@ PACKAGES = (
 """Packages whose versions are recorded, if they are installed."""
 LAUNCH = "COSMOS_RL_LAUNCH"
 """Environment variable of a controller: the command of `cosmos-rl launch` that has started it."""
+STOPPED = 3
+"""Exit code of a run that the monitor has ended."""
 GIT_S = 5.0
 TRACEBACK = "Traceback (most recent call last)"
 MOST_BYTES = 16_000

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cosmos_rl_core.observe.record import (
+    STOPPED,
     Events,
     Outcome,
     failure,
@@ -180,8 +181,6 @@ class Ending:
 
     directory: Path
     position: Callable[[], LastState] = LastState
-    stopped: str = ""
-    """The monitor's reason for the end of the run."""
 
     @contextlib.contextmanager
     def recorded(self, started: float) -> Iterator[None]:
@@ -193,12 +192,12 @@ class Ending:
             self._write(failure(error, self.directory, worker=position.worker), position, started=started)
             raise
 
-    def finished(self, *, step: int, checkpoint: str, interrupted: bool, started: float) -> None:
-        """Write outcome.json for a run that ended in good order."""
+    def finished(self, *, step: int, checkpoint: str, interrupted: bool, stopped: str = "", started: float) -> None:
+        """Write outcome.json for a run that ended in good order. stopped: the monitor's reason for its end."""
         if interrupted:
             outcome = Outcome(state="interrupted", message="interrupted by the user", exit_code=130)
-        elif self.stopped:
-            outcome = Outcome(state="stopped", message=self.stopped)
+        elif stopped:
+            outcome = Outcome(state="stopped", message=stopped, exit_code=STOPPED)
         else:
             outcome = Outcome(state="done")
         self._write(outcome, LastState(step=step, checkpoint=checkpoint), started=started)

@@ -78,11 +78,12 @@ class ModelShape:
 
 def check_fit(shape: ModelShape, section: ParallelSection, *, dims: ParallelDims) -> None:
     """Raise one UserError with every size of a model that does not fit `dims`."""
-    if found := list(_misfits(shape, section, dims)):
+    if found := list(misfits(shape, section, dims)):
         raise UserError("; ".join(found))
 
 
-def _misfits(shape: ModelShape, section: ParallelSection, dims: ParallelDims) -> Iterator[str]:
+def misfits(shape: ModelShape, section: ParallelSection, dims: ParallelDims) -> Iterator[str]:
+    """Yield a message for each size of a model that does not fit `dims`."""
     known = ["dp", *sorted(shape.axes)]
     others = " and cp for activations that do not" if "cp" in shape.axes else ""
     for axis in ("tp", "pp", "ep", "cp"):

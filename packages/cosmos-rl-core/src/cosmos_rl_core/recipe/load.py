@@ -20,7 +20,17 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
 from cosmos_rl_core.settings.base import ConfigError, Problem
-from cosmos_rl_core.settings.problems import as_toml, closest, in_file_order, known_tables, problems, validated
+from cosmos_rl_core.settings.problems import (
+    AnyModel,
+    as_toml,
+    closest,
+    each_once,
+    in_file_order,
+    known_tables,
+    neighbour,
+    problems,
+    validated,
+)
 from cosmos_rl_core.settings.source import Source, Span
 
 SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
@@ -59,8 +69,15 @@ class Loaded:
 
     @property
     def broken(self) -> frozenset[str]:
-        """Sections that have a problem."""
-        return frozenset(problem.section for problem in self.problems)
+        """Sections that have a problem, and those that a misspelt section was meant to be."""
+        return frozenset(_broken_sections(self.problems))
+
+    @property
+    def wrong(self) -> frozenset[str]:
+        """Keys that have a problem, and sections that a misspelt one was meant to be: no check may read them."""
+        return frozenset(problem.key for problem in self.problems) | (
+            self.broken - {problem.section for problem in self.problems}
+        )
 
     def whole(self) -> RunConfig:
         """Return the config. Raises ConfigError with every problem."""
@@ -93,7 +110,7 @@ def load(
     return Loaded(
         config=config,
         domain=domain,
-        problems=in_file_order(_each_once(found), raw),
+        problems=in_file_order(each_once(found), raw),
         source=None if file is None else Source(name=str(source), text=text, overridden=overridden),
     )
 
@@ -188,7 +205,8 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file{_neighbour(path)}") from error
+        near = neighbour(path, pattern="*.toml")
+        raise UserError(f"{path}: no such file{f'; {near}' if near else ''}") from error
     except IsADirectoryError as error:
         inside = sorted(str(file) for file in path.glob("*.toml"))
         hint = f"; did you mean {' or '.join(inside)}?" if inside else ""
@@ -222,12 +240,6 @@ def _syntax_error(error: tomllib.TOMLDecodeError, source: Source) -> str:
     bare = wrong == "Invalid value" and word is not None
     remedy = f'\n      = help: write text in quotes: "{word[0].strip()}"' if bare and word else ""
     return f"{source.name}:{place[1]}:{place[2]}: {wrong}\n{shown}{remedy}"
-
-
-def _neighbour(path: Path) -> str:
-    recipes = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-    near = closest(path.name, recipes)
-    return f"; did you mean {path.parent / near}?" if near else ""
 
 
 def _name_after_file(raw: dict[str, Any], file: str) -> None:
@@ -294,11 +306,41 @@ def _domain_parts(
         given = _given(raw, at)
         if given is None and at not in _ALWAYS:
             continue
-        try:
-            parts[at] = validated(_model_at(domain, at), {} if given is None else given)
-        except ValidationError as error:
-            found += problems(error, tables=tables, at=at)
+        part, wrong = _without_problems(_model_at(domain, at), {} if given is None else given, tables, at=at)
+        found += wrong
+        if part is not None:
+            parts[at] = part
     return parts, found
+
+
+def _without_problems(
+    model: type[AnyModel], given: Any, tables: Mapping[str, Sequence[str]], *, at: str = ""
+) -> tuple[AnyModel | None, list[Problem]]:
+    """Validate a part of the recipe, and if that fails once more without its wrong keys; None if they are needed."""
+    try:
+        return validated(model, given), []
+    except ValidationError as error:
+        found = problems(error, tables=tables, at=at)
+        right = copy.deepcopy(given)
+        for details in error.errors(include_url=False):
+            _remove(right, details["loc"])
+    try:
+        return validated(model, right), found
+    except ValidationError:
+        return None, found
+
+
+def _remove(here: Any, location: Sequence[int | str]) -> None:
+    """Remove a key; of an array, whose entries are numbered, the whole."""
+    *tables, last = location or [""]
+    for depth, name in enumerate(location):
+        if isinstance(name, int):
+            *tables, last = location[:depth]
+            break
+    for name in tables:
+        here = here.get(name) if isinstance(here, dict) else None
+    if isinstance(here, dict):
+        here.pop(last, None)
 
 
 def _given(raw: Mapping[str, Any], at: str) -> Any:
@@ -340,11 +382,8 @@ def _core(
     complete if no problem is returned.
     """
     refused = SFT_SAMPLED if generating else RL_ONLY
-    found: list[Problem] = []
-    try:
-        config = validated(RunConfig, raw)
-    except ValidationError as error:
-        found = problems(error, tables=tables)
+    config, found = _without_problems(RunConfig, raw, tables)
+    if config is None:
         broken = _broken_sections(found)
         sound = {name: section for name, section in raw.items() if name not in broken}
         config = validated(RunConfig, {"run": {"domain": "unknown"}} | sound)
@@ -364,8 +403,3 @@ def _broken_sections(found: Sequence[Problem]) -> set[str]:
     broken = {problem.section for problem in found}
     meant = {closest(name, list(RunConfig.model_fields)) for name in broken}
     return broken | {name for name in meant if name}
-
-
-def _each_once(found: Sequence[Problem]) -> list[Problem]:
-    """Drop duplicates reported by two validators; the first one may have the better suggestion."""
-    return list({(problem.key, problem.wrong): problem for problem in reversed(found)}.values())

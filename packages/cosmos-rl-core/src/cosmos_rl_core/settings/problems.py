@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -64,6 +66,62 @@ def missing_package(module: str, *, key: str, given: str = "", install: str) -> 
     if find_spec(module) is not None:
         return []
     return [Problem(key=key, given=given, wrong="needs a package that is not installed", suggestion=install)]
+
+
+def problems_of(error: Exception, *, key: str, section: str = "") -> list[Problem]:
+    """Return the problems in an error: those of a ConfigError, or one with the key that the message begins with.
+
+    key: of a message that names none. section: the section that a message calls "data", such as "eval.data".
+    """
+    if isinstance(error, ConfigError):
+        return list(error.problems)
+    text = str(error)
+    named = _LEADING_KEY.match(text)
+    if named is None:
+        return [Problem(key=key, wrong=text)]
+    dotted = named["dotted"] or f"{named['table']}.{named['name']}"
+    if section and dotted.startswith("data."):
+        dotted = f"{section}.{dotted.removeprefix('data.')}"
+    given = "" if named["given"] is None else _python_as_toml(named["given"])
+    wrong, _, suggestion = text[named.end() :].partition("; ")
+    if not re.match(r"(did you mean|set it|give|choose|remove|raise|lower|use|write) ", suggestion):
+        wrong, suggestion = text[named.end() :], ""
+    return [Problem(key=dotted, given=given, wrong=wrong, suggestion=suggestion)]
+
+
+_LEADING_KEY = re.compile(
+    r"(?:\[(?P<table>[a-z_.]+)\] (?P<name>[a-z_]+)|(?P<dotted>[a-z_]+(?:\.[a-z_0-9]+)+))"
+    r"(?: = (?P<given>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\s:;,'\"]+))?(?:: | )"
+)
+"""The beginning of a message about a key: "model.path = 'x' is ...", "[policy.parallel] tp = 3: ..."."""
+
+
+def _python_as_toml(written: str) -> str:
+    """A value of a message, as Python writes it, as TOML."""
+    try:
+        return as_toml(ast.literal_eval(written))
+    except (ValueError, SyntaxError):  # already TOML, such as true
+        return written
+
+
+def each_once(found: Iterable[Problem]) -> list[Problem]:
+    """Drop duplicates that several checks report; the first one may have the better suggestion."""
+    return list({(problem.key, problem.wrong): problem for problem in reversed([*found])}.values())[::-1]
+
+
+def is_wrong(read: Iterable[str], wrong: Iterable[str]) -> bool:
+    """Return whether one of the keys or sections `read` has, contains or is in one of the keys `wrong`."""
+    return any(
+        f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.") for one in read for other in [*wrong]
+    )
+
+
+def neighbour(path: Path, *, pattern: str = "*") -> str:
+    """Return 'did you mean "NAME"?' for a file or folder beside the missing one, with a similar name; or ""."""
+    folder = path.expanduser().parent
+    beside = sorted(other.name for other in folder.glob(pattern)) if folder.is_dir() else []
+    near = closest(path.name, beside)
+    return f'did you mean "{path.parent / near}"?' if near else ""
 
 
 def in_file_order(found: Sequence[Problem], raw: Mapping[str, Any]) -> list[Problem]:

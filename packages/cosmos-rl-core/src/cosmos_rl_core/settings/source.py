@@ -85,6 +85,11 @@ class Source:
         lines = self.text.splitlines(keepends=True)
         return sum(map(len, lines[: line - 1])) + column - 1
 
+    def offset_of(self, key: str) -> int:
+        """Return the offset of a dotted key, to sort by; the end of the text for one that the file does not have."""
+        found = self._find(key, value=False)
+        return len(self.text) if found is None else found.start
+
     def _line(self, offset: int) -> tuple[int, int]:
         before = self.text[:offset]
         return before.count("\n") + 1, offset - (before.rfind("\n") + 1) + 1

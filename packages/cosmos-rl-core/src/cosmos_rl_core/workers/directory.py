@@ -27,8 +27,9 @@ RETRY_S = 0.05
 CONTENTS = ("logs", "rollouts", "spans", "system", "journal", "checkpoints")
 LOGS = ("metrics.jsonl", "eval.jsonl", "monitor.jsonl", "rows_dropped.jsonl")
 """Files that a resumed run continues; a damaged line in them does not prevent resuming."""
+RECIPE = "resolved.toml"
 FILES = (
-    "resolved.toml",
+    RECIPE,
     "rows.jsonl",
     "eval_rows.jsonl",
     *LOGS,
@@ -102,9 +103,8 @@ class RunDirectory:
         """Lock the directory and prepare it for a new or resumed run, or for the next controller of a live one."""
         path, lock = self.path, self._lock
         self._take_lock()
-        is_left = (path / NAME).exists() and any((path / "journal").glob("*.journal"))  # an ended run removes NAME
-        self.is_orphaned = continues and is_left and not resume and not overwrite
-        if (path / "resolved.toml").exists() and not resume and not self.is_orphaned:
+        self.is_orphaned = continues and _lost_its_controller(path) and not resume and not overwrite
+        if (path / RECIPE).exists() and not resume and not self.is_orphaned:
             if not overwrite:
                 raise UserError(
                     f"{path} contains an earlier run. Continue it with --resume auto, replace it with --overwrite, "
@@ -153,6 +153,29 @@ class RunDirectory:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
+
+
+def holds_earlier_run(path: Path, *, continues: bool) -> bool:
+    """Return whether a new run would replace an earlier one; with `continues` not if the latter only lost its
+    controller."""
+    return (path / RECIPE).exists() and not (continues and _lost_its_controller(path))
+
+
+def _lost_its_controller(path: Path) -> bool:
+    return (path / NAME).exists() and any((path / "journal").glob("*.journal"))  # an ended run removes NAME
+
+
+def why_unusable(path: Path) -> str:
+    """Return the reason that no files can be written in a directory, or in the nearest one that exists; or ""."""
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    try:
+        if nearest == path:
+            tempfile.TemporaryFile(dir=nearest).close()
+        else:
+            os.rmdir(tempfile.mkdtemp(dir=nearest))
+    except OSError as error:
+        return f"cannot be used: {nearest}: {error.strerror}"
+    return ""
 
 
 def lock_holder(run_dir: Path) -> ProcessName | None:

@@ -16,6 +16,7 @@ from cosmos_rl_core.parallel.held import START, Held
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.settings.problems import neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
@@ -40,10 +41,8 @@ def resolve(path_or_id: str | os.PathLike[str]) -> str:
         return str(path)
     looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.exists()
     if looks_local:
-        raise UserError(
-            f"model.path = {text!r} is not a directory; set it to one with config.json and *.safetensors, "
-            "or to a Hugging Face id"
-        )
+        remedy = neighbour(Path(text)) or "set it to one with config.json and *.safetensors, or to a Hugging Face id"
+        raise UserError(f"model.path = {text!r} is not a directory; {remedy}")
     return text
 
 

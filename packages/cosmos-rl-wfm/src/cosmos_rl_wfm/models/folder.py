@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.problems import neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_wfm.models.classes import check_network, check_scheduler, class_of, network_class
 from cosmos_rl_wfm.models.config import FamilyName, WFMModelConfig
@@ -103,10 +104,10 @@ def must_be_hub_id(path: str) -> None:
     """Raise UserError for a path that is not a directory, and cannot be the id of a model on the hub."""
     local = Path(path).expanduser()
     if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1 or local.exists():
-        raise UserError(
-            f"model.path = {path!r} is not a directory; give one that diffusers' save_pretrained wrote, "
-            "or a hub's id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        remedy = neighbour(local) or (
+            "give one that diffusers' save_pretrained wrote, or a hub's id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
+        raise UserError(f"model.path = {path!r} is not a directory; {remedy}")
 
 
 def _open(root: Path) -> ModelFolder:

@@ -83,7 +83,7 @@ export function showTip(event, text) {
 export const hideTip = () => { tip.hidden = true }
 
 export const empty = text => el('p', { class: 'empty' }, text)
-export const pill = life => el('span', { class: `pill ${life}` }, { dead: 'controller gone', unknown: 'not started' }[life] ?? life)
+export const pill = life => el('span', { class: `pill ${life}` }, { dead: 'controller gone', elsewhere: 'on another machine', unknown: 'not started' }[life] ?? life)
 
 // columns: [title, class, cell(row)]
 export function table(rows, columns, { caption, rowClass } = {}) {

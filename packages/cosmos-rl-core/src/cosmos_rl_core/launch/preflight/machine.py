@@ -1,10 +1,10 @@
-"""The pre-flight checks of this machine: sinks, transport, address, disk and processors."""
+"""The pre-flight checks of this machine: sinks, transport, address, disk, processors and the run's directory."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from math import prod
@@ -18,9 +18,10 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import Problem
-from cosmos_rl_core.settings.problems import as_toml, missing_package
+from cosmos_rl_core.settings.problems import as_toml, is_wrong, missing_package, problems_of
 from cosmos_rl_core.weight_sync import BETWEEN_GPUS
 from cosmos_rl_core.wire.listening import Address, listen
+from cosmos_rl_core.workers.directory import holds_earlier_run, lock_holder, why_unusable
 
 PROCESSES_PER_CORE = 4
 """More workers than this for each processor are reported."""
@@ -28,19 +29,46 @@ BYTES = 4
 """Of a weight in a checkpoint, at least: the optimizer's state comes on top."""
 
 
-def machine_problems(config: RunConfig, domain: Domain, *, broken: Collection[str] = ()) -> Iterator[Problem]:
+def machine_problems(config: RunConfig, domain: Domain, *, wrong: Collection[str] = ()) -> Iterator[Problem]:
     """Yield the problems that a run of this recipe would have on this machine.
 
     With placement "external" other machines run it, which share the disk and, without an image, the environment.
-    broken: sections that are not valid; checks that read them are left out.
+    wrong: keys that are known to be wrong; checks that read them are left out.
     """
     here, cluster = config.run.placement != "external", config.cluster
     has_image = not here and bool(cluster.slurm.container_image or "image_uri" in cluster.ray.extra)
-    for find, sections in CHECKS.items():
-        if sections.isdisjoint(broken) and (here or find is not _address):
-            for problem in find(config, domain):
-                of_packages = find in (sink_problems, transport_problems)
-                yield replace(problem, is_note=True) if has_image and of_packages else problem
+    for find, (key, read) in CHECKS.items():
+        if is_wrong(read, wrong) or (not here and find is _address):
+            continue
+        of_packages = find in (sink_problems, transport_problems)
+        for problem in caught(find, config, domain, key=key):
+            yield replace(problem, is_note=True) if has_image and of_packages else problem
+
+
+def caught(
+    find: Callable[[RunConfig, Domain], Iterable[Problem]], config: RunConfig, domain: Domain, *, key: str
+) -> list[Problem]:
+    """Return what a check finds; an error that it raises is a problem, of `key` if it names none."""
+    found: list[Problem] = []
+    try:
+        found.extend(find(config, domain))
+    except UserError as error:
+        found += problems_of(error, key=key)
+    return found
+
+
+def directory_problems(config: RunConfig, *, resume: bool, overwrite: bool | None) -> Iterator[Problem]:
+    """Yield the problems that a run would have with its directory. overwrite: None if no run is started now."""
+    path, key, given = config.run.directory, "run.output_dir", as_toml(config.run.output_dir)
+    if text := why_unusable(path):
+        yield Problem(key=key, given=given, wrong=text, suggestion="choose another folder")
+    elif (holder := lock_holder(path)) is not None and holder.is_alive:
+        wrong, remedy = f"{path} is in use by a live run ({holder})", "wait for it, stop it, or choose another folder"
+        yield Problem(key=key, given=given, wrong=wrong, suggestion=remedy, is_note=overwrite is None)
+    elif not resume and not overwrite and holds_earlier_run(path, continues=config.run.placement == "external"):
+        wrong = f"{path} contains an earlier run"
+        remedy = "continue it with --resume auto, replace it with --overwrite, or choose another folder"
+        yield Problem(key=key, given=given, wrong=wrong, suggestion=remedy, is_note=overwrite is None)
 
 
 def sink_problems(config: RunConfig, _domain: Domain | None = None) -> Iterator[Problem]:
@@ -95,10 +123,16 @@ def _disk(config: RunConfig, domain: Domain) -> Iterator[Problem]:
     if config.checkpoint.path and "://" in config.checkpoint.path:
         return
     place = _existing(Path(config.checkpoint.path or config.run.directory).resolve())
-    specs = domain.weight_specs(config.model)
+    try:
+        specs = domain.weight_specs(config.model)
+    except UserError:
+        return  # a problem of the model, which is reported as such
     if specs is None:
         return
-    free, least = shutil.disk_usage(place).free, BYTES * sum(prod(spec.shape) for spec in specs)
+    usage = shutil.disk_usage(place)
+    if not usage.total:
+        return  # not a disk, such as /proc
+    free, least = usage.free, BYTES * sum(prod(spec.shape) for spec in specs)
     kept = config.checkpoint.keep + config.checkpoint.keep_best + 1
     if free < least:
         yield Problem(
@@ -138,11 +172,17 @@ def _processors(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
         )
 
 
-CHECKS: Mapping[Callable[[RunConfig, Domain], Iterator[Problem]], frozenset[str]] = {
-    sink_problems: frozenset({"logging"}),
-    transport_problems: frozenset({"algorithm", "run", "sync"}),
-    _address: frozenset({"run"}),
-    _disk: frozenset({"checkpoint", "model", "run"}),
-    _processors: frozenset({"algorithm", "policy", "rollout", "run"}),
+CHECKS: Mapping[Callable[[RunConfig, Domain], Iterator[Problem]], tuple[str, frozenset[str]]] = {
+    sink_problems: ("logging.sinks", frozenset({"logging.sinks"})),
+    transport_problems: (
+        "sync.transport",
+        frozenset({"algorithm.name", "run.placement", "sync.backend", "sync.transport"}),
+    ),
+    _address: ("run.bind", frozenset({"run.bind", "run.placement", "run.port"})),
+    _disk: ("run.output_dir", frozenset({"checkpoint", "model", "run.output_dir"})),
+    _processors: (
+        "policy.parallel",
+        frozenset({"algorithm.name", "policy", "rollout.replicas", "run.placement"}),
+    ),
 }
-"""The checks, in order, with the sections that each reads."""
+"""The checks, in order, with the key of their errors and the keys that each reads."""

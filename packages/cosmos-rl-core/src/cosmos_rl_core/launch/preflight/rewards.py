@@ -3,7 +3,7 @@
     rewards.py:12 takes (prompt, response), and a reward is called with one argument, a RolloutGroup
 
 Exceptions that name a mistake in the code, and results that are not one number per rollout, are problems. Others may
-come from the made-up responses, and are notes.
+come from the made-up responses, in which a pattern or a key is not found, and are notes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cosmos_rl_core.types import RolloutGroup
 
 CALL_S = 8.0
 """Maximum time to make a reward and call it once; a slower one is left to the run."""
-MISTAKES = (TypeError, AttributeError, LookupError, NameError, ImportError, SyntaxError, SystemExit)
+MISTAKES = (NameError, ImportError, SyntaxError, SystemExit)
 NOT_FINITE = re.compile(r" returned \S*(nan|inf)\S* for rollout ")
 EXAMPLE = "def my_reward(group): return [1.0 if 'yes' in rollout.text else 0.0 for rollout in group.rollouts]"
 
@@ -75,11 +75,18 @@ def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, w
         asyncio.run(rubric.score(group))
     except SampleError as error:
         cause = error.__cause__
-        is_note = not isinstance(cause, MISTAKES) if cause else NOT_FINITE.search(error.reason) is not None
+        is_note = not _is_mistake(cause) if cause else NOT_FINITE.search(error.reason) is not None
         return [replace(wrong, wrong=f"{error.reason} (called once, with a made-up response)", is_note=is_note)]
     finally:
         rubric.close()
     return []
+
+
+def _is_mistake(cause: BaseException) -> bool:
+    """Whether the code is wrong for every response. None is the result of a search that finds nothing in this one."""
+    if isinstance(cause, AttributeError | TypeError):
+        return "NoneType" not in str(cause)
+    return isinstance(cause, MISTAKES)
 
 
 def _arguments(function: Any) -> str:
