@@ -1,6 +1,8 @@
 """Roles and GPUs of the machines of `cosmos-rl node`, and what it refuses."""
 
 import asyncio
+import socket
+from dataclasses import replace
 
 import pytest
 
@@ -84,10 +86,10 @@ def meet(recipe, talk):
         meeting = Meeting(parts_of(run, 3))
         server = await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Join, on_connect=meeting.on_connect)
 
-        async def join(node, *, nodes=3, address="10.0.0.1"):
+        async def join(node, *, nodes=3, address="10.0.0.1", process="a"):
             hello = Hello(name=f"node-{node}", role="node")
             connection = await connect(server.address, token=TOKEN, hello=hello, decode=Begin | Over)
-            await connection.send(Join(node=node, nodes=nodes, address=address))
+            await connection.send(Join(node=node, nodes=nodes, address=address, process=process))
             return connection
 
         try:
@@ -138,6 +140,79 @@ def test_a_node_of_another_number_of_nodes_is_refused(recipe):
         assert answer.reason == "--nodes 4: node 0 was started with --nodes 3"
 
     meet(recipe, talk)
+
+
+def test_of_two_machines_with_the_same_number_the_earlier_one_ends_with_the_reason(recipe):
+    async def talk(meeting, join):
+        earlier = await join(1)
+        meeting.begun.set()
+        meeting.join(0, "head")
+        assert isinstance(await earlier.receive(), Begin)
+        later = await join(1, address="10.0.0.9", process="b")
+        over = await earlier.receive()
+        assert over.reason == (
+            "--node 1: another process has joined as this node, at 10.0.0.9; each machine needs a number of its own"
+        )
+        with pytest.raises(ConnectionClosed):
+            await earlier.receive()
+        assert isinstance(await later.receive(), Begin)
+
+    meet(recipe, talk)
+
+
+@pytest.fixture
+def alone(recipe, tmp_path, monkeypatch):
+    """The only machine of a run. `program` is what its workers run; the controller ends when there is a file `end`."""
+    monkeypatch.setattr("cosmos_rl_core.clusters.restarted.PAUSE_S", 0.0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def run(program, *overrides, folders=()):
+        (tmp_path / "cosmos-rl").write_text(
+            "#!/bin/bash\n"
+            f"if [ $1 != controller ]; then {program}; exit 0; fi\n"
+            "mkdir -p run; echo here > run/controller.json; trap 'touch over; exit 130' TERM\n"
+            "while [ ! -e end ]; do sleep 0.01; done\n"
+        )
+        (tmp_path / "cosmos-rl").chmod(0o755)
+        command = f'cluster.command="{tmp_path}/cosmos-rl"'
+        given = replace(recipe(command, "elastic.restart_workers=1", *overrides), folders=folders)
+
+        async def go():
+            return await ClusterNode(recipe=given, nodes=1, node=0, head="127.0.0.1", port=free_port()).run()
+
+        return asyncio.run(asyncio.wait_for(go(), 60))
+
+    return run
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_node_0_ends_the_run_when_its_only_policy_is_given_up(alone, capfd):
+    assert alone('case "$*" in *policy*) exit 7;; esac; while [ ! -e over ]; do sleep 0.01; done') == 7
+    assert capfd.readouterr().out.splitlines() == [
+        "policy-0: exit code 7",
+        "policy-0: exit code 7",
+        "policy-0: not started again, after 2 starts ([elastic] restart_workers)",
+        "controller: exit code 130",
+    ]
+
+
+def test_a_rollout_that_is_given_up_does_not_end_the_run(alone, capfd):
+    crash = "echo crash >> crashes; [ $(wc -l < crashes) = 2 ] && touch end; exit 7"
+    assert alone(f'case "$*" in *rollout*) {crash};; esac; exit 0') == 0
+    assert "rollout-0: not started again, after 2 starts" in capfd.readouterr().out
+
+
+def test_an_error_of_node_0_ends_the_run(alone, monkeypatch):
+    with pytest.raises(ValueError, match="null byte"):
+        alone("exit 0", folders=("\0",))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match="policy-0, rollout-0 need 2 GPUs of this node, which has 1"):
+        alone("exit 0")
 
 
 def test_with_tls_workers_take_the_certificate_from_the_run_directory(recipe, tmp_path, monkeypatch):

@@ -16,6 +16,8 @@ import secrets
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 from cosmos_rl_core.clusters.launcher import ClusterRun, Replica
 from cosmos_rl_core.clusters.restarted import Processes
@@ -47,6 +49,8 @@ class Join(Message, frozen=True):
     nodes: int
     address: str
     """Its address for the other nodes."""
+    process: str
+    """Random digits of its process."""
 
 
 class Begin(Message, frozen=True):
@@ -122,12 +126,13 @@ class Meeting:
         self._life = secrets.token_hex(8)
         self._addresses: dict[int, str] = {}
         self._joined = [asyncio.Event() for _ in parts]
-        self._open: dict[int, Connection] = {}
+        self._open: dict[int, tuple[str, Connection]] = {}
+        """Process and connection of each node."""
 
     def join(self, node: int, address: str) -> None:
         """Note the address of a node. Nodes that had another one of it connect again."""
         if self._addresses.get(node, address) != address:
-            for other, connection in self._open.items():
+            for other, (_, connection) in self._open.items():
                 if other != node and self._first_node(other) == node:
                     connection.close()
         self._addresses[node] = address
@@ -142,9 +147,8 @@ class Meeting:
             connection.post(Over(INTERRUPTED, reason))
             await connection.closed.wait()
             return
-        if join.node in self._open:
-            self._open[join.node].close()  # an earlier process of the node
-        self._open[join.node] = connection
+        self._replace(join)
+        self._open[join.node] = join.process, connection
         self.join(join.node, join.address)
         ready = asyncio.create_task(self._ready(join.node))
         await asyncio.wait([ready, self.over], return_when=asyncio.FIRST_COMPLETED)
@@ -156,11 +160,27 @@ class Meeting:
 
     async def all_gone(self, *, timeout_s: float) -> None:
         """Wait until the nodes have their exit code and have closed their connections."""
-        closed = [asyncio.create_task(connection.closed.wait()) for connection in self._open.values()]
+        closed = [asyncio.create_task(connection.closed.wait()) for _, connection in self._open.values()]
         if closed:
             _, late = await asyncio.wait(closed, timeout=timeout_s)
             for task in late:
                 task.cancel()
+
+    def _replace(self, join: Join) -> None:
+        """End the node's earlier connection. An earlier process of the node ends: it would connect again and again."""
+        process, connection = self._open.get(join.node, (join.process, None))
+        if connection is None:
+            return
+        if process != join.process:
+            _post(
+                connection,
+                Over(
+                    INTERRUPTED,
+                    f"--node {join.node}: another process has joined as this node, at {join.address}; "
+                    "each machine needs a number of its own",
+                ),
+            )
+        connection.close()
 
     def _first_node(self, node: int) -> int:
         return self._parts[node][0].first_node
@@ -171,6 +191,14 @@ class Meeting:
         first = self._first_node(node)
         await self._joined[first].wait()
         return self._addresses[first]
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a file; empty if there is none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def _post(connection: Connection, message: Message) -> None:
@@ -190,7 +218,10 @@ class ClusterNode:
     token: bytes = field(init=False)
     _parts: list[list[Part]] = field(init=False)
     _processes: Processes = field(init=False)
+    _lost: asyncio.Future[int] = field(init=False)
+    """Exit code of the run's only policy, when it is not started again."""
     _leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    _process: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
         if not 0 <= self.node < self.nodes:
@@ -211,6 +242,7 @@ class ClusterNode:
     async def run(self) -> int:
         """Run this node's processes to the end of the run, and return the exit code. Raises UserError."""
         loop = asyncio.get_running_loop()
+        self._lost = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._leave)
         try:
@@ -228,6 +260,7 @@ class ClusterNode:
     # -- node 0
 
     async def _lead(self) -> int:
+        gpus_of(self._parts[0], gpus=machine_gpus(os.environ))  # raises before anything starts
         section = self.recipe.config.run
         bind = section.bind if "bind" in section.model_fields_set else "0.0.0.0"
         meeting = Meeting(self._parts)
@@ -241,7 +274,7 @@ class ClusterNode:
         try:
             controller = asyncio.create_task(self._control())
             workers = asyncio.create_task(self._work_beside(controller, meeting))
-            code = await controller
+            code = await self._end_of(controller, workers)
             meeting.over.set_result(code)
             await meeting.all_gone(timeout_s=STOP_GRACE_S)
             await self._processes.end(grace_s=STOP_GRACE_S)
@@ -249,6 +282,19 @@ class ClusterNode:
             return code
         finally:
             await server.close()
+
+    async def _end_of(self, controller: asyncio.Task[int], workers: asyncio.Task[None]) -> int:
+        """Return the run's exit code. It ends without its only policy, and after an error of this node."""
+        await asyncio.wait([controller, workers, self._lost], return_when=asyncio.FIRST_COMPLETED)
+        failed = workers.done() and workers.exception() is not None
+        if controller.done() or self._leaving.is_set() or not (failed or self._lost.done()):
+            return await controller
+        self._processes.terminate(["controller"])
+        code = await controller
+        self._processes.terminate()  # those that have not connected yet would wait for it
+        if code != INTERRUPTED:  # it has ended by itself, with the error that a worker has reported
+            return code
+        return self._lost.result() if self._lost.done() else 1
 
     async def _control(self) -> int:
         """Run the controller to its end and return its exit code."""
@@ -263,8 +309,8 @@ class ClusterNode:
     async def _work_beside(self, controller: asyncio.Task[int], meeting: Meeting) -> None:
         """Let all nodes begin when the controller listens, this one too."""
         contact = self.recipe.directory / CONTROLLER_FILE
-        earlier = contact.read_bytes() if contact.exists() else b""  # of a run that was killed
-        while not contact.exists() or contact.read_bytes() == earlier:
+        earlier = _read(contact)  # of a run that was killed
+        while _read(contact) in (b"", earlier):
             await asyncio.wait([controller], timeout=CHECK_S)
             if controller.done():
                 return
@@ -279,10 +325,16 @@ class ClusterNode:
         parts = self._parts[self.node]
         visible = gpus_of(parts, gpus=machine_gpus(os.environ))
         running = [
-            self._processes.keep(part.replica.name, self._command(part, first), gpus=gpus)
+            self._processes.keep(
+                part.replica.name, self._command(part, first), gpus=gpus, given_up=partial(self._given_up, part)
+            )
             for part, gpus in zip(parts, visible, strict=True)
         ]
         return max(await asyncio.gather(*running), default=0)
+
+    def _given_up(self, part: Part, code: int) -> None:
+        if part.replica.role == "policy" and len(self.recipe.policies()) == 1 and not self._lost.done():
+            self._lost.set_result(code)
 
     def _command(self, part: Part, first: str) -> list[str]:
         arguments = self.recipe.worker_arguments(part.replica, controller=f"tcp://{self.head}:{self.port + 1}")
@@ -302,7 +354,7 @@ class ClusterNode:
         begun, workers = None, left  # until there are workers, the node ends when it shall leave
         while True:
             begin = asyncio.create_task(begins.get())
-            await asyncio.wait([link, workers, begin], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([link, workers, begin, self._lost], return_when=asyncio.FIRST_COMPLETED)
             if link.done():
                 await self._processes.end(grace_s=STOP_GRACE_S)
                 return link.result()
@@ -313,6 +365,8 @@ class ClusterNode:
                     workers = asyncio.create_task(self._work(begun.first))
                 continue
             begin.cancel()
+            if self._lost.done():
+                return self._lost.result()
             if self._leaving.is_set():
                 return INTERRUPTED
             if workers.result():
@@ -327,7 +381,8 @@ class ClusterNode:
             wait_s = self.recipe.config.elastic.controller_wait_s
             try:
                 address = worker_address(f"tcp://{self.head}:{self.port}")
-                await connection.send(Join(node=self.node, nodes=self.nodes, address=address))
+                join = Join(node=self.node, nodes=self.nodes, address=address, process=self._process)
+                await connection.send(join)
                 while isinstance(message := await connection.receive(), Begin):
                     begin(message)
             except ConnectionClosed:

@@ -73,12 +73,20 @@ class RestartedProcess:
         """
         while True:
             code = await self._run_once([*self._job.command, *arguments(), *(() if self.starts else self._job.first)])
-            if code in self._job.last or self.starts > self._job.restarts:
+            if code in self._job.last:
+                return code
+            if self.starts > self._job.restarts:
+                self._say(f"not started again, after {self.starts} starts ([elastic] restart_workers)")
                 return code
             if not self._ending.is_set():
                 await asyncio.sleep(PAUSE_S)
             if self._ending.is_set():
                 return code
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was asked to end, or not to be started again."""
+        return self._ending.is_set()
 
     def restart(self) -> None:
         """End the process at once; it is started again if restarts are left."""
@@ -115,9 +123,13 @@ class RestartedProcess:
                 )
             status = await child.ended()
             code = child.exit_code or 0
-            if code:
-                output.write(f"{self._job.name}: {status}\n".encode())
+        if code:
+            self._say(status)
         return 128 - code if code < 0 else code
+
+    def _say(self, text: str) -> None:
+        with self._output() as output:
+            output.write(f"{self._job.name}: {text}\n".encode())
 
     def _output(self) -> IO[bytes]:
         if self._job.log:
@@ -148,11 +160,13 @@ class Processes:
         first: Sequence[str] = (),
         last: Collection[int] = (0, USER_ERROR),
         gpus: Sequence[str] = (),
+        given_up: Callable[[int], None] = lambda code: None,
     ) -> int:
         """Run a command, again after crashes, and return its exit code, as a shell would.
 
         first: arguments of the first start alone. last: exit codes that are no crashes. gpus: those it sees; default:
-        all.
+        all. given_up: called with the code of a process that failed, and is not started again though nobody has ended
+        it.
         """
         job = Job(
             name=name,
@@ -163,7 +177,10 @@ class Processes:
             last=tuple(last),
         )
         process = self._by_name[name] = RestartedProcess(job, {**environment(gpus=gpus), **self._variables})
-        return await process.run()
+        code = await process.run()
+        if code and not process.is_ending:
+            given_up(code)
+        return code
 
     def terminate(self, names: Sequence[str] | None = None) -> None:
         """Send SIGTERM to the processes of these names, by default to all, and start none of any name again."""
