@@ -63,6 +63,7 @@ def cluster(slurm):
         run = ClusterRun.of(slurm / "run.toml", overrides)
         Launched(platform="slurm", file=str(run.file), overrides=overrides, folders=run.folders).write(run)
         (slurm / "run" / "launch" / "rollouts").write_text("")
+        (slurm / "calls").touch()
         return run
 
     return make
@@ -100,7 +101,7 @@ def test_plan_shows_every_option_of_the_recipe(cluster):
     assert "--no-kill\n" in controller and "--no-kill\n" not in rollout
     assert "#SBATCH --partition=b\n" in rollout and "#SBATCH --gpus-per-node=1\n" in rollout
     assert "#SBATCH --reservation=night\n" in rollout
-    assert "--container-image=/image.sqsh --container-mounts=/data:/data --cpus-per-task=8)" in controller
+    assert "--cpus-per-task=8)" in controller
     assert "export WORD='two words'" in controller
     assert "--relative=1 --gpus-per-node=4" in controller and "--name policy-1" in controller
 
@@ -109,10 +110,86 @@ def test_a_policy_over_machines_meets_on_its_first_one(cluster):
     text = run_script(cluster("policy.replicas=2", "policy.ranks_per_node=4", "policy.num_nodes=2"))
     second = next(line for line in text.splitlines() if "--name policy-1" in line)
     assert "--nodes=2 --ntasks=2 --relative=2" in second
-    assert (
-        '--node $SLURM_PROCID --rendezvous $(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1):29402'
-        in second
-    )
+    assert second.endswith("""--node $SLURM_PROCID --rendezvous $0' "${machines[2]}:$((port + 2))" &""")
+
+
+def test_machines_of_a_policy_meet_at_a_port_of_their_job(cluster, slurm, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    (slurm / "bin" / "scontrol").write_text("#!/bin/bash\nprintf 'a1\\na2\\n'\n")
+    (slurm / "bin" / "scontrol").chmod(0o755)
+    script = run_script(cluster("policy.ranks_per_node=4", "policy.num_nodes=2"))
+    assert run_in_bash(script, slurm).wait(60) == 0
+    (worker,) = calls(slurm, "worker")
+    assert worker.endswith("--node 1 --rendezvous a1:20224")  # job 7
+    assert run_in_bash(script.replace("SLURM_JOB_ID * 32", "8 * 32"), slurm).wait(60) == 0
+    assert calls(slurm, "worker")[1].endswith("--rendezvous a1:20256")
+
+
+def test_a_job_goes_on_without_a_machine_where_its_run_does(cluster):
+    gang = "cluster.slurm.gang=true"
+    two = ("policy.num_nodes=2", "policy.ranks_per_node=1")
+    assert "#SBATCH --no-kill\n" not in run_script(cluster(*two))
+    assert "#SBATCH --no-kill\n" not in run_script(cluster(*two, gang))
+    assert "#SBATCH --no-kill\n" in run_script(cluster(*two, "policy.replicas=2"))
+    assert "#SBATCH --no-kill\n" in run_script(cluster(gang))
+
+
+CONTAINER = """#!/bin/bash
+while [ "${{1#-}}" != "$1" ]; do
+  case $1 in --container-image=/image.sqsh) ;; --container-*=*) declare -x ${{1:12:5}}="${{1#*=}}" ;; esac
+  shift
+done
+exec unshare --mount bash -c '
+  mount -t tmpfs none /mnt && mkdir /mnt/image /mnt/inside && mount --bind {hidden}/image /mnt/image || exit 7
+  IFS=, read -ra mounts <<< "$mount"
+  for one in "${{mounts[@]}}"; do
+    case $one in {hidden}/*:{hidden}/*) ;; *) continue ;; esac
+    place=/mnt/inside/${{one#*:{hidden}/}}
+    mkdir -p $place && mount --bind ${{one%%:*}} $place || exit 7
+  done
+  mount --rbind /mnt/inside {hidden} && cd $workd && PATH=/mnt/image exec "$@"
+' container "$@"
+"""
+"""srun with pyxis: the step has the programs of the image alone, and of the hidden folder what is mounted."""
+IMAGE = """#!/bin/bash
+echo "$*" >> calls
+[ -e {hidden}/recipes/run.toml ] && [ -d {hidden}/runs/run/launch ] && [ -d {hidden}/saved ] || exit 9
+[ ! -e {hidden}/bin ] || exit 9
+[ $1 = worker ] || until [[ $(<calls) = *worker* ]]; do :; done
+"""
+
+
+def test_a_container_has_its_own_program_and_the_folders_of_the_run(slurm, monkeypatch):
+    probe = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True)
+    if probe.returncode:
+        pytest.skip("folders cannot be mounted here, which takes root")
+    for name in ("recipes", "work", "image"):
+        (slurm / name).mkdir()
+    (slurm / "image" / "bash").symlink_to("/bin/bash")
+    scripts = {"image/cosmos-rl": IMAGE, "bin/srun": CONTAINER, "bin/scontrol": "#!/bin/bash\necho a1\n"}
+    for name, text in scripts.items():
+        (slurm / name).write_text(text.format(hidden=slurm) if "{hidden}" in text else text)
+        (slurm / name).chmod(0o755)
+    (slurm / "recipes" / "run.toml").write_text(RECIPE.format(directory=slurm))
+    monkeypatch.chdir(slurm / "work")
+    overrides = [
+        'cluster.command=""',
+        f'run.output_dir="{slurm}/runs/run"',
+        f'checkpoint.path="{slurm}/saved"',
+        "policy.num_nodes=2",
+        "policy.ranks_per_node=1",
+        'cluster.slurm={container_image="/image.sqsh", container_mounts="/usr:/data"}',
+    ]
+    run = ClusterRun.of(slurm / "recipes" / "run.toml", overrides)
+    (run.directory / "launch").mkdir(parents=True)
+    Slurm().start(run)
+    (run.directory / "launch" / "rollouts").write_text("")
+    for name in ("run", "rollout"):
+        script = (run.directory / "launch" / f"{name}.sbatch").read_text()
+        assert f"#SBATCH --chdir={slurm}/work\n" in script
+        assert "--container-mounts=/usr:/data," in script
+        assert run_in_bash(script, slurm).wait(60) == 0
+    assert sorted(line.split()[0] for line in calls(slurm / "work")) == ["controller", "worker", "worker"]
 
 
 def test_a_later_job_of_the_run_submits_the_rollouts_that_have_ended(cluster, slurm):
@@ -178,8 +255,61 @@ def test_before_the_time_limit_the_controller_ends_and_the_job_is_submitted_agai
     wait_until(lambda: calls(slurm, "controller"))
     job.send_signal(10)  # USR1
     assert job.wait(60) == 0
-    (again,) = calls(slurm, "sbatch")
-    assert again == f"sbatch --dependency=afterany:7 --job-name= {run.directory}/launch/run.sbatch"
+    again = f"sbatch --parsable --dependency=afterany:7 --job-name= {run.directory}/launch/run.sbatch"
+    assert calls(slurm, "sbatch") == [again]
+    assert calls(slurm, "scancel") == []
+
+
+@pytest.mark.parametrize("code", [0, 130])
+def test_the_next_job_waits_while_the_run_saves_and_is_cancelled_if_the_run_has_ended(cluster, slurm, code):
+    saving = f"touch {slurm}/saving; while [ ! -e {slurm}/saved ]; do :; done; exit {code}"
+    run = cluster(
+        program=f'[ "$1" = controller ] || exit 0; trap "{saving}" TERM; touch {slurm}/up; while true; do :; done'
+    )
+    job = run_in_bash(run_script(run), slurm)
+    wait_until((slurm / "up").exists)
+    job.send_signal(10)
+    wait_until((slurm / "saving").exists)
+    assert len(calls(slurm, "sbatch")) == 1
+    (slurm / "saved").touch()
+    assert job.wait(60) == 0
+    assert calls(slurm, "scancel") == (["scancel 7"] if code == 0 else [])
+
+
+def test_a_rollout_that_left_at_its_time_limit_returns(cluster, slurm):
+    run = cluster(program='trap "exit 0" TERM; echo ready >> $0.ready; while true; do sleep 0.05; done')
+    job = run_in_bash(rollout_script(run, run.rollouts()[0]), slurm)
+    wait_until((slurm / "cosmos-rl.ready").exists)
+    job.send_signal(10)
+    assert job.wait(60) == 0
+    assert len(calls(slurm, "sbatch")) == 1 and calls(slurm, "scancel") == []
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_run_ends_when_all_policies_are_given_up(cluster, slurm, others):
+    """With one more policy it goes on, until the controller ends."""
+    controller = f"trap 'exit 130' TERM; touch {slurm}/up; while [ ! -e {slurm}/end ]; do :; done"
+    program = (
+        f'case "$*" in *policy-1*) ;; *policy-0*) until [ -e {slurm}/up ]; do :; done; exit 5;; *) {controller};; esac'
+    )
+    run = cluster(f"policy.replicas={1 + others}", program=program)
+    job = run_in_bash(run_script(run).replace("sleep 1", "true"), slurm)
+    if others:
+        wait_until(lambda: len([line for line in calls(slurm, "worker") if "policy-0" in line]) == 4)
+        assert job.poll() is None
+        (slurm / "end").touch()
+    assert job.wait(60) == (0 if others else 5)
+
+
+def test_rollouts_that_do_not_leave_after_the_end_are_cancelled(cluster, slurm):
+    run = cluster("elastic.leave_s=0")
+    (run.directory / "launch" / "rollouts").write_text("rollout-0\nrollout-1\n")
+    (slurm / "queue").write_text("one that waits for a controller\n")
+    script = run_script(run).replace("SECONDS + 30", "SECONDS + 1").replace("sleep 2", "true")
+    assert run_in_bash(script, slurm).wait(60) == 0
+    names = [f"--name={run.label}.rollout-{index}" for index in (0, 1)]
+    expected = [*(f"scancel --state=PENDING {name}" for name in names), *(f"scancel {name}" for name in names)]
+    assert calls(slurm, "scancel") == expected
 
 
 def test_a_rollout_that_leaves_before_the_end_waits_for_slurm_to_end_its_job(cluster, slurm):
@@ -243,6 +373,44 @@ def test_scaling_submits_and_cancels_rollouts(cluster, slurm):
     with pytest.raises(UserError, match="at least one rollout worker must stay"):
         launched.scale({"rollout": 0})
     assert Launched.of(slurm) is None
+
+
+def test_rollouts_that_are_leaving_do_not_count_and_keep_their_names(cluster, slurm):
+    run = cluster("rollout.replicas=3")
+    states = {"rollout-0": "RUNNING", "rollout-1": "COMPLETING", "rollout-2": "COMPLETING"}
+    (slurm / "queue").write_text("".join(f"5|{run.label}.{name}|{state}|None\n" for name, state in states.items()))
+    assert Slurm().scale(run, {"rollout": 3}) == ["rollout-3: job 7", "rollout-4: job 7"]
+    assert (run.directory / "launch" / "rollouts").read_text().split() == ["rollout-0", "rollout-3", "rollout-4"]
+    assert Slurm().scale(run, {"rollout": 1}) == []
+
+
+def test_rollouts_before_a_refused_one_are_remembered(cluster, slurm):
+    run = cluster()
+    (slurm / "bin" / "sbatch").write_text('#!/bin/bash\ncase "$*" in *rollout-1*) exit 1;; esac; echo 7\n')
+    with pytest.raises(UserError, match="exit code 1"):
+        Slurm().scale(run, {"rollout": 2})
+    assert (run.directory / "launch" / "rollouts").read_text().split() == ["rollout-0"]
+
+
+def test_with_gang_rollouts_are_parts_of_the_job(cluster, slurm):
+    run = cluster("rollout.replicas=2", "cluster.slurm.gang=true")
+    (slurm / "queue").write_text(f"7|{run.label}.run|PENDING|Resources\n")
+    assert Slurm().alive(run) == dict.fromkeys(["run", "rollout-0", "rollout-1"], "PENDING (Resources)")
+    with pytest.raises(UserError, match=r"parts of the run's job; .* with --resume rollout\.replicas=4"):
+        Slurm().scale(run, {"rollout": 4})
+
+
+def test_before_a_time_limit_there_are_two_jobs_of_a_name(cluster, slurm):
+    run = cluster()
+    (slurm / "queue").write_text(
+        f"7|{run.label}.run|RUNNING|None\n8|{run.label}.run|PENDING|Dependency\n"
+        f"3|{run.label}.rollout-0|RUNNING|None\n9|{run.label}.rollout-0|PENDING|Dependency\n"
+    )
+    state = "RUNNING, PENDING (Dependency)"
+    assert Slurm().alive(run) == {"run": state, "rollout-0": state}
+    assert Slurm().scale(run, {"rollout": 1}) == []
+    assert Slurm().stop(run, now=False) == ["run: cancelled", "rollout-0: cancelled"]
+    assert calls(slurm, "scancel") == ["scancel 7 8 3 9"]
 
 
 def test_without_slurm_the_message_names_the_command(cluster, monkeypatch, tmp_path):

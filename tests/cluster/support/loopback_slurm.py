@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -57,7 +58,8 @@ class LoopbackSlurm:
     def __init__(self, root: Path, *, nodes: int, cpus: int = 4, gpus: int = 2) -> None:
         """gpus: of each node, device files that are no GPUs."""
         self.root, self.nodes, self.cpus, self.gpus = root, nodes, cpus, gpus
-        self.environment = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for cosmos-rl, also if no environment is active
+        self.environment = {**os.environ, "PATH": path, "SLURM_CONF": str(root / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     @staticmethod

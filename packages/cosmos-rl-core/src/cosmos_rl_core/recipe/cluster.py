@@ -28,9 +28,10 @@ class SlurmSection(Strict):
     cpus_per_task: int | None = Field(default=None, ge=1)
     """CPUs of each process of the run. Not set: Slurm's default, often one."""
     container_image: str = ""
-    """Image for the processes, with the pyxis plug-in of Slurm. Not set: no container."""
+    """Image with the command cosmos-rl for the processes, with the pyxis plug-in of Slurm. Not set: no container."""
     container_mounts: str = ""
-    """Mounts of the container, as "/from:/to,/other:/other"."""
+    """Mounts of the container, as "/from:/to,/other:/other". The run's directory, [checkpoint] path, and the folders of
+    the recipe and of `launch` are mounted too, at their paths."""
     gang: bool = False
     """Run the rollout replicas in the job of the controller and the policies, which then starts with all or not at
     all."""
