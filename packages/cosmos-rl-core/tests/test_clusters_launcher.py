@@ -1,22 +1,28 @@
 """`launch`, `Launched` and `cosmos-rl stop`, on a platform of files."""
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
-from fake_platform import QUOTA, FakePlatform
+from fake_platform import LEAVING, QUOTA, FakePlatform
 
 from cosmos_rl_core.cli.app import main
+from cosmos_rl_core.clusters import local
 from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, launch
 from cosmos_rl_core.clusters.local import Local, end_process
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import ChildProcess
 from cosmos_rl_core.testing.conformance import check_launcher, refused
+from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.directory import RunDirectory
+from cosmos_rl_core.workers.main import connect_to
 from cosmos_rl_core.workers.node import WorkerAddress
 
 FAKE = "fake_platform:FakePlatform"
@@ -42,18 +48,18 @@ def cluster(tmp_path, monkeypatch):
     return partial(ClusterRun.of, tmp_path / "run.toml")
 
 
-def at_once(condition, what):
-    assert condition(), what
+def soon(condition, what):
+    assert any(condition() for _ in range(len(LEAVING) + 1)), what
 
 
 def test_a_fake_platform_conforms(cluster):
     run = cluster([])
-    check_launcher(FakePlatform(), run, start=lambda: launch(FAKE, run, resume=False), until=at_once)
+    check_launcher(FakePlatform(), run, start=lambda: launch(FAKE, run, resume=False), until=soon)
 
 
 def test_a_platform_that_refuses_a_job_has_none_of_the_run(cluster):
     run = cluster([f"rollout.replicas={QUOTA}"])
-    refused(lambda: launch(FAKE, run, resume=False), because=f"rollout-3: quota of {QUOTA} jobs exceeded")
+    refused(lambda: launch(FAKE, run, resume=False), because=f"rollout-{QUOTA - 1}: quota of {QUOTA} jobs exceeded")
     assert FakePlatform().alive(run) == {}
 
 
@@ -260,7 +266,57 @@ def test_a_launched_run_has_the_recipe_of_its_launch(cluster, tmp_path, change):
     assert launched.scale({"rollout": 1}) == ["rollout-1: ended"]
     found = launched._run()
     assert (found.label, found.config.model_dump()) == (run.label, run.config.model_dump())
-    assert len(launched.stop(now=False)) == 3
+    assert len(launched.stop(now=False)) >= 3
+
+
+def test_a_worker_says_once_that_it_waits_and_the_end_of_the_wait_is_no_crash(tmp_path, capfd, monkeypatch):
+    worker = WorkerAddress(role="rollout", name="rollout-0", run=tmp_path, wait_s=0.1)
+    with pytest.raises(UserError, match=r"controller\.json is missing"):
+        worker.resolved()
+    waits = "rollout-0: waiting for the controller, up to 0.1 s: "
+    assert capfd.readouterr().out == f"{waits}{tmp_path}/controller.json is missing\n"
+
+    monkeypatch.setenv("COSMOS_RL_TOKEN", "0" * 64)
+    worker = replace(worker, run=None, controller="tcp://127.0.0.1:1")
+    with pytest.raises(UserError, match=r"the controller did not answer within 0.1 s: cannot connect to tcp"):
+        asyncio.run(connect_to(worker, leaving=asyncio.Event()))
+    assert capfd.readouterr().out.count(f"{waits}cannot connect to tcp://127.0.0.1:1") == 1
+    with pytest.raises(ConnectionClosed):
+        asyncio.run(connect_to(replace(worker, wait_s=0.0), leaving=asyncio.Event()))
+    assert capfd.readouterr().out == ""
+
+
+def test_ctrl_c_during_the_start_leaves_no_job(cluster, monkeypatch):
+    run = cluster(["rollout.replicas=1"])
+    submit = FakePlatform._submit
+
+    def interrupted(platform, run, name):
+        if name == "rollout-0":
+            raise KeyboardInterrupt
+        return submit(platform, run, name)
+
+    monkeypatch.setattr(FakePlatform, "_submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(FAKE, run, resume=False)
+    assert FakePlatform().alive(run) == {}
+
+
+def test_ctrl_c_during_the_start_here_ends_the_run_that_has_not_locked_its_directory(cluster, tmp_path, monkeypatch):
+    (tmp_path / "cosmos-rl").write_text("#!/bin/bash\necho $$ > started; exec sleep 600\n")
+    (tmp_path / "cosmos-rl").chmod(0o755)
+    run = cluster([f'cluster.command="{tmp_path}/cosmos-rl"'])
+    wait = ChildProcess.wait
+
+    def interrupted(process, timeout_s=None):
+        if (tmp_path / "started").exists() and timeout_s is not None:
+            monkeypatch.setattr(ChildProcess, "wait", wait)
+            raise KeyboardInterrupt
+        return wait(process, timeout_s)
+
+    monkeypatch.setattr(ChildProcess, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch("local", run, resume=False)
+    assert local._started[-1].wait(60) == "signal SIGKILL"
 
 
 def test_here_a_run_may_take_turns_on_its_gpus(cluster, tmp_path, capsys):

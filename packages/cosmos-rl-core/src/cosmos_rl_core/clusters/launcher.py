@@ -222,7 +222,7 @@ def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
     """Start a run on a platform and return a line for each job.
 
     Raises UserError if the directory has an earlier run and `resume` is false, if jobs of the run are alive, or if the
-    platform refuses; then the jobs that it has accepted are cancelled.
+    platform refuses. After any error, and Ctrl-C, the jobs that it has accepted are cancelled.
     """
     launcher = find_launcher(platform)
     run.must_be_new(resume=resume)
@@ -233,7 +233,7 @@ def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
     Launched(platform=platform, file=str(run.file), overrides=run.overrides, folders=run.folders).write(run)
     try:
         return launcher.start(replace(run, resume=resume, platform=platform))
-    except UserError:
+    except BaseException:  # Ctrl-C too
         with contextlib.suppress(UserError):  # the first error has the reason
             launcher.stop(run, now=True)
         raise

@@ -48,11 +48,15 @@ class Local:
         with (folder / "run.log").open("ab") as log:
             process = ChildProcess(["bash", str(folder / "run.sh")], environment=environment(), output=log)
         _started.append(process)
-        while not contact.exists():
-            if status := process.wait(CHECK_S):
-                if process.exit_code == 0:
-                    break
-                raise UserError(f"the run ended with {status}:\n{last_lines(folder / 'run.log')}")
+        try:
+            while not contact.exists():
+                if status := process.wait(CHECK_S):
+                    if process.exit_code == 0:
+                        break
+                    raise UserError(f"the run ended with {status}:\n{last_lines(folder / 'run.log')}")
+        except BaseException:  # Ctrl-C, before the process has a lock by which `stop` would find it
+            process.kill()
+            raise
         return [f"run: process {process.pid}"]
 
     def alive(self, run: ClusterRun) -> Mapping[str, str]:

@@ -195,7 +195,10 @@ def check_launcher(
     refused(start, because=str(run.directory))
     assert launcher.scale(run, {"rollout": 2}) == []
     assert len(launcher.scale(run, {"rollout": 3})) >= 1
-    until(lambda: len(rollouts()) == 3, "three rollouts")
+    until(lambda: sorted(rollouts()) == ["rollout-0", "rollout-1", "rollout-2"], "three rollouts")
+    assert len(launcher.scale(run, {"rollout": 1})) >= 2
+    assert len(launcher.scale(run, {"rollout": 3})) >= 2, "rollouts that are leaving were counted"
+    until(lambda: len(rollouts()) == 3, "three rollouts again")
     assert len(launcher.scale(run, {"rollout": 1})) >= 2
     until(lambda: len(rollouts()) == 1, "one rollout")
     assert len(launcher.stop(run, now=now)) >= 1

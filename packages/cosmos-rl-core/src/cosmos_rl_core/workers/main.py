@@ -98,17 +98,23 @@ async def connect_to(worker: WorkerAddress, *, leaving: asyncio.Event) -> Lastin
 
 
 async def _first_connection(worker: WorkerAddress, token: bytes, tls: Tls | None) -> Connection:
-    """Connect as soon as the controller answers, within `wait_s`. Raises as `connect_to`."""
-    hello, loop = Hello(name=worker.name, role=worker.role), asyncio.get_running_loop()
+    """Connect as soon as the controller answers. Raises as `connect_to`, after `wait_s` UserError: a retry of the whole
+    worker would wait as long again."""
+    hello, loop, is_waiting = Hello(name=worker.name, role=worker.role), asyncio.get_running_loop(), False
     deadline = loop.time() + worker.wait_s
     while True:
         try:
             return await connect(
                 worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S, tls=tls
             )
-        except ConnectionClosed:
+        except ConnectionClosed as error:
             if loop.time() >= deadline:
-                raise
+                if not worker.wait_s:
+                    raise
+                raise UserError(f"the controller did not answer within {worker.wait_s:g} s: {error}") from error
+            if not is_waiting:
+                is_waiting = True
+                worker.report_wait(str(error))
         await asyncio.sleep(RETRY_S)
 
 

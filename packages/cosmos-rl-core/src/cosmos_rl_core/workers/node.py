@@ -17,6 +17,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.control.address_file import present_address, wait_for_controller
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
@@ -78,6 +79,8 @@ class WorkerAddress:
         if not self.controller:
             if self.run is None:
                 raise UserError("give --run DIR or --controller tcp://host:port")
+            if not (self.run / CONTROLLER_FILE).exists():
+                self.report_wait(f"{self.run / CONTROLLER_FILE} is missing")
             contact = wait_for_controller(self.run, timeout_s=self.wait_s)
             ours = None if TOKEN_VARIABLE in os.environ else self.run / "token"
             shared = self.run / TLS_FILE if contact.ca and TLS_VARIABLE not in os.environ else None
@@ -93,6 +96,12 @@ class WorkerAddress:
             host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
             found = replace(found, name="policy-0" if self.role == "policy" else f"rollout-{host}-{os.getpid()}")
         return found
+
+    def report_wait(self, reason: str) -> None:
+        """Print that the worker waits for a controller, if it does: it may hold a GPU meanwhile."""
+        if self.wait_s:
+            text = f"{self.name or self.role}: waiting for the controller, up to {self.wait_s:g} s: {reason}"
+            print(text, flush=True)  # noqa: T201  a worker's output is its log
 
     def present_controller(self) -> str:
         """Return the address of the run's controller: in `run`, another one may have taken over since the start."""
