@@ -160,6 +160,15 @@ def test_of_two_machines_with_the_same_number_the_earlier_one_ends_with_the_reas
     meet(recipe, talk)
 
 
+def test_a_node_says_once_that_it_waits(recipe, capfd):
+    port = free_port()
+    node = ClusterNode(recipe=recipe(), nodes=2, node=1, head="127.0.0.1", port=port)
+    with pytest.raises(UserError, match=r"node 0 did not answer within 0\.1 s"):
+        asyncio.run(node._connect(0.1))
+    waits = f"node 1: waiting for node 0, up to 0.1 s: cannot connect to tcp://127.0.0.1:{port}"
+    assert capfd.readouterr().out.count(waits) == 1
+
+
 @pytest.fixture
 def alone(recipe, tmp_path, monkeypatch):
     """The only machine of a run. `program` is what its workers run; the controller ends when there is a file `end`."""

@@ -394,7 +394,7 @@ class ClusterNode:
 
     async def _connect(self, wait_s: float) -> Connection:
         loop, hello = asyncio.get_running_loop(), Hello(name=f"node-{self.node}", role=ROLE)
-        deadline = loop.time() + wait_s
+        deadline, is_waiting = loop.time() + wait_s, False
         while True:
             try:
                 return await connect(
@@ -403,4 +403,8 @@ class ClusterNode:
             except ConnectionClosed as error:
                 if loop.time() > deadline:
                     raise UserError(f"node 0 did not answer within {wait_s:g} s: {error}") from error
+                if not is_waiting:
+                    is_waiting = True
+                    text = f"node {self.node}: waiting for node 0, up to {wait_s:g} s: {error}"
+                    print(text, flush=True)  # noqa: T201  a node's output is its log
             await asyncio.sleep(CHECK_S)
