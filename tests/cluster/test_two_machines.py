@@ -9,7 +9,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from two_machines import TwoMachines, missing
+from separate_machines import SeparateMachines, missing
 
 from cosmos_rl_core.checkpoint.manifest import read_state
 
@@ -30,7 +30,7 @@ def two(tmp_path):
     if reason := why_not():
         pytest.skip(reason)
     (tmp_path / "run").mkdir()
-    with TwoMachines(tmp_path / "logs", hidden=tmp_path / "run") as machines:
+    with SeparateMachines(tmp_path / "logs", hidden=tmp_path / "run") as machines:
         yield machines
 
 

@@ -1,6 +1,6 @@
-"""Two machines on this one: network namespaces that a cable (a pair of veth interfaces) joins.
+"""Several machines on this one: network namespaces that cables (pairs of veth interfaces) join.
 
-The second one has an empty folder in place of the run's directory: it shares the other files.
+All but the first one have an empty folder in place of the run's directory; they share the other files.
 """
 
 from __future__ import annotations
@@ -68,28 +68,36 @@ class Machine:
             subprocess.run(["kill", "-9", pid], check=False)
 
 
-class TwoMachines:
-    """first and second, at 10.77.0.1 and 10.77.0.2 of a network that only they see."""
+class SeparateMachines:
+    """At 10.77.0.1, 10.77.0.2 and so on of a network that only they see. The first one has the switch."""
 
-    def __init__(self, logs: Path, *, hidden: Path) -> None:
+    def __init__(self, logs: Path, *, hidden: Path, number: int = 2) -> None:
+        """hidden: a folder of which the others have none of the first one's content."""
         logs.mkdir()
-        name = f"crl-{os.getpid()}"
-        self.first = Machine(f"{name}-a", "10.77.0.1", hidden=None, logs=logs)
-        self.second = Machine(f"{name}-b", "10.77.0.2", hidden=hidden, logs=logs)
+        self.all = [
+            Machine(f"crl-{os.getpid()}-{index}", f"10.77.0.{index}", hidden=hidden if index > 1 else None, logs=logs)
+            for index in range(1, number + 1)
+        ]
+        self.first, self.second = self.all[:2]
 
-    def __enter__(self) -> TwoMachines:
-        a, b = self.first.name, self.second.name
-        for name in (a, b):
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        run("ip", "-n", a, "link", "add", "cable0", "type", "veth", "peer", "name", "cable0", "netns", b)
-        for machine in (self.first, self.second):
+    def __enter__(self) -> SeparateMachines:
+        first = self.first.name
+        for machine in self.all:
+            run("ip", "netns", "add", machine.name)
+            run("ip", "-n", machine.name, "link", "set", "lo", "up")
+        run("ip", "-n", first, "link", "add", "cable0", "type", "bridge")
+        for machine in self.all[1:]:
+            port = f"port-{machine.name}"[-15:]
+            cable = ("type", "veth", "peer", "name", "cable0", "netns", machine.name)
+            run("ip", "-n", first, "link", "add", port, "master", "cable0", *cable)
+            run("ip", "-n", first, "link", "set", port, "up")
+        for machine in self.all:
             run("ip", "-n", machine.name, "address", "add", f"{machine.address}/24", "dev", "cable0")
             run("ip", "-n", machine.name, "link", "set", "cable0", "up")
         return self
 
     def cut(self) -> None:
-        """Pull the cable."""
+        """Pull the second machine's cable."""
         run("ip", "-n", self.second.name, "link", "set", "cable0", "down")
 
     def join(self) -> None:
@@ -97,6 +105,6 @@ class TwoMachines:
         run("ip", "-n", self.second.name, "link", "set", "cable0", "up")
 
     def __exit__(self, *_: object) -> None:
-        for machine in (self.first, self.second):
+        for machine in self.all:
             machine.close()
             run("ip", "netns", "del", machine.name)
