@@ -7,6 +7,7 @@ import signal
 from functools import partial
 
 import pytest
+from safetensors.torch import load_file
 
 from cosmos_rl_core.checkpoint.manifest import read_state
 from cosmos_rl_core.clusters.launcher import ClusterRun
@@ -119,14 +120,19 @@ def test_a_rollout_on_a_lost_node_is_queued_again_and_the_run_goes_on(slurm, lau
 
 
 def test_a_preempted_rollout_hands_its_prompts_back_and_returns(slurm, launched, jobs, wait_for, rows_of):
+    """What it cannot finish within `leave_s` the other one generates, and it is no failed attempt of a sample."""
     options = {"rollout_partition": "spot", "extra": ["--exclusive"]}
-    run_dir, _ = launched(**slow(), cluster__slurm=options)
+    run_dir, _ = launched(**slow(), cluster__slurm=options, elastic__leave_s=0.1, rollout__max_attempts=1)
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
     slurm.call("sbatch", "--exclusive", "--job-name=other.other", "--wrap=sleep 30")
     wait_for(lambda: jobs().get("other") == "RUNNING", "the job of a higher priority", timeout_s=120)
-    assert sorted(jobs()[name] for name in ("rollout-0", "rollout-1")) == ["PENDING", "RUNNING"]
+    (name,) = (name for name in ("rollout-0", "rollout-1") if jobs()[name] == "PENDING")
     steps = len(rows_of(run_dir / "metrics.jsonl"))
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps")
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=steps + 3)
+    (log,) = (run_dir / "launch").glob("*.run-*.log")
+    assert f"{name} has left" in log.read_text()
+    assert "lost" not in log.read_text() and "dropped" not in log.read_text()
     both = ["RUNNING", "RUNNING"]
     wait_for(
         lambda: [jobs().get(name) for name in ("rollout-0", "rollout-1")] == both, "the preempted one", timeout_s=300
@@ -195,6 +201,34 @@ def test_a_requeued_run_saves_and_continues(slurm, launched, jobs, wait_for, row
     wait_for(lambda: rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 3, "both rollouts", timeout_s=300)
 
 
+def test_a_requeued_run_ends_with_the_weights_of_one_that_was_not(slurm, launched, jobs, wait_for, rows_of, tmp_path):
+    exact = {"sync__max_staleness": 0, "rollout__options": {"delay_s": 0.02}}
+    run_dir, _ = launched(**exact)
+    wait_for(lambda: not jobs(), "the end of the run that is not disturbed", timeout_s=300)
+    undisturbed = weights(run_dir)
+    run_dir.rename(tmp_path / "undisturbed")
+    run_dir, _ = launched(**exact)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    job, _ = places(slurm)["run"]
+    slurm.call("scontrol", "requeue", job)
+    wait_for(lambda: jobs().get("run") == "PENDING", "the job in the queue again", timeout_s=120)
+    assert 3 <= len(rows_of(run_dir / "metrics.jsonl")) < STEPS
+    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+    wait_for(lambda: not jobs(), "the end of all jobs", timeout_s=300)
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=STEPS)
+    requeued = weights(run_dir)
+    assert requeued.keys() == undisturbed.keys()
+    assert all(requeued[name].equal(undisturbed[name]) for name in requeued)
+
+
+def weights(run_dir):
+    """Weights and optimizer state after the last step."""
+    folder = run_dir / "checkpoints" / f"step_{STEPS}"
+    assert read_state(folder).step == STEPS
+    files = sorted(folder.rglob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}
+
+
 def test_a_run_whose_node_is_lost_continues_on_another(slurm, launched, jobs, wait_for, rows_of):
     run_dir, _ = launched(
         **slow(), checkpoint__every_steps=2, rollout__replicas=1, cluster__slurm={"extra": ["--exclusive"]}
@@ -213,14 +247,35 @@ def test_a_run_whose_node_is_lost_continues_on_another(slurm, launched, jobs, wa
         slurm.restore_node(node)
 
 
+NAMED = ["scontrol() { command scontrol \"$@\" | sed 's/^n[0-9]$/127.0.0.1/'; }; export -f scontrol"]
+"""[cluster] setup: the names of these nodes are no names of machines."""
+
+
+def test_a_policy_that_loses_its_second_node_is_queued_again(slurm, launched, jobs, wait_for, rows_of):
+    two = {"policy__num_nodes": 2, "policy__ranks_per_node": 1, "rollout__replicas": 1}
+    options = {"cluster__slurm": {"extra": ["--exclusive"]}, "cluster__setup": NAMED, "checkpoint__every_steps": 2}
+    run_dir, _ = launched(**slow(), **two, **options)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    job, nodes = places(slurm)["run"]
+    _, second = slurm.call("scontrol", "show", "hostnames", nodes).split()
+    slurm.lose_node(second)
+    try:
+        wait_for(lambda: jobs().get("run") == "PENDING", "the job in the queue again", timeout_s=120)
+        steps = len(rows_of(run_dir / "metrics.jsonl"))
+    finally:
+        slurm.restore_node(second)
+    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps", timeout_s=300)
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=steps + 3)
+
+
 def test_a_policy_over_two_nodes_trains_and_is_started_again(slurm, launched, rank_pids, wait_for, rows_of):
     run_dir, _ = launched(
         **slow(),
         checkpoint__every_steps=2,
         policy__num_nodes=2,
         policy__ranks_per_node=1,
-        # the names of these nodes are no names of machines
-        cluster__setup=["scontrol() { command scontrol \"$@\" | sed 's/^n[0-9]$/127.0.0.1/'; }; export -f scontrol"],
+        cluster__setup=NAMED,
     )
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
     assert rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 3
