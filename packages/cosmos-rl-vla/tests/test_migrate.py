@@ -2,6 +2,9 @@
 
 import tomllib
 
+import pytest
+import tomli_w
+
 from cosmos_rl_core.migrate.command import migrate
 from cosmos_rl_core.recipe.load import load_config
 
@@ -81,4 +84,34 @@ def test_a_gymnasium_example():
 
 def test_a_family_that_does_not_exist_is_refused():
     migrated = migrate(PI05.replace('vla_type = "pi05"', 'vla_type = "other"'))
-    assert migrated.refused == {"vla.vla_type": "other: there is no such family (docs/vla.md)"}
+    assert migrated.refused["vla.vla_type"] == "other: there is no such family (docs/vla.md)"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("vla", "surprise", 1),
+        ("custom", "surprise", 1),
+        ("custom.pi05", "surprise", 1),
+        ("custom.pi05", "noise_anneal", True),
+        ("custom.pi05", "joint_logprob", True),
+        ("rollout", "surprise", 1),
+        ("rollout.sampling_config", "surprise", 1),
+        ("validation", "surprise", 1),
+        ("train.train_policy", "surprise", 1),
+        ("train.train_policy.dataset", "test_size", 10),
+    ],
+)
+def test_a_key_without_a_rule_is_refused_by_name(section, key, value):
+    tables = tomllib.loads(PI05)
+    here = tables
+    for part in section.split("."):
+        here = here.setdefault(part, {})
+    here[key] = value
+    assert list(migrate(tomli_w.dumps(tables)).refused) == [f"{section}.{key}"]
+
+
+def test_keys_of_the_gymnasium_example():
+    recipe = migrate(GYM + "[custom]\nmax_grad_norm = 0.5\n").recipe
+    assert recipe["policy"]["max_grad_norm"] == 0.5
+    assert "env.surprise" in migrate(GYM.replace("max_steps = 500", "max_steps = 500\nsurprise = 1")).refused

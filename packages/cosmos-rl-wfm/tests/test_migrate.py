@@ -3,6 +3,7 @@
 import tomllib
 
 import pytest
+import tomli_w
 
 from cosmos_rl_core.migrate.command import migrate
 from cosmos_rl_core.recipe.load import load_config
@@ -79,3 +80,67 @@ def test_the_older_layout(data_beta, algorithm):
     assert migrated.recipe["run"] == {"domain": "wfm", "name": "ddrl", "max_steps": 2001}
     assert migrated.recipe["rollout"]["sampling"]["steps"] == [0, 2]
     assert not migrated.refused
+
+
+def test_the_older_layout_keeps_clipping_betas_and_the_kl_term():
+    old = PREDICT.replace("lr = 1e-5", "lr = 1e-5\nbetas = [0.9, 0.95]").replace("data_beta = 0.01", "kl_beta = 0.02")
+    old = old.replace('name = "grad_clip"', 'name = "grad_clip"\nargs = { clip_norm = 0.1 }')
+    recipe = migrate(old).recipe
+    load_config(recipe)
+    assert recipe["policy"]["optimizer"]["betas"] == [0.9, 0.95]
+    assert recipe["policy"]["max_grad_norm"] == 0.1
+    assert recipe["algorithm"]["kl_coef"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("load_path", "path"),
+    [("nvidia/Cosmos-Predict2.5-14B", "nvidia/Cosmos-Predict2.5-14B"), ("s3://mine/step_10", "FILL_IN")],
+)
+def test_the_older_layout_keeps_the_model_or_asks_for_it(load_path, path):
+    migrated = migrate(PREDICT + f'[checkpoint]\nload_path = "{load_path}"\n')
+    assert migrated.recipe["model"]["path"] == path
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("model.rl", "clip_ratio_high = 0.2"),
+        ("model.rl", "guidance = 3.0"),
+        ("model", "freeze = true"),
+        ("optimizer", "fused = true"),
+        ("scheduler", "f_min = [0.1]"),
+        ("checkpoint", "load_training_state = true"),
+        ("job", "cluster = 'x'"),
+        ("trainer", "max_val_iter = 3"),
+        ("dataloader_train.image_dataloader", "ratio = 1"),
+        ("dataloader_train.video_dataloader", "surprise = 1"),
+        ("model_parallel", "tensor_model_parallel_size = 2"),
+    ],
+)
+def test_a_key_of_the_older_layout_without_a_rule_is_refused_by_name(section, key):
+    tables = tomllib.loads(PREDICT)
+    here = tables
+    for part in section.split("."):
+        here = here.setdefault(part, {})
+    here.update(tomllib.loads(key))
+    assert list(migrate(tomli_w.dumps(tables)).refused) == [f"{section}.{key.partition(' ')[0]}"]
+
+
+def test_held_out_prompts_are_asked_for():
+    recipe = migrate(NFT + "[validation]\nenable = true\nfreq = 10\n").recipe
+    load_config(recipe)
+    assert recipe["eval"]["every_steps"] == 10
+    assert recipe["eval"]["data"]["path"] == "FILL_IN"
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("policy.diffusers", "surprise"), ("rollout", "surprise"), ("train.train_policy", "surprise")],
+)
+def test_a_key_without_a_rule_is_refused_by_name(section, key):
+    tables = tomllib.loads(NFT)
+    here = tables
+    for part in section.split("."):
+        here = here.setdefault(part, {})
+    here[key] = 1
+    assert list(migrate(tomli_w.dumps(tables)).refused) == [f"{section}.{key}"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cosmos_rl_core.migrate.common import POLICY, is_supervised
 from cosmos_rl_core.migrate.migration import FILL_IN, Migration
 
@@ -11,6 +13,53 @@ TERMS = 56
 """Action tokens of one chunk of OpenVLA-OFT: 8 actions of 7 dimensions."""
 FAMILIES = {"openvla-oft": "openvla_oft", "pi05": "pi05"}
 SIMULATORS = {"libero": "libero", "robotwin": "robotwin", "b1k": "behavior"}
+UNWANTED = ("noise_anneal", "joint_logprob", "safe_get_logprob")
+"""Keys about noise that have no equivalent where they are true."""
+NOISE = (*UNWANTED, "noise_params", "noise_logvar_range")
+SHAPE = ("discrete_state_input", "max_token_len", "action_chunk", "action_dim", "action_horizon", "model_type")
+IGNORED: Mapping[str, tuple[str, ...]] = {
+    "[model.noise] has the parameters of its own kind": tuple(
+        f"custom.{prefix}{key}" for prefix in ("pi05.", "") for key in NOISE
+    ),
+    "the model's folder has its shape": (
+        *(f"custom.{prefix}{key}" for prefix in ("pi05.", "") for key in SHAPE),
+        "custom.image_size",
+        "custom.skip_norm_stats",
+        "policy.model_max_length",
+        "vla.continuous",
+        "vla.num_images_in_input",
+        "vla.proprio_dim",
+        "vla.use_proprio",
+    ),
+    "see [data] demos, episodes and instructions": (
+        "custom.action_sequence_keys",
+        "custom.modalities",
+        "custom.prompt_from_task",
+        "custom.tasks",
+        f"{POLICY}.conversation_column_name",
+        f"{POLICY}.dataset.name",
+        f"{POLICY}.dataset.split",
+        f"{POLICY}.dataset.subset",
+    ),
+    "algorithm.dual_clip is that of clip_ratio_c": (f"{POLICY}.lower_bound_ratio",),
+    "see [eval.data]": ("validation.dataset.name", "validation.dataset.split", "validation.dataset.subset"),
+    "see [logging] media_every": ("vla.save_video",),
+    "one engine serves all families": (
+        "rollout.backend",
+        "rollout.enable_chunked_prefill",
+        "rollout.enforce_eager",
+        "rollout.gpu_memory_utilization",
+        "rollout.quantization",
+    ),
+    "an episode ends by [rollout.sampling] max_steps": ("rollout.max_response_length",),
+    "actions are sampled from the whole distribution, with [model] temperature or noise": (
+        "rollout.sampling_config.temperature",
+        "rollout.sampling_config.top_k",
+        "rollout.sampling_config.top_p",
+        f"{POLICY}.temperature",
+    ),
+}
+"""Reason -> keys for which nothing is carried over."""
 NUM_TASKS = 10
 """Tasks of a LIBERO suite."""
 
@@ -32,9 +81,16 @@ def migrate(old: Migration) -> None:
         _episodes(old, family)
     old.put("model.critic.place", "none")
     old.ignore("policy.model_max_length", because="the model's shape says it")
-    old.ignore("vla.*", "custom.*", because="the model's shape and the simulator's plug-in say it")
-    old.ignore("rollout.*", because="episodes have their own sampling")
-    old.ignore("validation.*", f"{POLICY}.*", because="see [eval], [data] and [rollout.sampling]")
+    prefix = "custom.pi05." if old.has("custom.pi05.*") else "custom."
+    for key in UNWANTED:
+        if old.see(prefix + key):
+            old.refuse(prefix + key, because="there is no such key of [model.noise]")
+    if not old.take("validation.enable"):
+        old.ignore("validation.*", because="validation was not enabled")
+    old.move("custom.norm_stats", "model.stats")
+    old.refuse(f"{POLICY}.dataset.test_size", because="name held-out demonstrations in [eval.data]")
+    old.refuse("custom.trials_per_task", because="each task is evaluated as often as [eval.data] tasks names it")
+    _leave_out(old)
 
 
 def _gymnasium(old: Migration) -> None:
@@ -52,7 +108,17 @@ def _gymnasium(old: Migration) -> None:
     if old.take("model.discrete"):
         old.refused["model.discrete"] = "the network has continuous actions"
     old.refuse("custom.gamma", because="group advantages have no discount; algorithm ppo has")
-    old.ignore("env.*", "model.*", "custom.*", "rollout.*", "validation.*", because="see [model], [data] and [rollout]")
+    old.move("custom.max_grad_norm", "policy.max_grad_norm")
+    old.ignore("custom.env_name", "custom.max_steps", because="see [data] tasks and [rollout.sampling] max_steps")
+    old.refuse("model.hidden_dim", because="the size of the network is fixed")
+    if not old.take("validation.enable"):
+        old.ignore("validation.*", because="validation was not enabled")
+    _leave_out(old)
+
+
+def _leave_out(old: Migration) -> None:
+    for because, keys in IGNORED.items():
+        old.ignore(*keys, because=because)
 
 
 def _flow_policy(old: Migration) -> None:

@@ -15,11 +15,34 @@ SIZE, FRAMES, VIDEO = (512, 512), 1, 81
 SOLVER_ORDERS = {"dpm2": 2, "euler": 1}
 DECAYS = {0: "none", 1: "slow", 2: "late"}
 """Old weight_copy_decay_type -> [rollout.sampling] old_decay."""
+IGNORED: Mapping[str, tuple[str, ...]] = {
+    "the memory of encoders is counted by `cosmos-rl plan`": ("policy.diffusers.offload",),
+    "the sampler follows from the rule": (
+        "policy.diffusers.sample.deterministic_sampling",
+        "policy.diffusers.sample.noise_level",
+    ),
+    "supervised training samples nothing": (
+        "policy.diffusers.sample.guidance_scale",
+        "policy.diffusers.sample.num_steps",
+    ),
+    "domain and algorithm say it": ("rollout.backend",),
+    "[data] names a file": (f"{POLICY}.dataset.split",),
+    "see [[reward.functions]]": (
+        f"{POLICY}.remote_reward.reward_fns",
+        f"{POLICY}.remote_reward.scale",
+        f"{POLICY}.use_remote_reward",
+    ),
+}
+"""Reason -> keys of [policy.diffusers] recipes for which nothing is carried over."""
 PREDICT: Mapping[str, str] = {
     "job.name": "run.name",
     "trainer.max_iter": "run.max_steps",
     "optimizer.lr": "policy.optimizer.learning_rate",
     "optimizer.weight_decay": "policy.optimizer.weight_decay",
+    "optimizer.betas": "policy.optimizer.betas",
+    "optimizer.eps": "policy.optimizer.eps",
+    "job.project": "logging.project",
+    "job.group": "logging.group",
     "model.fsdp_shard_size": "policy.parallel.dp_shard",
     "model.dp_replicate_size": "policy.parallel.dp_replicate",
     "model_parallel.context_parallel_size": "policy.parallel.cp",
@@ -28,6 +51,48 @@ PREDICT: Mapping[str, str] = {
     "model.rl.sample_steps": "rollout.sampling.num_steps",
 }
 """Keys of the older layout with the same value."""
+NEUTRAL: Mapping[str, tuple[object, str]] = {
+    "model.rl.guidance": (0.0, "rollouts are sampled with it off; set [rollout.sampling] guidance"),
+    "model.rl.min_num_conditional_frames": (0, "clips are generated from captions alone"),
+    "model.rl.update_ref_every_iter": (0, "the reference is the first model, or the average of [model.ema]"),
+    "model.rl.use_same_seed": (False, "rollouts of a group have seeds of their own"),
+    "dataloader_train.image_dataloader.ratio": (0, "clips and pictures are not mixed"),
+    "model_parallel.pipeline_model_parallel_size": (1, "world models have no pipeline stages"),
+    "model_parallel.pipeline_parallel_size": (1, "world models have no pipeline stages"),
+    "model_parallel.tensor_model_parallel_size": (1, "world models have no tensor parallelism"),
+    "trainer.grad_scaler_args.enabled": (False, "gradients are not scaled"),
+    "scheduler.f_max": ([1.0], "set [policy.schedule] name and min_ratio"),
+    "scheduler.f_min": ([1.0], "set [policy.schedule] name and min_ratio"),
+}
+"""Keys of the older layout that are left out at this value, and refused at another, with the reason."""
+LOADER = ("cache_*", "num_workers", "pin_memory", "use_cache", "webdataset", "concat_size", "batch_size")
+"""Keys of the older layout's data loaders about reading ahead; one of a sample each is its batch size."""
+PREDICT_IGNORED: Mapping[str, tuple[str, ...]] = {
+    "metrics, pictures and the monitor take the place of callbacks": ("trainer.callbacks",),
+    "see [logging] sinks": ("job.wandb_mode",),
+    "the warm-up starts at 0": ("scheduler.f_start",),
+    "the schedule is constant after the warm-up": ("scheduler.cycle_lengths",),
+    "the diffusers folder has the network, its encoder and its autoencoder": (
+        "model.net.*",
+        "model.text_encoder_class",
+        "model.text_encoder_config.*",
+        "model.conditioner",
+        "model.resolution",
+        "model.tokenizer.temporal_window",
+        "model.use_rf_ckpts",
+        "checkpoint.model_id",
+        "checkpoint.type",
+    ),
+    "its share was 0": ("dataloader_train.image_dataloader.dataloader.*",),
+    "there is one loader": ("dataloader_train.video_dataloader.ratio", "dataloader_train.type"),
+    "held-out clips go into [eval.loss_data], which is yours to add": ("dataloader_val.*",),
+    "captions are encoded as [model.text] says": ("dataloader_train.video_dataloader.offline_text_embedding",),
+    "see [policy] prompts_per_step; rows are read ahead": tuple(
+        f"dataloader_train.video_dataloader.{part}{key}" for part in ("", "dataloader.") for key in LOADER
+    ),
+    "described a data set of the old loader; see [data]": ("dataloader_train.video_dataloader.dataloader.dataset.*",),
+}
+"""Reason -> keys of the older layout for which nothing is carried over."""
 PREDICT_PATH, PREDICT_SIZE = "nvidia/Cosmos-Predict2.5-2B", {"frames": 93, "height": 432, "width": 768}
 JUDGE = {"name": "remote", "options": {"reward": "FILL_IN", "url": "FILL_IN", "token_file": "reward.token"}}
 SERVE = "start `cosmos-rl reward-server` with the reward of the old service (docs/wfm_rewards.md)"
@@ -59,8 +124,16 @@ def migrate(old: Migration) -> None:
     if old.take("train.ema_enable"):
         old.move("train.ema_decay", "model.ema.decay")
     old.ignore("train.ema_*", because="see [model.ema]")
-    old.ignore("policy.diffusers.*", "rollout.*", f"{POLICY}.*", because="see [model], [data] and [rollout.sampling]")
-    old.ignore("validation.*", because="see [eval]")
+    for because, keys in IGNORED.items():
+        old.ignore(*keys, because=because)
+    if not old.take("validation.enable"):
+        old.ignore("validation.*", because="validation was not enabled")
+    elif not is_supervised(old):
+        old.move("validation.freq", "eval.every_steps")
+        old.ask("eval.data.path", "", "a file with held-out prompts, one a line")
+        old.put("eval.data.kind", "prompts")
+        old.put("eval.data.size", {"frames": frames, "height": height, "width": width})
+        old.ignore("validation.dataset.name", "validation.dataset.split", because="see [eval.data]")
 
 
 def _contrast(old: Migration) -> None:
@@ -88,8 +161,15 @@ def migrate_predict(old: Migration) -> None:
     old.put("algorithm.name", "ddrl" if is_regularized else "flow_grpo")
     if is_regularized:
         old.move("model.rl.data_beta", "data_regularization.coef")
-    old.put("model.path", PREDICT_PATH, "the diffusers folder, in place of checkpoint.load_path")
-    old.put("model.revision", "diffusers/base/post-trained")
+    path = old.take("checkpoint.load_path")
+    if str(path or PREDICT_PATH).startswith("nvidia/Cosmos-Predict2.5-"):
+        old.put("model.path", path or PREDICT_PATH, "its folder in the format of diffusers")
+        old.put("model.revision", "diffusers/base/post-trained")
+    else:
+        old.ask("model.path", "", f"was {path}: a folder in the format of diffusers")
+    old.move("model.rl.kl_beta", "algorithm.kl_coef", lambda value: value or None)
+    clips = [each.get("args", {}) for each in old.see("trainer.callbacks") or () if each.get("name") == "grad_clip"]
+    old.put("policy.max_grad_norm", next((clip.get("clip_norm") for clip in clips), None))
     old.put("model.dtype", "bfloat16")
     if (steps := old.take("model.rl.train_on")) is not None:
         old.put("rollout.sampling.window", "fixed")
@@ -109,8 +189,11 @@ def migrate_predict(old: Migration) -> None:
     old.put("reward.functions", [JUDGE], SERVE)
     old.put("reward.timeout_s", 900.0)
     old.refuse("profiler.*", because="a run writes its own timeline; there is no window for torch's profiler")
-    callbacks = "metrics, pictures and the monitor take the place of callbacks"
-    old.ignore("trainer.*", because=callbacks)
-    old.ignore("job.*", "defaults*", "scheduler.*", "optimizer.*", because="see [run], [policy.schedule] and [policy]")
-    old.ignore("model.*", "model_parallel.*", "checkpoint.*", "dataloader_*", because="the diffusers folder says it")
+    for key, (neutral, because) in NEUTRAL.items():
+        if old.see(key) == neutral:
+            old.ignore(key, because=f"{because}, as before" if key.startswith("model") else because)
+        else:
+            old.refuse(key, because=because)
+    for because, keys in PREDICT_IGNORED.items():
+        old.ignore(*keys, because=because)
     old.finish()
