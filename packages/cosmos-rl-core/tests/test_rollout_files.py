@@ -2,8 +2,10 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
@@ -63,6 +65,26 @@ def test_terms_of_the_first_groups_have_text_log_probability_and_version(tmp_pat
     path = write_rollouts(tmp_path, step=0, groups=groups, term_texts=lambda r: ["a"] * r.num_terms, term_groups=1)
     terms = [json.loads(line).get("terms") for line in path.read_text().splitlines()]
     assert terms == [{"texts": ["a", "a"], "logprobs": [-0.1235, None], "versions": [4, 5]}, None, None]
+
+
+def test_advantages_and_mask_of_the_terms_are_written_where_they_differ(tmp_path):
+    steps = np.array([0, 0, 1])
+    episode = SimpleNamespace(advantages=np.array([0.5, -0.25], np.float32), term_steps=steps)
+    answer = rollout([1, 1, 1], episode=episode, loss_mask=np.array([False, True, True]))
+    path = write_rollouts(tmp_path, step=0, groups=[group(answer)], term_texts=lambda r: ["a"] * 3, term_groups=1)
+    terms = json.loads(path.read_text())["terms"]
+    assert (terms["advantages"], terms["mask"]) == ([0.5, 0.5, -0.25], [0, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, []), (1, [0]), (4, [0, 1, 3, 4]), (5, [0, 1, 2, 3, 4]), (9, [*range(6)])]
+)
+def test_terms_are_written_for_the_first_worst_best_and_most_mixed_groups(tmp_path, count, shown):
+    rewards = [(0.5, 0.5), (0.1, 0.1), (0.4, 0.5), (0.9, 0.9), (0.0, 1.0), (0.5, 0.6)]
+    groups = [group(*(rollout([1], reward=each) for each in pair), sample_id=i) for i, pair in enumerate(rewards)]
+    path = write_rollouts(tmp_path, step=0, groups=groups, term_texts=lambda r: ["a"], term_groups=count)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["sample"] for line in lines if "terms" in line][::2] == shown
 
 
 def test_a_prompt_is_written_once_per_group(tmp_path):

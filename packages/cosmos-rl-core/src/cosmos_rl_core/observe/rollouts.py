@@ -2,7 +2,8 @@
 
 rollouts/step_000012.jsonl      one line per rollout; the prompt, with the locations of its
                                 pictures and videos, is in the first line of its group. Some groups have
-                                "terms": text, log-probability at sampling, and weights' version of each term
+                                "terms": text, log-probability at sampling, and weights' version of each term,
+                                its advantage where terms differ in it, and 0 in "mask" where it is not trained on
 rows_dropped.jsonl              one line per row, with its reason and the step that first needed it"""
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
@@ -33,18 +36,34 @@ def write_rollouts(
     """Write the groups of one step to `directory`/step_NNNNNN.jsonl and return the path.
 
     `name` replaces "step" for groups that were not trained on, such as "eval". term_texts: the text of each term of a
-    rollout, which is written for the first `term_groups` groups.
+    rollout, which is written for `term_groups` groups: the first, those of the lowest and the highest mean reward, the
+    one whose rewards differ most, and the next.
     """
+    groups = list(groups)
+    chosen = frozenset(_shown(groups)[:term_groups])
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}_{step:06d}.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for place, group in enumerate(groups):
             for number, rollout in enumerate(group.rollouts):
                 line = _line(group, rollout, first=number == 0)
-                if place < term_groups and (texts := term_texts(rollout)):
+                if place in chosen and (texts := term_texts(rollout)):
                     line["terms"] = _terms(texts, rollout)
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
     return path
+
+
+def _shown(groups: Sequence[RolloutGroup]) -> list[int]:
+    """Return the places of the groups, those first that say most about the step."""
+    if not groups:
+        return []
+    rewards = [np.array([rollout.reward for rollout in group.rollouts], np.float64) for group in groups]
+    means = [float(each.mean()) if each.size else math.nan for each in rewards]
+    spreads = [float(each.std()) if each.size else math.nan for each in rewards]
+    finite = [place for place in range(len(groups)) if math.isfinite(means[place])] or [0]
+    worst, best = min(finite, key=means.__getitem__), max(finite, key=means.__getitem__)
+    mixed = max(finite, key=spreads.__getitem__)
+    return list(dict.fromkeys([0, worst, best, mixed, *range(len(groups))]))
 
 
 def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, Any]:
@@ -64,11 +83,17 @@ def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, An
 
 
 def _terms(texts: Sequence[str], rollout: Rollout) -> dict[str, Any]:
-    return {
+    terms = {
         "texts": list(texts),
         "logprobs": [_finite(round(value, 4)) for value in rollout.rollout_logprobs.tolist()],
         "versions": rollout.versions.tolist(),
     }
+    advantages = rollout.term_advantages
+    if not np.array_equal(advantages, np.full_like(advantages, rollout.advantage), equal_nan=True):
+        terms["advantages"] = [_finite(round(value, 4)) for value in advantages.tolist()]
+    if not rollout.loss_mask.all():
+        terms["mask"] = rollout.loss_mask.astype(int).tolist()
+    return terms
 
 
 def _finite(value: float) -> float | None:

@@ -319,8 +319,9 @@ class LoggingSection(Strict):
     """Group of the run in that project."""
     rollouts_every: int = Field(default=1, ge=0)
     """Steps between files of rollouts; 0 writes none."""
-    term_groups: int = Field(default=1, ge=0)
-    """Number of groups a file in which each term is written, with its log-probability; about 25 bytes a term."""
+    term_groups: int = Field(default=4, ge=0)
+    """Number of groups a file in which each term is written, with its log-probability; about 25 bytes a term. They are
+    the first, those of the lowest and the highest mean reward, the one whose rewards differ most, and the next."""
     media_every: int = Field(default=10, ge=0)
     """Versions between galleries of samples that are images or videos, or answers about them; 0 writes none."""
     media_groups: int = Field(default=4, ge=1)
