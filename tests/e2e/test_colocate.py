@@ -179,7 +179,11 @@ def test_the_side_without_a_turn_has_no_memory_on_the_gpu(device, sums, tmp_path
     assert len(memory["policy at work"]) >= 3 and memory["engine at work"]
     assert min(memory["policy at work"]) > 0 and min(memory["engine at work"]) > 0
     assert max(memory["cache"]) == 0
-    if record is None:
+    if record is None:  # there is no other memory: both sides stay, without keys, values and gradients
+        (weights,), parameters = set(memory["engine"]), memory["policy"][0]
+        assert 0 < weights < min(memory["engine at work"])
+        assert set(memory["policy"]) == {parameters, 3 * parameters}  # and Adam's two moments after the first step
+        assert set(memory["policy at work"]) == {2 * parameters, 4 * parameters}
         return
     assert not record.mismatches, record
     assert max(memory["engine"]) == 0

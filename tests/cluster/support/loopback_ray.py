@@ -22,8 +22,16 @@ SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_health_check_period_ms": "1000",
     "RAY_raylet_start_wait_time_s": "240",  # 30 by default; a busy machine needs longer
+    "RAY_agent_register_timeout_ms": "240000",  # of ray[default], as above
     "OMP_NUM_THREADS": "1",
 }
+AGENT_PORTS = (
+    "metrics-export-port",
+    "runtime-env-agent-port",
+    "dashboard-agent-grpc-port",
+    "dashboard-agent-listen-port",
+)
+"""Given, as the node ends itself where an agent has not chosen one within 15 s; the last is the same for all nodes."""
 OBJECT_STORE = 80 << 20
 """Bytes of each node's object store, the smallest that Ray takes; nothing of a run is in it."""
 
@@ -68,7 +76,7 @@ class LoopbackRay:
             f"--num-cpus={self.cpus}",
             f"--num-gpus={self.gpus}",
             f"--object-store-memory={OBJECT_STORE}",
-            f"--dashboard-agent-listen-port={_free_port(address(index))}",  # with ray[default] it has a fixed one
+            *(f"--{name}={_free_port(address(index))}" for name in AGENT_PORTS),
             f"--resources={json.dumps({f'node{index}': 1, **(more or {})})}",
         ]
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}

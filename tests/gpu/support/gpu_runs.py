@@ -11,13 +11,16 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from gpu_hour import ROOT, Hour, Skipped, gpu_processes, used_mib
+from gpu_hour import GIB, ROOT, Hour, Skipped, gpu_processes, used_mib
 
 COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
 MODEL_7B, SECOND_NODE = "COSMOS_RL_GPU_MODEL", "COSMOS_RL_GPU_SECOND_NODE"
@@ -143,7 +146,25 @@ class Running:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
-        self.largest_mib, self.processes_of_a_gpu = 0.0, 0
+        self.used_mib: list[tuple[float, float]] = []
+        """Unix time, and memory in use of the fullest GPU."""
+        self.processes_of_a_gpu = 0
+
+    @property
+    def largest_mib(self) -> float:
+        """Most memory in use of a GPU."""
+        return max((used for _, used in self.used_mib), default=0.0)
+
+    def turns(self) -> list[tuple[float, float, str]]:
+        """Start and end, in Unix time, and role of each turn on the GPUs ([run] colocate)."""
+        timeline = json.loads((self.directory / "timeline.json").read_text())
+        events, zero = timeline["traceEvents"], timeline["otherData"]["wall_s"]
+        names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        found = [event for event in events if event["name"] == "turn"]
+        return [
+            (zero + one["ts"] / 1e6, zero + (one["ts"] + one["dur"]) / 1e6, names[one["pid"]].partition("-")[0])
+            for one in found
+        ]
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of each step so far."""
@@ -161,7 +182,8 @@ class Running:
         while not condition():
             if self.process.poll() is not None:
                 return condition()
-            self.largest_mib = max([self.largest_mib, *used_mib().values()])
+            if used := used_mib().values():
+                self.used_mib.append((time.time(), max(used)))
             self.processes_of_a_gpu = max([self.processes_of_a_gpu, *map(len, gpu_processes().values())])
             if time.monotonic() > deadline:
                 self.stop()
@@ -277,6 +299,49 @@ def vllm(hour: Hour) -> None:
     """
     files = ["test_vllm_engine.py", "test_vllm_run.py", "test_landing.py", "test_landing_replay.py"]
     pytest_passes(hour, "-m", "not slow", *(f"packages/cosmos-rl-llm/tests/{name}" for name in files))
+
+
+def in_turns(hour: Hour) -> None:
+    """Expect a 1.3B policy with Adam and an engine that take turns on one GPU, without the memory of the other side.
+
+    In the rollouts' turns at most 8 GiB beside the engine's: the policy's 16 GB are in host memory. In the policy's at
+    most 34 GiB; vLLM has half of the card in its own. Failing: tensors that `HoldsTensors` does not list, or blocks
+    that torch's allocator keeps (`empty_cache` after the move); for vLLM a sleep that keeps weights or cache.
+    """
+    engines = ["torch", *(["vllm"] if find_spec("vllm") and not hour.rehearsal else [])]
+    for engine in engines:
+        tables = sums(hour.directory / engine, algorithm="grpo", steps=hour.size(6, 2))
+        if not hour.rehearsal:
+            _write_large(Path(tables["model"]["path"]))
+        tables["run"] |= {"name": engine, "output_dir": str(hour.directory / f"{engine}-turns"), "colocate": True}
+        tables["rollout"] |= {"engine": engine}
+        tables["rollout"] |= {"options": {"gpu_memory_utilization": 0.5}} if engine == "vllm" else {}
+        tables["sync"] = {"max_staleness": 0}
+        run = Running(hour, tables, gpus=[0])
+        run.finish(timeout_s=600)
+        turns = sorted(run.turns())
+        overlaps = sum(begun < ended for (_, ended, one), (begun, _, other) in pairwise(turns) if one != other)
+        hour.measured(f"{engine}: turns that overlap one of the other side", overlaps, "", "<= 0", always=True)
+        least = min(Counter(role for _, _, role in turns).get(role, 0) for role in ("policy", "rollout"))
+        hour.measured(f"{engine}: turns of each side", least, "", ">= 2", always=True)
+        for role, most in (("rollout", 8 + (40 if engine == "vllm" else 0)), ("policy", 34)):
+            inside = [
+                mib for at, mib in run.used_mib if any(a + 0.2 < at < b - 0.2 for a, b, of in turns if of == role)
+            ]
+            used = max(inside, default=0.0) * 2**20 / GIB
+            hour.measured(f"{engine}: memory in the turns of the {role}", used, "GiB", f"<= {most}")
+
+
+def _write_large(directory: Path) -> None:
+    """Replace the model of `sums` by one with 1.3 billion parameters."""
+    import torch
+    from gpu_alone import QWEN2_5_1_5B
+
+    from cosmos_rl_llm.model.causal_lm import make_model
+
+    shape = json.loads((directory / "config.json").read_text())
+    config = QWEN2_5_1_5B | {name: shape[name] for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+    make_model(config, dtype=torch.float32, seed=0).save_pretrained(directory)
 
 
 def parallelism(hour: Hour) -> None:

@@ -23,6 +23,7 @@ STEPS = (
     Step(number=9, name="kills", perform=runs.faults, starts_processes=True),
     Step(number=10, name="world model and robot", perform=runs.other_domains, starts_processes=True),
     Step(number=11, name="two nodes", perform=runs.two_nodes, timeout_s=1200, starts_processes=True),
+    Step(number=12, name="turns on one GPU", perform=runs.in_turns, timeout_s=1500, starts_processes=True),
 )
 
 IMPORTS = ("transformers.modeling_utils", "cosmos_rl_llm.policy.policy", "cosmos_rl_transfer.publish.publisher")

@@ -22,6 +22,7 @@ from cosmos_rl_core.clusters.launcher import FOLDER, ClusterRun, Replica
 from cosmos_rl_core.clusters.ray_supervisor import (
     CALLS,
     CONTROLLER,
+    LEAVING,
     Ended,
     Place,
     Supervisor,
@@ -34,6 +35,8 @@ from cosmos_rl_core.errors import UserError
 
 ANSWER_S = 5.0
 """Maximum time for the answers of actors about their state."""
+END_S = 30.0
+"""Maximum time for the answer of an actor whose process shall end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,26 +92,33 @@ class Ray:
         found = actors(run.label)
         if CONTROLLER not in found:
             raise UserError(f"{run.directory}: the run has ended")
+        states, _ = _states(found, timeout_s=ANSWER_S)
+        taken = {replica_of(name) for name in states}
+        leaving = {replica_of(name) for name, state in states.items() if state.startswith(LEAVING)}
         lines, new = [], []
         for role, count in wanted.items():
-            there = sorted({replica_of(name) for name in found if name.startswith(f"{role}-")}, key=_number)
+            there = sorted((name for name in taken - leaving if name.startswith(f"{role}-")), key=_number)
             for replica in there[count:]:
                 for name, actor in found.items():
                     if replica_of(name) == replica:
                         _end(run, name, actor)
                 lines.append(f"{replica}: leaves")
-            free = (one for one in _replicas(run, role, count + len(there)) if one.name not in there)
+            free = (one for one in _replicas(run, role, count + len(taken)) if one.name not in taken)
             new += [next(free) for _ in range(count - len(there))]
         return lines + self._start(run, processes(run, new))
 
     def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
-        """End the controller, which ends the others; now: remove all actors."""
+        """End the controller, which ends the others; now: remove all actors. Raises UserError if it does not answer."""
         import ray
 
         connect(run)
         found = actors(run.label)
         if not now and CONTROLLER in found:
-            _end(run, CONTROLLER, found[CONTROLLER])
+            if not _answers(found[CONTROLLER].end):
+                raise UserError(
+                    f"the actor of the controller does not answer within {END_S:g} s: it has no machine, or has lost "
+                    f"it, and nothing can be saved now; cosmos-rl stop {run.directory} --now removes all actors"
+                )
             return [f"{CONTROLLER}: saves and ends the run"]
         for actor in found.values():
             ray.kill(actor, no_restart=True)
@@ -306,10 +316,26 @@ def _end(run: ClusterRun, name: str, actor: Any) -> None:
     """Let an actor end its process; remove one that does not answer, as it has no machine."""
     import ray
 
-    if not ray.wait([actor.end.remote()], timeout=ANSWER_S)[0]:
+    if not _answers(actor.end):
         ray.kill(actor, no_restart=True)
-        if name != CONTROLLER:
-            remove_groups(run.label, f"{run.label}.{replica_of(name)}")
+        remove_groups(run.label, f"{run.label}.{replica_of(name)}")
+
+
+def _answers(method: Any) -> bool:
+    """Call a method of an actor, and return whether it answers in time."""
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+    call = method.remote()
+    if not ray.wait([call], timeout=END_S)[0]:
+        return False
+    try:
+        ray.get(call)
+    except ActorUnavailableError:
+        return False
+    except ActorDiedError:
+        pass  # it has ended
+    return True
 
 
 def _machines() -> list[str]:

@@ -24,6 +24,8 @@ from cosmos_rl_core.processes import environment
 from cosmos_rl_core.wire.advertised import ADVERTISE
 
 CONTROLLER = "controller"
+LEAVING = "LEAVING"
+"""Begins the state of an actor whose process ends, and which will be gone."""
 CALLS = 64
 """Maximum concurrent calls of an actor; each other machine of a replica may hold one."""
 CHECK_S = 0.2
@@ -117,6 +119,8 @@ class Supervisor:
     def state(self) -> str:
         """Return the machine's address and the number of restarts, for `cosmos-rl status`."""
         restarts = self._process.starts - 1
+        if self._process.is_last:
+            return f"{LEAVING} on {self._ip}"
         return f"RUNNING on {self._ip}" + (f", restarts: {restarts}" if restarts > 0 else "")
 
     def meeting(self, machine: int) -> str:

@@ -66,6 +66,11 @@ class RestartedProcess:
         self.starts = 0
         """Number of starts."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the process is not started again, as the run has asked it to leave or has ended."""
+        return self._ending.is_set()
+
     async def run(self, arguments: Callable[[], Sequence[str]] = lambda: ()) -> int:
         """Run the process until it is not to be started again, and return its last exit code, 137 after SIGKILL.
 
