@@ -15,8 +15,9 @@ from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_f
 from cosmos_rl_core.clusters.manifest import IS_FRESH, START, Manifest, merged
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.secrets import make_secrets, read_secrets
+from cosmos_rl_core.launch.secrets import describe_encryption, make_secrets, read_secrets
 from cosmos_rl_core.launch.takeover import take_over
+from cosmos_rl_core.recipe.sections import TlsSection
 from cosmos_rl_core.wire.handshake import make_token
 from cosmos_rl_core.wire.tls import read_tls
 
@@ -215,6 +216,23 @@ def test_pods_get_the_certificates_of_the_run(cluster, monkeypatch, tmp_path):
     (tmp_path / "tls.pem").touch(mode=0o600)  # of an earlier launch
     assert read_secrets(tmp_path, run.config.tls) == made
     assert read_tls(tmp_path / "tls.pem") == made.workers
+
+
+@pytest.mark.parametrize(
+    ("bind", "tls", "words"),
+    [
+        ("127.0.0.1", {}, ""),
+        ("0.0.0.0", {}, "[run] bind = 0.0.0.0 without TLS: connections are authenticated by the run's token and not"),
+        ("0.0.0.0", {"enabled": True}, "for connections to the controller; [tls] weights = true adds weights"),
+        ("0.0.0.0", {"enabled": True, "weights": True}, "for all connections"),
+    ],
+)
+def test_a_run_says_what_others_in_the_network_can_read(tmp_path, bind, tls, words):
+    section = TlsSection(**tls)
+    made = make_secrets(tmp_path, section)
+    text = describe_encryption(made, section, bind=bind)
+    assert words in text and bool(words) == bool(text)
+    assert (f"TLS 1.3 with the CA {made.ca[:16]}" in text) == bool(tls)
 
 
 def secrets_of(container):

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,14 @@ def test_the_users_interfaces_stay(monkeypatch, capsys):
     use_interface(node, environment, controller="tcp://10.0.0.1:1")
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}
     assert "gloo its own choice, nccl ib0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("initialized", "identity"), [(True, "GPU-7"), (False, "")])
+def test_a_worker_knows_the_gpu_that_it_uses(initialized, identity, monkeypatch):
+    """A process whose children use the GPU makes no context on it to ask."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+    assert devices.gpu_identity() == identity
 
 
 @pytest.mark.parametrize("name", ["", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

@@ -11,7 +11,7 @@ from cosmos_rl_core.rollout import payload
 from cosmos_rl_core.rollout.spool import store
 from cosmos_rl_core.wire import handshake
 
-DIGEST_OF = {2: "446198dab40252f3"}
+DIGEST_OF = {3: "5527cd8b4f1dec31"}
 """Digest of the messages of a version. After a change of one raise PROTOCOL_VERSION, and replace this entry."""
 
 

@@ -277,6 +277,23 @@ async def test_many_workers_that_wait_for_the_same_have_one_line(tmp_path):
 
 
 @in_a_loop
+async def test_workers_on_one_gpu_are_reported(tmp_path):
+    """Workers that are started by hand on one machine all take its first GPU."""
+    observer = Observer()
+    async with running(tmp_path, observer=observer) as (controller, _):
+        for name, gpu in (("rollout-0", "GPU-1"), ("rollout-1", ""), ("rollout-2", ""), ("rollout-3", "GPU-1")):
+            worker = Worker(controller, "rollout", name)
+            await worker.hears(p.Welcome)
+            worker.says(p.Ready(gpu=gpu))
+            await until(lambda name=name: controller.peers.by_name[name].is_ready)
+        notes = [note for note in observer.notes if "GPU" in note]
+        assert notes == [
+            "rollout-3 is on the GPU of rollout-0 (GPU-1): give each worker its own by CUDA_VISIBLE_DEVICES, "
+            "or set [run] share_gpus = true"
+        ]
+
+
+@in_a_loop
 async def test_every_idle_worker_has_the_reason_for_which_it_waits(tmp_path):
     async with running(tmp_path) as (controller, _):
         rollout = Worker(controller, "rollout", "rollout-0")

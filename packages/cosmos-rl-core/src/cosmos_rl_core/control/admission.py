@@ -82,9 +82,19 @@ class Admission:
         if self.ledger.members.by_name[peer.name].state is MemberState.JOINING:
             start = describe(peer.phases.so_far(self.clock()))
             self.note(f"{peer.name} is ready after {start}" if start else f"{peer.name} is ready")
+            self._note_shared_gpu(peer, message.gpu)
         self.feed(events.From(peer.name, peer.incarnation, message))
         peer.ready(message, now=self.clock())
         self.peers.announce(self.ledger, ready=peer)
+
+    def _note_shared_gpu(self, peer: Peer, gpu: str) -> None:
+        """Workers that are started by hand on one machine all take its first GPU."""
+        others = [other.name for other in self.peers.by_name.values() if other is not peer and gpu and other.gpu == gpu]
+        if others:
+            self.note(
+                f"{peer.name} is on the GPU of {', '.join(others)} ({gpu}): give each worker its own by "
+                "CUDA_VISIBLE_DEVICES, or set [run] share_gpus = true"
+            )
 
     def lose(self, peer: Peer) -> None:
         """Remove a worker whose connection has closed."""

@@ -27,6 +27,8 @@ class Peer:
     """Assigned by the ledger when it joined."""
     address: str = ""
     """Policy: address of its weights. Rollout: address of its spool."""
+    gpu: str = ""
+    """Identity of its GPU, which no other worker should use; empty if none is known."""
     epoch: int = 0
     """Policy: epoch of its mesh; 0 before the first."""
     mesh: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ class Peer:
 
     def ready(self, message: p.Ready, *, now: float) -> None:
         """Record that it is built and can work."""
-        self.address, self.is_ready, self.since = message.address, True, now
+        self.address, self.is_ready, self.since, self.gpu = message.address, True, now, message.gpu
         if self.phases.current:
             self.phases.enter(WEIGHTS if self.role == "rollout" else "", now=now)
 

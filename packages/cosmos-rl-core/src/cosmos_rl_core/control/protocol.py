@@ -96,6 +96,9 @@ class Ready(Message, frozen=True):
     address: str = ""
     """Policy: address of its published weights. Rollout: address of its spool."""
     version: int = 0
+    gpu: str = ""
+    """Identity of a GPU that no other worker should use: of rank 0, if there are several. Empty on a CPU, and where the
+    recipe shares GPUs."""
 
 
 class Heartbeat(Message, frozen=True):

@@ -36,6 +36,13 @@ def use_device(device: torch.device | None = None) -> torch.device:
     return device
 
 
+def gpu_identity() -> str:
+    """Return the UUID of this process's GPU; empty on a CPU, and in a process that leaves the GPU to its children."""
+    if not torch.cuda.is_initialized():
+        return ""
+    return str(torch.cuda.get_device_properties(own_device()).uuid)
+
+
 def memory_of(device: torch.device) -> int | None:
     """Return the bytes of a GPU; None for the CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None

@@ -120,6 +120,13 @@ class Assignment:
         start = self.context.controller
         return present_address(self.run_dir, start=start) if self.shares_run_dir else start
 
+    def own_gpu(self) -> str:
+        """Return the identity of the GPU that this process has for itself; empty on a CPU, and if GPUs are shared."""
+        from cosmos_rl_core.parallel.device import gpu_identity
+
+        run = self.config.run
+        return "" if run.share_gpus or run.colocate or self.context.shares_process else gpu_identity()
+
     @contextmanager
     def building(self) -> Iterator[None]:
         """Context for building parts in the compute thread: exclusive in the process, timed, without collections.

@@ -91,7 +91,8 @@ class PolicyRole:
             residence=self._residence,
         )
         steps = self._steps(learner, saver, mesh, replicas)
-        await self._link.send(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
+        address = publisher.address if publisher else ""
+        await self._link.send(p.Ready(address=address, version=trainer.version, gpu=self._at.own_gpu()))
         at.context.log(f"ready at version {trainer.version}")
         together = mesh is None
         """Whether all ranks reached this point, so that they can save; after an error some may not have."""

@@ -68,7 +68,7 @@ class RolloutRole:
                 server = await self._serve(spool)
                 parts.push_async_callback(server.close)
                 read_at = server.address
-            await self._client.send(p.Ready(address=read_at))
+            await self._client.send(p.Ready(address=read_at, gpu=at.own_gpu()))
             at.context.log("ready")
             await self._score_real_rows(rollouter)
             leases = RemoteLeases(self._client, spool, shared_by=partial(self._share, spool))
