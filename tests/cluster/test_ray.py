@@ -132,6 +132,10 @@ def test_policies_and_rollouts_are_added_and_removed(call, launched, rows_of, wa
     assert "rollout-2: RUNNING on 127.0.0." in call("scale", run_dir, "rollout=3")
     members_of(run_dir, rows_of, wait_for, 4)
     assert call("scale", run_dir, "rollout=1") == "rollout-1: leaves\nrollout-2: leaves\n"
+    added = call("scale", run_dir, "rollout=2")  # also while they leave
+    assert re.fullmatch(r"rollout-[1-4]: RUNNING on 127\.0\.0\.\d\n", added), added
+    members_of(run_dir, rows_of, wait_for, 3)
+    assert call("scale", run_dir, "rollout=1").endswith(": leaves\n")
     members_of(run_dir, rows_of, wait_for, 2)
     assert "policy-1: RUNNING on 127.0.0." in call("scale", run_dir, "policy=2")
     members_of(run_dir, rows_of, wait_for, 3)
@@ -144,14 +148,14 @@ def test_policies_and_rollouts_are_added_and_removed(call, launched, rows_of, wa
 def test_processes_without_a_place_are_refused_with_the_numbers(call, recipe, launched, tmp_path):
     small = {"cluster__ray": {"place_s": 10}}
     out = call("launch", recipe(**LONG, rollout__replicas=5, **small), "--on", "ray", code=2)
-    assert "Ray has found no place within 10 s ([cluster.ray] place_s)" in out
-    assert "wants 1 CPU, 1 GPU on one machine" in out  # four GPUs, of which the policy has one
+    assert "Ray has not started all processes within 10 s ([cluster.ray] place_s)" in out
+    assert "wants 1 CPU, 1 GPU on one machine: there is no place for it, or" in out  # four GPUs, the policy has one
     assert "machine 127.0.0.2 has 4 CPU, 2 GPU, 1 node0" in out
     assert "machine 127.0.0.3 has 4 CPU, 2 GPU, 1 node1" in out
     assert "ended without a controller" in call("status", tmp_path / "run")
     wide = {"ranks_per_node": 3, "num_nodes": 2, "prompts_per_step": 6}
     out = call("launch", recipe(**LONG, policy=wide, **small), "--on", "ray", code=2)
-    assert "policy-0.1 wants 1 CPU, 3 GPU on each of 2 machines" in out
+    assert "policy-0.1 wants 1 CPU, 3 GPU on each of 2 machines, and there is no place for it" in out
     run_dir = launched(**small)
     assert "rollout-4 wants 1 CPU, 1 GPU on one machine" in call("scale", run_dir, "rollout=5", code=2)
 

@@ -11,9 +11,11 @@ import pytest
 
 from cosmos_rl_core.clusters.follow import Logs, follow
 from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
-from cosmos_rl_core.clusters.ray import Ray, processes, whole
+from cosmos_rl_core.clusters.ray import Ray, not_started, processes, whole
 from cosmos_rl_core.clusters.ray_supervisor import ReplicaAddress
+from cosmos_rl_core.clusters.restarted import Job, RestartedProcess
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import environment
 
 RECIPE = """
 [run]
@@ -58,6 +60,28 @@ def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
     assert single.job.name == "policy-0" and single.strategy == "STRICT_PACK" and single.resources["GPU"] == 2
     (cpu, *_) = processes(cluster("cluster.gpus=false"), cluster("cluster.gpus=false").policies())
     assert cpu.resources == {"CPU": 1}
+
+
+def test_processes_without_an_answer_are_not_said_to_have_no_place(cluster):
+    run = cluster("policy.replicas=2")
+    ready, without, rollout, _ = whole(run)
+    lines = not_started([ready, without, rollout], reserved={f"{run.label}.policy-0"}, place_s=60.0)
+    assert lines == [
+        "Ray has not started all processes within 60 s ([cluster.ray] place_s):",
+        "policy-0 has a place, and Ray is still starting it (imports, [cluster.ray] extra)",
+        "policy-1 wants 1 CPU, 1 GPU on one machine, and there is no place for it",
+        "rollout-0 wants 1 CPU, 1 GPU on one machine: there is no place for it, or Ray is still starting it",
+    ]
+    wide = [one for one in whole(cluster("cluster.ray.resources={rollout={GPU=16}}")) if one.job.name == "rollout-0"]
+    assert "are all of one machine: [rollout.parallel] tp x pp" in not_started(wide, reserved=(), place_s=60.0)[-1]
+
+
+def test_a_process_that_ends_is_leaving():
+    """Another one takes its place when the number is raised again."""
+    process = RestartedProcess(Job(name="rollout-0", command=("sleep", "60"), restarts=3), environment())
+    assert not process.is_last
+    process.end()
+    assert process.is_last
 
 
 def test_the_plan_needs_no_ray(cluster):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,23 +142,42 @@ class Ray:
             raise UserError(f"the actors of {run.label} were removed before the end of the run") from None
 
     def _start(self, run: ClusterRun, new: Sequence[Process]) -> list[str]:
-        """Create actors and wait for their places. Raises UserError, and removes those without a place."""
+        """Create actors and wait until they answer. Raises UserError, and removes those that do not."""
         import ray
 
         created = _create(run, new)
         states, waiting = _states(created, timeout_s=run.config.cluster.ray.place_s)
         if not waiting:
             return [f"{name}: {state}" for name, state in states.items()]
+        missing = [process for process in new if process.job.name in waiting]
+        message = not_started(missing, reserved=_reserved(run), place_s=run.config.cluster.ray.place_s)
+        machines = _machines()
         for name in waiting:
             ray.kill(created[name], no_restart=True)
-        missing = [process for process in new if process.job.name in waiting]
         for group in {process.place.group for process in missing if process.place.group}:
             remove_groups(run.label, group)
-        lines = [f"{process.job.name} wants {process.wanted}" for process in missing]
-        raise UserError(
-            f"Ray has found no place within {run.config.cluster.ray.place_s:g} s ([cluster.ray] place_s):\n  "
-            + "\n  ".join([*lines, *_machines()])
-        )
+        raise UserError("\n  ".join([*message, *machines]))
+
+
+def not_started(missing: Sequence[Process], *, reserved: Collection[str], place_s: float) -> list[str]:
+    """Return the lines of an error about processes whose actors have not answered.
+
+    reserved: placement groups that have their resources: Ray is still starting the actors in them. Outside of a group
+    Ray does not show whether it has reserved an actor's resources.
+    """
+    lines = [f"Ray has not started all processes within {place_s:g} s ([cluster.ray] place_s):"]
+    for process in missing:
+        if process.place.group in reserved:
+            lines.append(f"{process.job.name} has a place, and Ray is still starting it (imports, [cluster.ray] extra)")
+        elif process.place.group:
+            lines.append(f"{process.job.name} wants {process.wanted}, and there is no place for it")
+        else:
+            lines.append(
+                f"{process.job.name} wants {process.wanted}: there is no place for it, or Ray is still starting it"
+            )
+    if any(process.place.machines == 1 and process.resources.get("GPU", 0) > 1 for process in missing):
+        lines.append("the GPUs of a rollout replica are all of one machine: [rollout.parallel] tp x pp")
+    return lines
 
 
 def whole(run: ClusterRun) -> list[Process]:
@@ -298,7 +317,7 @@ def _states(found: Mapping[str, Any], *, timeout_s: float) -> tuple[dict[str, st
     states, waiting = {}, []
     for name, call in calls.items():
         if call not in ready:
-            states[name] = "PENDING (no machine has its resources free)"
+            states[name] = "PENDING (it has no machine yet, or Ray is still starting it)"
             waiting.append(name)
             continue
         try:
@@ -336,6 +355,14 @@ def _answers(method: Any) -> bool:
     except ActorDiedError:
         pass  # it has ended
     return True
+
+
+def _reserved(run: ClusterRun) -> set[str]:
+    """Return the placement groups of a run that have their resources."""
+    from ray.util.placement_group import placement_group_table
+
+    found = placement_group_table().values()
+    return {one["name"] for one in found if one["state"] == "CREATED" and one["name"].startswith(f"{run.label}.")}
 
 
 def _machines() -> list[str]:
