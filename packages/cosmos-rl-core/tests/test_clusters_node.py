@@ -179,7 +179,7 @@ def alone(recipe, tmp_path, monkeypatch):
         (tmp_path / "cosmos-rl").write_text(
             "#!/bin/bash\n"
             f"if [ $1 != controller ]; then {program}; exit 0; fi\n"
-            "mkdir -p run; echo here > run/controller.json; trap 'touch over; exit 130' TERM\n"
+            "trap 'exit 130' TERM; mkdir -p run; echo here > run/controller.json\n"
             "while [ ! -e end ]; do sleep 0.01; done\n"
         )
         (tmp_path / "cosmos-rl").chmod(0o755)
@@ -201,12 +201,13 @@ def free_port():
 
 
 def test_node_0_ends_the_run_when_its_only_policy_is_given_up(alone, capfd):
-    assert alone('case "$*" in *policy*) exit 7;; esac; while [ ! -e over ]; do sleep 0.01; done') == 7
+    assert alone('case "$*" in *policy*) exit 7;; esac; sleep 600') == 7
     assert capfd.readouterr().out.splitlines() == [
         "policy-0: exit code 7",
         "policy-0: exit code 7",
         "policy-0: not started again, after 2 starts ([elastic] restart_workers)",
         "controller: exit code 130",
+        "rollout-0: signal SIGTERM",
     ]
 
 
