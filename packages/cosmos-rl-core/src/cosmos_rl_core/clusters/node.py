@@ -292,7 +292,7 @@ class ClusterNode:
         self._processes.terminate(["controller"])
         code = await controller
         self._processes.terminate()  # those that have not connected yet would wait for it
-        if code not in (INTERRUPTED, 128 + signal.SIGTERM):  # it has ended by itself, with the error that a worker has reported
+        if code not in (INTERRUPTED, 128 + signal.SIGTERM):  # it ended by itself, with the error of a worker
             return code
         return self._lost.result() if self._lost.done() else 1
 
