@@ -565,13 +565,23 @@ def test_a_policy_that_waits_for_its_peers_is_not_removed():
 
 
 def test_a_mesh_whose_members_all_wait_for_one_another_connects_anew():
-    p = together(2, stall_s=1000, silence_s=100, peer_s=5)
-    mesh = both = ("policy-0", "policy-1")
-    for _ in range(8):
-        assert p.ledger.members.epoch == 1
-        beat(p, dict.fromkeys(both, 1), waiting=both, after=1)
-    beat(p, dict.fromkeys(both, 1), waiting=both, after=1)
-    assert (p.ledger.members.epoch, p.ledger.members.mesh) == (2, mesh)
+    p = together(2, stall_s=1000, silence_s=100, peer_s=10)
+    both = ("policy-0", "policy-1")
+
+    def seconds_of_epoch():
+        epoch = p.ledger.members.epoch
+        for second in range(1, 100):
+            beat(p, dict.fromkeys(both, p.ledger.members.epoch), waiting=both, after=1)
+            if p.ledger.members.epoch > epoch:
+                return second
+        return None
+
+    assert seconds_of_epoch() == 1 + 5, "a cut in a step is found after half of peer_s"
+    assert p.ledger.members.mesh == both
+    assert seconds_of_epoch() == 1 + 5 + 3, "members that connect report first, after the other half"
+    for name in both:
+        p.batch(name)
+    assert seconds_of_epoch() == 1 + 5
 
 
 def test_of_two_policies_that_accuse_each_other_the_newer_one_is_removed():

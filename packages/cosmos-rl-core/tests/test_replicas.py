@@ -40,7 +40,7 @@ def alone(data):
     return [data]
 
 
-def group(store, place, count, *, is_over=lambda: False, timeout_s=30.0, peer_s=30.0, waiting=None):
+def group(store, place, count, *, is_over=lambda: False, timeout_s=30.0, peer_s=30.0, waiting=None, newcomers=()):
     return ReplicaGroup(
         store,
         place=place,
@@ -50,6 +50,7 @@ def group(store, place, count, *, is_over=lambda: False, timeout_s=30.0, peer_s=
         agree=alone,
         timeout_s=timeout_s,
         peer_s=peer_s,
+        newcomers=newcomers,
         waiting=waiting,
     )
 
@@ -133,6 +134,24 @@ def test_replicas_that_cannot_reach_each_other_name_each_other_and_the_third_wai
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert in_threads(work, 3) == [(1,), (0,), ()]
+
+
+def test_the_others_wait_for_a_newcomer_for_a_short_time_alone(monkeypatch):
+    monkeypatch.setattr(replicas, "NEWCOMER_S", 0.5)
+    over = threading.Event()
+
+    def work(place, store):
+        rerouted = Rerouted(store, "2/", silent.getsockname()[1])
+        newcomers, began = () if place == 2 else [2], time.monotonic()
+        with pytest.raises(EpochOver) as found:
+            group(rerouted, place, 3, newcomers=newcomers, is_over=over.is_set, peer_s=60.0)
+        over.set()
+        assert time.monotonic() - began < 30
+        return found.value.places if isinstance(found.value, PeersUnreachable) else None
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        found = in_threads(work, 3)[:2]
+    assert (2,) in found and set(found) <= {(2,), None}  # None: another one was the first
 
 
 def test_a_group_is_kept_until_the_operations_that_were_given_up_have_ended():

@@ -361,8 +361,9 @@ class ElasticSection(Strict):
     run and ends. Progress is the forward and backward pass of a step, and each wait for the controller; set it above
     the time of the longest step, checkpoint and validation."""
     peer_s: float = Field(default=60.0, gt=0)
-    """Time for a connection between policies, and for the sum of 32 MB of gradients. After it they connect anew, and
-    one that the others cannot reach is removed from the run."""
+    """Time after which a policy that others cannot reach is removed from the run. Half of it is for the sum of 32 MB of
+    gradients, or for 32 MB of the state of a newcomer, not for all of it; then they connect anew, for which they have
+    the other half, to a newcomer at most 5 s."""
     restart_workers: int = Field(default=3, ge=0)
     """Maximum restarts of each worker after its process ends unexpectedly; a policy continues from a checkpoint."""
     restart_controller: int = Field(default=3, ge=0)

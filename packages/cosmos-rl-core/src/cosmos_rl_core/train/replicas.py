@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,8 +35,10 @@ BUCKET_BYTES = 32 << 20
 """Bytes of gradients in one all-reduce."""
 _SIZE_BYTES, _SHORT_BYTES = 8, 4096
 """Bytes of a length, and of the first message of `gather`: shorter data needs no second one."""
-PEER_S = 60.0
+PEER_S = 30.0
 """Maximum seconds to connect to a replica that is there."""
+NEWCOMER_S = 5.0
+"""Likewise to one that was not in the last mesh: the others stand still meanwhile, and one that fails comes again."""
 LONGEST = timedelta(days=365)
 """Practically unlimited."""
 POLLED_S = 2.0
@@ -194,6 +196,7 @@ class ReplicaGroup:
         agree: Callable[[bytes], list[bytes]],
         timeout_s: float,
         peer_s: float = PEER_S,
+        newcomers: Collection[int] = (),
         waiting: Waiting | None = None,
         address: str = "",
     ) -> None:
@@ -202,7 +205,8 @@ class ReplicaGroup:
 
         store: shared by the ranks of this group alone. place: of this replica among `count`. is_over: whether the
         controller has formed another mesh. agree: exchanges bytes between the ranks of this replica, so that all of
-        them see the same outcome. waiting: updated in every wait. address: of this machine, to listen on.
+        them see the same outcome. newcomers: places of those for which the others must not wait for long. waiting:
+        updated in every wait. address: of this machine, to listen on.
         """
         self.place, self.count = place, count
         self._device = device
@@ -211,7 +215,8 @@ class ReplicaGroup:
         self._group: Any = None
         _abandoned[:] = [each for each in _abandoned if not all(work.is_completed() for work, _ in each[1])]
         try:
-            pairs = self._meet_all(store, address=address, peer_s=peer_s)
+            limits = {place: min(NEWCOMER_S, peer_s) if place in newcomers else peer_s for place in range(count)}
+            pairs = self._meet_all(store, address=address, limits=limits)
             connect = partial(_connect, store, device=device, address=address, timeout_s=timeout_s)
             connecting = _InThread(partial(connect, place=place, count=count))
             self._finish([(connecting, store)])
@@ -222,8 +227,11 @@ class ReplicaGroup:
         self._group = connecting.result
         del pairs  # not before all replicas have used theirs
 
-    def _meet_all(self, store: dist.Store, *, address: str, peer_s: float) -> Sequence[_InThread]:
-        """Connect to each of the others alone. Raises EpochOver, and PeersUnreachable in all ranks of the replica."""
+    def _meet_all(self, store: dist.Store, *, address: str, limits: Mapping[int, float]) -> Sequence[_InThread]:
+        """Connect to each of the others alone, once both are there.
+
+        limits: maximum seconds by place. Raises EpochOver, and PeersUnreachable in all ranks of the replica.
+        """
 
         def meet(peer: int) -> Any:
             first, last = sorted((self.place, peer))
@@ -231,7 +239,8 @@ class ReplicaGroup:
             pair.set(str(self.place), "here")
             pair.get(str(peer))
             place = int(self.place == last)
-            group = _connect(pair, place=place, count=2, device=torch.device("cpu"), address=address, timeout_s=peer_s)
+            limit_s, cpu = limits[peer], torch.device("cpu")
+            group = _connect(pair, place=place, count=2, device=cpu, address=address, timeout_s=limit_s)
             group.allreduce([torch.ones(1)]).wait()
             return group
 

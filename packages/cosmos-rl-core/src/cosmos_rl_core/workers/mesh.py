@@ -101,7 +101,7 @@ class PolicyMesh:
 
         Raises EpochOver, and RefusedByController if this replica cannot train with the others.
         """
-        self.members, self.group = message.members, None
+        earlier, self.members, self.group = self.members, message.members, None
         if len(message.members) == 1:
             self._has_trained = True
             return False
@@ -119,6 +119,7 @@ class PolicyMesh:
                 address=self._context.address,
                 timeout_s=self._timeout_s,
                 peer_s=self._peer_s,
+                newcomers=[place for place, name in enumerate(self.members) if earlier and name not in earlier],
             )
         finally:
             store.close()

@@ -172,7 +172,7 @@ class PolicyRole:
             is_over=self._link.is_over,
             waiting=self._waiting,
             timeout_s=at.config.policy.collective_timeout_s,
-            peer_s=at.config.elastic.peer_s,
+            peer_s=at.config.elastic.peer_s / 2,  # the controller waits as long for the sum that a cut has stopped
             leads_first=is_first and trainer.version == at.version,  # a newcomer has no weights to save yet
             models={name: model for name, model in models.items() if isinstance(model, HoldsTensors)},
         )

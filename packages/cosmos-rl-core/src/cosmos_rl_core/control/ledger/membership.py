@@ -136,6 +136,8 @@ class Session:
     """Time of the last progress."""
     waits_for_peers: bool = False
     """Policy: whether it waits for other policies of its mesh, as of the last heartbeat."""
+    joined_epoch: int = 0
+    """Policy: the newest epoch in which it has asked for a batch: it is connected to its mesh."""
     rows_since: float | None = None
     """Rollout: since when it has had rows of an evaluation in work."""
     stuck_since: float | None = None

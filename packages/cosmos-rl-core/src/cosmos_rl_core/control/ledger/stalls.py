@@ -22,7 +22,7 @@ from cosmos_rl_core.control.ledger.stepping import is_of_mesh
 DECISION_S = 1.0
 """Seconds from the first accusation of an epoch to the decision: others may be accused by more members."""
 OWN_REPORT_S = 3.0
-"""Seconds that members have, beyond `peer_s`, to report by themselves that they cannot reach one another."""
+"""Seconds that members which connect have, beyond their limit, to report by themselves whom they cannot reach."""
 MAX_RECONNECTIONS = 3
 """Connections of the same mesh without a commit between."""
 
@@ -66,12 +66,17 @@ def _is_stalled(ledger: LedgerState, policy: str) -> bool:
 
 
 def _waits_for_itself(ledger: LedgerState) -> bool:
-    """Whether every member of the mesh waits for others of it, and has for too long."""
+    """Whether every member of the mesh waits for others of it, and has for too long.
+
+    That is half of `peer_s`: those that were cut off use the other half to find out whom they cannot connect to.
+    """
     mesh = [ledger.sessions.by_name.get(name) for name in ledger.members.mesh]
     waiting = [session for session in mesh if session is not None and session.waits_for_peers]
     if len(mesh) < 2 or len(waiting) < len(mesh):
         return False
-    return ledger.now - max(session.progressed_at for session in waiting) >= ledger.config.peer_s + OWN_REPORT_S
+    is_connected = all(session.joined_epoch == ledger.members.epoch for session in waiting)
+    limit_s = ledger.config.peer_s / 2 + (0.0 if is_connected else OWN_REPORT_S)
+    return ledger.now - max(session.progressed_at for session in waiting) >= limit_s
 
 
 def _accusations(ledger: LedgerState) -> Accusations | None:

@@ -17,6 +17,7 @@ from cosmos_rl_core.control.ledger.state import LedgerState
 def request_batch(ledger: LedgerState, replica: str, message: p.RequestBatch) -> None:
     """Queue the request; `answer_batch_requests` runs directly afterwards."""
     if is_of_mesh(ledger, replica, message.epoch):
+        ledger.sessions.by_name[replica].joined_epoch = message.epoch
         if message.step == ledger.version:
             ledger.sessions.batch_requests[replica] = None
         else:
