@@ -115,6 +115,52 @@ def test_a_policy_of_two_ranks_saves_and_leaves_together(controller, start, wait
     finished(other)
 
 
+def two_policies(controller, start, wait_for, rows_of):
+    """A run with two policies that both train."""
+    process, run_dir, (policy, rollout) = controller(
+        run__max_steps=10_000, policy__replicas=2, elastic__policy_wait_s=0.5, rollout__options={"delay_s": 0.02}
+    )
+    policies = [start(*policy, "--name", name, "--left-code", LEFT) for name in ("a", "b")]
+    policies.append(start(*rollout))
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps", timeout_s=300)
+    return process, run_dir, policies
+
+
+def ends_with_a_checkpoint(process, run_dir, rows_of, finished):
+    finished(process, 130)
+    done = steps_done(run_dir, rows_of)
+    assert read_state(run_dir / "checkpoints" / f"step_{done}").step == done
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(done))
+
+
+@pytest.mark.timeout(600)
+def test_a_policy_that_leaves_others_saves_nothing_and_the_last_one_does(
+    controller, start, wait_for, rows_of, finished
+):
+    process, run_dir, (first, second, rollout) = two_policies(controller, start, wait_for, rows_of)
+    first.send_signal(signal.SIGTERM)
+    finished(first, LEFT)
+    at = steps_done(run_dir, rows_of)
+    wait_for(lambda: steps_done(run_dir, rows_of) > at + 2, "steps of the second one")
+    assert list_steps(run_dir / "checkpoints") == [], "the others waited for a save"
+    second.send_signal(signal.SIGTERM)
+    finished(second, LEFT)
+    ends_with_a_checkpoint(process, run_dir, rows_of, finished)
+    finished(rollout)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL], ids=["all leave at once", "the first is killed"])
+def test_the_last_of_several_policies_saves(controller, start, wait_for, rows_of, finished, sent):
+    process, run_dir, (first, second, rollout) = two_policies(controller, start, wait_for, rows_of)
+    first.send_signal(sent)
+    second.send_signal(signal.SIGTERM)
+    finished(first, LEFT if sent == signal.SIGTERM else -sent)
+    finished(second, LEFT)
+    ends_with_a_checkpoint(process, run_dir, rows_of, finished)
+    finished(rollout)
+
+
 def test_a_second_signal_ends_a_worker_at_once(controller, start, wait_for, rows_of, finished):
     process, run_dir, (policy, rollout) = controller(run__max_steps=10_000, rollout__options={"delay_s": 60.0})
     worker = start(*rollout, "--name", "slow")

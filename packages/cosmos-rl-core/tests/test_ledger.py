@@ -517,6 +517,58 @@ def test_a_policy_lost_before_the_commit_starts_a_new_epoch_with_the_same_sample
     assert kinds(p.vote()) == ["Committed"]
 
 
+# --- policies that leave others ---------------------------------------------------------------------
+
+
+def test_a_policy_that_leaves_others_need_not_save_and_the_last_one_must():
+    p = together(2)
+    assert p.send("policy-0", m.Leaving()) == []
+    assert p.send("policy-1", m.Heartbeat(1)) == [], "it may have died since it was sent"
+    p.tick(after=0.5)
+    said = p.send("policy-1", m.Heartbeat(1))
+    assert said == [To("policy-0", m.Leave(save=False)), To("policy-1", m.Remesh(2, ("policy-1",), 0, 0))]
+    assert p.send("policy-1", m.Leaving()) == [To("policy-1", m.Leave(save=True))]
+    assert p.ledger.members.mesh == ("policy-1",), "it stays until it has saved"
+    p.send("policy-1", m.Goodbye())
+    assert p.ledger.members.mesh == ()
+
+
+def test_of_policies_that_leave_at_once_the_last_one_saves():
+    p = together(3)
+    for name in p.ledger.members.mesh:
+        assert p.send(name, m.Leaving()) == []
+    p.tick(after=1)
+    said = p.send("policy-1", m.Heartbeat(1))
+    answers = {each.replica: each.message.save for each in said if isinstance(each.message, m.Leave)}
+    assert answers == {"policy-0": False, "policy-1": True, "policy-2": False}
+    assert p.ledger.members.mesh == ("policy-1",)
+
+
+def test_a_policy_that_leaves_must_save_if_the_other_one_dies_or_is_a_newcomer():
+    p = together(2)
+    p.send("policy-1", m.Leaving())
+    p.disconnect("policy-0")
+    assert p.tick(after=0.5) == [To("policy-1", m.Leave(save=True))]
+    p = together(1)
+    p.vote()
+    p.join("policy-1")
+    assert p.ledger.members.mesh == ("policy-0", "policy-1")
+    assert p.send("policy-0", m.Leaving()) == [To("policy-0", m.Leave(save=True))]
+
+
+def test_a_checkpoint_of_a_policy_that_has_left_counts():
+    p = together(2)
+    for name in p.ledger.members.mesh:
+        p.vote(name)
+    p.send("policy-0", m.Leaving())
+    p.tick(after=1)
+    p.send("policy-1", m.Heartbeat(1))
+    assert p.ledger.members.mesh == ("policy-1",)
+    p.send("policy-0", m.CheckpointDone(step=1, path="step_1"))
+    assert p.ledger.checkpoint_version == 1
+    assert kinds(p.send("policy-0", m.Heartbeat(1))) == ["Reject"]
+
+
 # --- policies that hang, or cannot reach one another ------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.liveness import ON_ITS_WAY_S
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.peers import IN_USE_S
 from cosmos_rl_core.control.server import Controller, Job
@@ -717,3 +718,30 @@ async def test_a_policy_that_fails_before_it_has_the_weights_of_the_others_does_
         assert mesh.epoch == 3
         assert not task.done()
     assert "policy-1 could not start, and the run continues without it: too little memory" in observer.notes
+
+
+@in_a_loop
+async def test_a_policy_that_leaves_others_is_dismissed_and_its_goodbye_ends_nothing(tmp_path):
+    observer = Observer()
+    async with running(tmp_path, observer=observer, ledger=of_two_policies()) as (controller, task):
+        policies = [Worker(controller, "policy", name) for name in ("policy-0", "policy-1")]
+        for policy in policies:
+            await policy.hears(p.Welcome)
+            policy.says(p.Ready(address="here"))
+        for policy in policies:
+            await policy.hears(p.Remesh)
+        leaver, other = policies
+        leaver.says(p.Leaving())
+        await asyncio.sleep(ON_ITS_WAY_S)  # a sign of life counts from then on
+        other.says(p.Heartbeat(progress=1))
+        assert (await leaver.hears(p.Leave)).save is False
+        assert (await leaver.hears(p.Stop)).reason == "it has left"
+        leaver.says(p.Goodbye(), None)
+        assert (await other.hears(p.Remesh)).members == ("policy-1",)
+        assert not task.done()
+    assert observer.notes.count("policy-0 has left") == 1
+    assert not any("replaced or removed" in note for note in observer.notes)
+
+
+def of_two_policies():
+    return Ledger(LedgerConfig(groups_per_step=2, max_steps=2, policy_members=2))

@@ -24,6 +24,7 @@ both                        <- RolledBack     all policies were lost: training c
                             <- Stop
                             <- Drain          leave in good order, as after SIGTERM
                             <- Refused        instead of the Welcome: the worker exits, the run continues
+  Leaving           ->      <- Leave          a policy of several: whether it must save first
   Goodbye | Fatal   ->
 operator (`cosmos-rl scale`, `cosmos-rl stop`)
   Scale             ->      <- Progress       one per worker that starts, is ready, leaves or has left
@@ -401,6 +402,18 @@ class Scaled(Message, frozen=True):
     """Number of ready workers by role."""
 
 
+class Leaving(Message, frozen=True):
+    """A policy that has peers wants to leave after the step."""
+
+
+class Leave(Message, frozen=True):
+    """Reply to Leaving."""
+
+    save: bool
+    """True: no other policy stays that has the weights: save a checkpoint, then send Goodbye. False: the others go on
+    already."""
+
+
 class Goodbye(Message, frozen=True):
     pass
 
@@ -429,10 +442,11 @@ ToLedger = (
     | PeersLost
     | Vote
     | CheckpointDone
+    | Leaving
     | Goodbye
 )
 """Messages of workers to the ledger."""
-FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
+FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack | Leave
 """Messages of the ledger to workers."""
 ToController = ToLedger | Rejoin | Phase | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale | StopRun
 ToOperator = Progress | Scaled | Refused
@@ -449,6 +463,7 @@ ToWorker = (
     | Reject
     | Stop
     | Drain
+    | Leave
     | Refused
     | StoreValue
 )

@@ -219,7 +219,7 @@ class Controller:
             case p.PayloadsLost():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
-            case p.Return() | p.Vote() | p.PeersLost():
+            case p.Return() | p.Vote() | p.PeersLost() | p.Leaving():
                 self._feed(peer, message)
             case p.Phase() | p.Ready():
                 self.admission.starts(peer, message)
@@ -252,7 +252,7 @@ class Controller:
                 if message.lineage == self.ledger.lineage:
                     self._recovery.checkpoint = message.path
                 self._feed(peer, message)
-            case p.Goodbye():
+            case p.Goodbye() if not peer.leaving:
                 peer.leaving = True
                 over = self._turns.is_over  # before the ledger returns the policy's batch
                 self._feed(peer, message)
@@ -262,8 +262,7 @@ class Controller:
                     self.outcome.last_policy_left(over=over)
             case p.Fatal():
                 self.outcome.worker_failed(peer.name, worker_error(peer.name, peer.role, message))
-                peer.leaving = self.outcome.is_decided
-                peer.has_ended = True
+                peer.leaving, peer.has_ended = self.outcome.is_decided, True
 
     def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
         return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
@@ -303,7 +302,10 @@ class Controller:
                 peer.post(p.Grant(prompts, rollouts=self._turns.num_rollouts))
             case p.Batch():
                 self._send_batch(peer, message)
-            case p.Cancel():
+            case p.Cancel() | p.Leave():
+                if message == p.Leave(save=False):
+                    peer.leaving = True
+                    self._observer.note(f"{peer.name} has left")
                 peer.post(message)
             case p.RolledBack():
                 peer.post(msgspec.structs.replace(message, resume_from=self._recovery.resume_from))

@@ -49,6 +49,8 @@ class ControllerClient:
         self.releases: asyncio.Queue[list[str]] = asyncio.Queue()
         self.batches: asyncio.Queue[p.Batch | p.Remesh | None] = asyncio.Queue()
         self.commits: asyncio.Queue[p.Committed | p.Remesh | None] = asyncio.Queue()
+        self.leaves: asyncio.Queue[p.Leave | None] = asyncio.Queue()
+        """Policy: the answers to Leaving; None at the end of the run."""
         self.epoch = 0
         """Policy: the newest epoch of the mesh."""
         self.publications: asyncio.Queue[Publication | None] = asyncio.Queue()
@@ -113,12 +115,18 @@ class ControllerClient:
                     self.commits.put_nowait(message)
             case p.SyncFrom() | p.RolledBack():
                 self._publish(message.address if isinstance(message, p.SyncFrom) else "", message.lineage)
-            case p.Drain():
-                self.leaving.set()
+            case p.Drain() | p.Leave():
+                self._may_leave(message)
             case p.Reject():
                 self._removed(message.reason)
             case p.Stop():
                 self._stop()
+
+    def _may_leave(self, message: p.Drain | p.Leave) -> None:
+        if isinstance(message, p.Drain):
+            self.leaving.set()
+        else:
+            self.leaves.put_nowait(message)
 
     def _publish(self, address: str, lineage: int) -> None:
         if lineage != self.lineage and not self.stopped.is_set():
@@ -133,6 +141,7 @@ class ControllerClient:
     def _stop(self) -> None:
         self.stopped.set()
         self.publications.put_nowait(None)
+        self.leaves.put_nowait(None)
         self.grants.put_nowait(None)
         self.batches.put_nowait(None)
 

@@ -96,14 +96,18 @@ class PolicyRole:
         at.context.log(f"ready at version {trainer.version}")
         together = mesh is None
         """Whether all ranks reached this point, so that they can save; after an error some may not have."""
+        saves: bool | None = None
+        """Whether it leaves others, and must save before."""
         try:
             await train(steps, learner)
             together = True
+            if replicas.count > 1:
+                saves = await self._link.leave()
         except ConnectionClosed:  # by the controller, at a commit: all ranks get here
             together = True
             raise
         finally:
-            finish = partial(saver.finish, leads=replicas.leads)
+            finish = partial(saver.finish, leads=replicas.leads if saves is None else saves)
             folder = await learner.in_compute_thread(finish) if together else None
             if publisher is not None:
                 await publisher.close()

@@ -43,6 +43,13 @@ class ControllerLink(Protocol):
         """Return the commit of the step that was voted for, or a mesh; None if the controller is gone."""
         ...
 
+    async def leave(self) -> bool | None:
+        """Leave the other policies, if this one shall leave: return whether it must save a checkpoint first.
+
+        None: it need not leave, or the run is over. All ranks call it after the last step.
+        """
+        ...
+
     def is_over(self, epoch: int) -> bool:
         """Return whether a later epoch is known here. Safe in any thread."""
         ...
@@ -106,6 +113,14 @@ class DirectLink:
         await self._relay(message or p.Stop(reason="the controller is gone"))
         return message
 
+    async def leave(self) -> bool | None:
+        answer = None
+        if self._client.leaving.is_set() and not self._client.stopped.is_set():
+            await self._client.send(p.Leaving())
+            answer = await self._next(self._client.leaves)
+        await self._relay(answer or p.Stop(reason="the run is over"))
+        return answer and answer.save
+
     async def send(self, message: p.ToController) -> None:
         await self._client.send(message)
 
@@ -140,6 +155,10 @@ class FollowerLink:
     async def committed(self) -> p.Committed | p.Remesh | None:
         message = await self._ranks.receive()
         return message if isinstance(message, p.Committed | p.Remesh) else None
+
+    async def leave(self) -> bool | None:
+        message = await self._ranks.receive()
+        return message.save if isinstance(message, p.Leave) else None
 
     def is_over(self, epoch: int) -> bool:
         return False  # the ranks agree in each wait, and rank 0 knows

@@ -14,6 +14,9 @@ from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.state import LedgerState
 
+ON_ITS_WAY_S = 0.5
+"""Seconds in which a message of a process may come that has died since it was sent."""
+
 
 def is_current(ledger: LedgerState, event: events.From) -> bool:
     """Return whether to process a message; reject one of a process that was replaced or removed.
@@ -21,6 +24,9 @@ def is_current(ledger: LedgerState, event: events.From) -> bool:
     A message ends the suspicion of a silent sender.
     """
     name = event.replica
+    member = ledger.members.by_name.get(name)
+    if isinstance(event.message, p.CheckpointDone) and member is not None and member.incarnation == event.incarnation:
+        return True  # the checkpoint is whole, though the policy may have left meanwhile
     if not ledger.members.is_current(name, event.incarnation):
         sample = event.message.sample if isinstance(event.message, p.Deliver) else -1
         _fence(ledger, name, event.incarnation, sample)
@@ -77,6 +83,8 @@ def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
     if session is None:
         return
     session.waits_for_peers = message.waits_for_peers
+    if ledger.sessions.leaving:
+        _answer_others(ledger, replica)
     if message.progress <= session.progress:
         return
     session.progress, session.progressed_at = message.progress, ledger.now
@@ -97,6 +105,45 @@ def gone(ledger: LedgerState, event: events.Gone) -> None:
     """Remove a replica whose process has ended, without waiting for it."""
     if ledger.members.is_current(event.replica, event.incarnation):
         lose(ledger, event.replica, reason=f"{event.replica} has ended")
+
+
+def leaving(ledger: LedgerState, replica: str, message: p.Leaving) -> None:
+    """Let a policy leave before it saves, if another one stays that has the weights: after a sign of life of that one.
+
+    Of several that leave at once the last one saves, and at the end of the run the first of the mesh.
+    """
+    ledger.sessions.leaving[replica] = ledger.now
+    _answer_the_last(ledger)
+
+
+def _answer_the_last(ledger: LedgerState) -> None:
+    """Answer those that leave and must save: nobody stays."""
+    for name in list(ledger.sessions.leaving):
+        if ledger.why_finished() is not None:
+            _answer_leaving(ledger, name, save=ledger.members.mesh[:1] == (name,))
+        elif not any(_may_stay(ledger, other) for other in ledger.members.mesh if other != name):
+            _answer_leaving(ledger, name, save=True)
+
+
+def _answer_others(ledger: LedgerState, alive: str) -> None:
+    """Let all others leave that have asked long enough before this sign of life, and save nothing."""
+    if _may_stay(ledger, alive):
+        for name, since in list(ledger.sessions.leaving.items()):
+            if name != alive and ledger.now - since >= ON_ITS_WAY_S:
+                _answer_leaving(ledger, name, save=False)
+        _answer_the_last(ledger)
+
+
+def _may_stay(ledger: LedgerState, policy: str) -> bool:
+    member = ledger.members.by_name[policy]
+    return policy in ledger.members.mesh and member.has_weights and member.state is MemberState.READY
+
+
+def _answer_leaving(ledger: LedgerState, policy: str, *, save: bool) -> None:
+    del ledger.sessions.leaving[policy]
+    ledger.send(policy, p.Leave(save=save))
+    if not save:
+        lose(ledger, policy, reason="left", in_good_order=True)
 
 
 def leave(ledger: LedgerState, replica: str, message: p.Goodbye) -> None:
@@ -124,6 +171,7 @@ def restart(ledger: LedgerState, event: events.Restart) -> None:
 
 def tick(ledger: LedgerState, event: events.Tick) -> None:
     """Remove suspects whose grace has expired, and mark silent replicas as suspect."""
+    _answer_the_last(ledger)
     config, now, members = ledger.config, ledger.now, ledger.members.by_name
     for name, session in list(ledger.sessions.by_name.items()):
         if session.suspect_since is not None:
@@ -212,5 +260,6 @@ RULES: Mapping[type, Callable[..., None]] = {
     events.Gone: gone,
     events.Restart: restart,
     p.Ready: ready,
+    p.Leaving: leaving,
     p.Goodbye: leave,
 }

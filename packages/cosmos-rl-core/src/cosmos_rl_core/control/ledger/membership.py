@@ -176,6 +176,8 @@ class Sessions:
         """Waiting rollout replicas that are not queued, with capacity: they hold their share of the window."""
         self.share = 0
         """Maximum number of leases per replica."""
+        self.leaving: dict[str, float] = {}
+        """Policies that want to leave others, and wait for the answer -> when they asked."""
         self.accusations: Accusations | None = None
         self.reconnections = 0
         """Times that the mesh connected anew since the last commit."""
@@ -190,6 +192,7 @@ class Sessions:
     def close(self, replica: str) -> None:
         """Delete a replica's session and its requests."""
         self.by_name.pop(replica, None)
+        self.leaving.pop(replica, None)
         self.withdraw(replica)
 
     def starts_anew(self, replica: str, now: float) -> None:
