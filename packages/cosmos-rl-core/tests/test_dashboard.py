@@ -136,6 +136,7 @@ def test_a_prompt_is_followed_through_all_steps(run_dir):
     assert [group["step"] for group in found] == list(range(20))
     assert [rollout["response"] for rollout in found[-1]["rollouts"]] == ["2"] * 4
     (run_dir / "rollouts" / "step_000000.jsonl").unlink()
+    assert [group["step"] for group in rollouts.through_time("2 + 1 =")] == list(range(1, 20))
     assert rollouts.through_time("unknown") == []
 
 
@@ -147,11 +148,18 @@ def test_equal_questions_about_other_pictures_are_other_prompts(page, run_dir):
     metrics(run_dir / "rollouts" / "step_000050.jsonl", rows)
     groups = page.get("/api/run/first/rollouts?step=50").json()["groups"]
     assert [group["prompt_media"] for group in groups] == [{"image": "a.png"}, {"image": "b.png"}]
-    asked = {"prompt": "which colour?", "media": json.dumps({"image": "b.png"})}
-    (found,) = page.get("/api/run/first/prompt", params=asked).json()
+    (found,) = page.get("/api/run/first/prompt?kind=step&step=50&sample=1").json()
     assert [rollout["response"] for rollout in found["rollouts"]] == ["b.png"]
-    assert page.get("/api/run/first/prompt", params={**asked, "media": "{}"}).json() == []
-    assert page.get("/api/run/first/prompt", params={**asked, "media": "x"}).status_code == 400
+    assert page.get("/api/run/first/prompt?kind=step&step=50&sample=2").status_code == 404
+    assert page.get("/api/run/first/prompt?kind=step&step=51&sample=1").status_code == 404
+
+
+def test_a_long_prompt_is_followed_through_time(page, run_dir):
+    row = {"sample": 3, "prompt": "word " * 50_000, "response": "yes", "reward": 1.0}
+    for step in (60, 61):
+        metrics(run_dir / "rollouts" / f"step_{step:06d}.jsonl", [row])
+    found = page.get("/api/run/first/prompt?step=60&sample=3").json()
+    assert [group["step"] for group in found] == [60, 61]
 
 
 def test_rollouts_of_an_earlier_version_have_their_prompt_in_each_line(tmp_path):
@@ -385,9 +393,34 @@ def test_numbers_that_json_lacks_are_null(page, run_dir):
 def test_runs_are_found_two_folders_down_and_once(tmp_path):
     write_run(tmp_path / "a" / "run", steps=1)
     write_run(tmp_path / "b" / "run", steps=1)
-    assert list(find_runs([tmp_path, tmp_path / "a"])) == ["run", "b-run"]
+    write_run(tmp_path / "c" / "run", steps=1)
+    found = find_runs([tmp_path, tmp_path / "a"])
+    assert list(found) == ["run", "b-run", "c-run"]
+    write_run(tmp_path / "a" / "b-run", steps=1)
+    again = find_runs([tmp_path], found)
+    assert {name: run.path.relative_to(tmp_path).as_posix() for name, run in again.items()} == {
+        "run": "a/run",
+        "b-run": "b/run",
+        "c-run": "c/run",
+        "a-b-run": "a/b-run",
+    }
     with pytest.raises(UserError, match="no such directory"):
         find_runs([tmp_path / "none"])
+
+
+def test_a_page_for_all_addresses_is_served_under_each_and_under_no_foreign_name(run_dir):
+    app = Guard(build_app(Runs([run_dir])), token=TOKEN, any_address=True, port=80)
+    opened = TestClient(app, base_url="http://10.1.2.3:80", follow_redirects=True)
+    assert opened.get(f"/?token={TOKEN}").status_code == 200
+    for host, code in (("10.1.2.3", 200), ("10.1.2.3:80", 200), ("[fe80::1]:80", 200), ("evil.example", 403)):
+        assert opened.get("/api/runs", headers={"host": host}).status_code == code
+
+
+def test_logs_of_the_launch_are_among_the_logs(page, run_dir):
+    (run_dir / "launch").mkdir()
+    (run_dir / "launch" / "controller.log").write_text("a controller\n")
+    last = page.get("/api/run/first/logs").json()[-1]
+    assert (last["name"], last["text"]) == ("launch/controller.log", "a controller\n")
 
 
 def test_a_host_that_others_reach_needs_a_token_file(tmp_path):

@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
@@ -64,7 +63,7 @@ class Runs:
 
     def _scan(self) -> None:
         with suppress(UserError):  # a directory was removed: its runs stay as they were last seen
-            self._found = find_runs(self._paths) | self._found
+            self._found = find_runs(self._paths, self._found)
         self._due = time.monotonic() + RESCAN_S
 
 
@@ -174,11 +173,14 @@ def _rollouts(run: Run, request: Request) -> Any:
 
 
 def _prompt(run: Run, request: Request) -> Any:
-    try:
-        media = msgspec.json.decode(request.query_params.get("media", "{}"), type=dict[str, str])
-    except msgspec.MsgspecError as error:
-        raise Refused(400, f"media: {error}") from error
-    return run.rollouts.through_time(request.query_params.get("prompt", ""), media)
+    """The prompt is named by a place where it is: its text can be longer than an address may be."""
+    file = run.rollouts.file(request.query_params.get("kind", "step"), _whole(request, "step", 0, most=10**9))
+    sample = _whole(request, "sample", 0, most=2**63)
+    group = next((group for group in file.groups if group.sample == sample), None)
+    if group is None:
+        raise Refused(404, f"this step has no group of sample {sample}")
+    (first,) = file.lines(group.rollouts[:1])
+    return run.rollouts.through_time(str(first.get("prompt", "")), first.get("prompt_media") or {})
 
 
 def _timeline(run: Run, request: Request) -> Any:
@@ -242,8 +244,9 @@ def _whole(request: Request, name: str, default: int, *, most: int) -> int:
         number = int(request.query_params.get(name, default))
     except ValueError:
         raise Refused(400, f"{name} must be a whole number") from None
-    if not 0 <= number <= most or (name != "at" and name != "step" and number == 0):
-        raise Refused(400, f"{name} must be from {0 if name in ('at', 'step') else 1} to {most}")
+    least = 0 if name in ("at", "step", "sample") else 1
+    if not least <= number <= most:
+        raise Refused(400, f"{name} must be from {least} to {most}")
     return number
 
 

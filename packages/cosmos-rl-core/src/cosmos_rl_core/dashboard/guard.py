@@ -6,6 +6,7 @@ can neither read the cookie (SameSite) nor reach the server under a name of its 
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
@@ -29,11 +30,19 @@ HEADERS = (
 class Guard:
     """Wraps an application. Refuses requests without the token (401) and under another host name (403)."""
 
-    def __init__(self, app: ASGIApp, *, token: str, hosts: frozenset[str] = LOOPBACK, port: int) -> None:
-        """port: part of the cookie's name, as cookies of a host are shared by its ports."""
+    def __init__(
+        self, app: ASGIApp, *, token: str, hosts: frozenset[str] = LOOPBACK, any_address: bool = False, port: int
+    ) -> None:
+        """Wrap `app`.
+
+        Args:
+            any_address: serve every IP address too, of which this machine may have several. A page of another site
+                reaches the server by a name alone.
+            port: part of the cookie's name, as cookies of a host are shared by its ports.
+        """
         self._app = app
         self._token = token.encode()
-        self._hosts = hosts
+        self._hosts, self._any_address = hosts, any_address
         self._cookie = f"cosmos_rl_{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +60,8 @@ class Guard:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("read only", 405)
-        if host_name(headers.get("host", "")) not in self._hosts:
+        name = host_name(headers.get("host", ""))
+        if name not in self._hosts and not (self._any_address and _is_address(name)):
             return PlainTextResponse("this host name is not served", 403)
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if scope["path"] == "/" and self._is_token(given):
@@ -68,6 +78,14 @@ class Guard:
 def host_name(host: str) -> str:
     """Return the name in a Host header, without the port: "127.0.0.1", "[::1]"."""
     return host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _cookie(header: str, name: str) -> str:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -198,8 +199,11 @@ class Rollouts:
         self._index_prompts()
         places = self._prompts.get(_digest(prompt, media or {}), [])
         places = sorted(places, key=lambda place: (int(place[0].rpartition("_")[2][:-6]), place[0]))
-        places = places[:: -(-len(places) // MOST_POINTS) or 1]
-        return [self._group_at(name, offset) for name, offset in places]
+        found = []
+        for name, offset in places[:: -(-len(places) // MOST_POINTS) or 1]:
+            with suppress(FileNotFoundError):  # removed since it was read
+                found.append(self._group_at(name, offset))
+        return found
 
     def _group_at(self, name: str, offset: int) -> dict[str, Any]:
         kind, _, step = name.removesuffix(".jsonl").rpartition("_")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +152,13 @@ class Run:
     def logs(self) -> list[dict[str, Any]]:
         """Return name, size and end of each log."""
         found = []
-        for path in sorted((self.path / "logs").glob("*.log")):
+        for path in [*sorted((self.path / "logs").glob("*.log")), *sorted((self.path / "launch").glob("*.log"))]:
             with path.open("rb") as file:
                 size = path.stat().st_size
                 file.seek(max(0, size - LOG_BYTES))
                 text = file.read().decode(errors="replace")
-            found.append({"name": path.name, "bytes": size, "text": text})
+            name = path.name if path.parent.name == "logs" else f"launch/{path.name}"
+            found.append({"name": name, "bytes": size, "text": text})
         return found
 
     def gallery(self) -> list[dict[str, Any]]:
@@ -212,22 +213,36 @@ def without_secrets(value: Any, key: str = "") -> Any:
     return "***" if key.lower().endswith(SECRET) and value else value
 
 
-def find_runs(paths: Iterable[Path]) -> dict[str, Run]:
+def find_runs(paths: Iterable[Path], known: Mapping[str, Run] | None = None) -> dict[str, Run]:
     """Return the runs in these directories by name: each one is a run, or has runs at most two folders down.
+
+    known: runs found before, which keep their names and stay, also if they were removed.
 
     Raises UserError if a directory does not exist.
     """
-    found: dict[str, Run] = {}
+    found = dict(known or {})
+    held = {run.path for run in found.values()}
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path}: no such directory")
         folders = [path] if _is_run(path) else sorted(d for d in (*path.glob("*"), *path.glob("*/*")) if _is_run(d))
         for folder in folders:
             folder = folder.resolve()
-            name = folder.name if folder.name not in found else f"{folder.parent.name}-{folder.name}"
-            if all(run.path != folder for run in found.values()):
+            if folder not in held:
+                held.add(folder)
+                name = _free_name(folder, found)
                 found[name] = Run(folder, name)
     return found
+
+
+def _free_name(folder: Path, taken: Mapping[str, Run]) -> str:
+    """Return the folder's name, behind the names of as many folders above it as tell it from the others."""
+    name = folder.name
+    for parent in folder.parents:
+        if name not in taken:
+            return name
+        name = f"{parent.name}-{name}"
+    return str(folder)
 
 
 def _is_run(path: Path) -> bool:

@@ -39,14 +39,15 @@ def serve(
     runs = Runs(paths)
     listener = listen(host, port)
     bound = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
+    everywhere = host in ("0.0.0.0", "::")
+    shown = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
     number = len(runs.all())
     found = "1 run" if number == 1 else f"{number} runs"
     say(f"dashboard of {found}: http://{shown}:{bound}/?token={token}")
     say("Ctrl-C ends the dashboard; the runs are not affected.")
     hosts = LOOPBACK if _is_loopback(host) else LOOPBACK | {shown, socket.gethostname(), socket.getfqdn()}
     threading.Thread(target=runs.read_ahead, daemon=True).start()
-    app = Guard(build_app(runs), token=token, hosts=hosts, port=bound)
+    app = Guard(build_app(runs), token=token, hosts=hosts, any_address=everywhere, port=bound)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_S
     )
@@ -67,7 +68,8 @@ def listen(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             failed = error
     listener.close()
-    raise UserError(f"the dashboard cannot listen on {host}:{port}: {failed.strerror}; choose another --port or --host")
+    where = host if port is None else f"{host}:{port}"
+    raise UserError(f"the dashboard cannot listen on {where}: {failed.strerror}; choose another --port or --host")
 
 
 def _token(host: str, token_file: Path | None) -> str:

@@ -12,9 +12,9 @@ const VIEWS = {
   weights: ['Weights', weights], machines: ['Machines', machines], media: ['Media', media], recipe: ['Recipe', recipe], logs: ['Logs', logs],
 }
 const FOR_SEVERAL = ['curves', 'recipe']
-const REFRESH_MS = 2000
+const REFRESH_MS = 2000, LIST_MS = 5000
 const view = $('#view')
-let current = null, source = null, timer = null, turn = 0
+let current = null, source = null, timer = null, turn = 0, missed = false, shown = null
 
 function parse() {
   const [path, query] = location.hash.slice(2).split('?')
@@ -24,7 +24,7 @@ function parse() {
 
 async function route() {
   const mine = ++turn
-  hideTip(); current?.close?.(); current = null; source?.close(); source = null; clearTimeout(timer); timer = null
+  hideTip(); current?.close?.(); current = null; source?.close(); source = null; clearTimeout(timer); timer = null; missed = false; shown = null
   const { ids, name, state } = parse()
   $('#run').textContent = ids.join(' + ')
   $('#life').replaceChildren()
@@ -39,26 +39,39 @@ async function route() {
     if (mine !== turn) return made?.close?.()
     current = made
     if (ids.length === 1) listen(ids[0])
+    else repeat(mine)
   } catch (error) {
     if (mine === turn) view.replaceChildren(el('p', { class: 'empty', role: 'alert' }, String(error.message)))
     console.error(error)
   }
 }
 
+// The list of runs and a comparison have no single run to listen to.
+function repeat(mine) {
+  timer = setTimeout(async () => {
+    if (mine !== turn) return
+    try { if (!document.hidden) await current?.refresh?.() } catch (error) { console.error(error) }
+    if (mine === turn) repeat(mine)
+  }, LIST_MS)
+}
+
 // Changes come once a second; a view is refreshed every two at most, and never while the page is hidden.
 function listen(id) {
   let latest
+  const refresh = async () => {
+    timer = null
+    if (document.hidden) return missed = true
+    missed = false
+    try { await current?.refresh?.(latest) } catch (error) { console.error(error) }
+  }
   source = new EventSource(`/api/run/${encodeURIComponent(id)}/live`)
   source.addEventListener('change', event => {
     const change = latest = JSON.parse(event.data)
     const place = change.life === 'live' ? el('span', { class: 'dim' }, `${change.phase ?? ''}, step ${change.step ?? 0}`) : null
     $('#life').replaceChildren(el('span', { class: 'row' }, pill(change.life), place))
-    timer ??= setTimeout(async () => {
-      timer = null
-      if (document.hidden || !current?.refresh) return
-      try { await current.refresh(latest) } catch (error) { console.error(error) }
-    }, REFRESH_MS)
+    timer ??= setTimeout(refresh, REFRESH_MS)
   })
+  shown = () => { if (missed) refresh() }
   source.onerror = () => $('#life').replaceChildren(el('span', { class: 'pill dead' }, 'no answer from the dashboard'))
 }
 
@@ -76,6 +89,7 @@ function help() {
 }
 
 addEventListener('hashchange', route)
+document.addEventListener('visibilitychange', () => { if (!document.hidden) shown?.() })
 addEventListener('keydown', event => {
   if (/INPUT|SELECT|TEXTAREA/.test(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey || $('#help').open) return
   const { ids } = parse(), names = [...document.querySelectorAll('#tabs a')]

@@ -24,9 +24,9 @@ export function chart(lines, options) {
   const last = lines.map(line => line.mean.filter(value => value != null).at(-1))
   const known = lines.flatMap(line => line.mean).filter(value => value != null)
   const value = el('span', { class: 'value' }, last.map(text).join(' | '))
-  const target = el('div')
+  const target = el('div', { 'aria-hidden': 'true' }) // the figure's name says what it shows
   const spoken = `${title}: now ${last.map(text).join(' and ')}; from ${text(known.reduce((a, b) => Math.min(a, b), Infinity))} to ${text(known.reduce((a, b) => Math.max(a, b), -Infinity))}`
-  const box = el('figure', { class: 'card chart', tabindex: '0', role: 'group', 'aria-label': spoken }, el('figcaption', { title: note }, title, value), target)
+  const box = el('figure', { class: 'card chart', 'data-name': title, tabindex: '0', role: 'group', 'aria-label': spoken }, el('figcaption', { title: note }, title, value), target)
   box.render = () => draw(box, target, value, lines, { ...options, smoothing, group, text, last })
   waiting.observe(box)
   return box

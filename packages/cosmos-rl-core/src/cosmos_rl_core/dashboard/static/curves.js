@@ -1,6 +1,6 @@
 // Metrics by step, of one run or several, with the sentences about the run above them.
 import { chart, legend } from './chart.js'
-import { address, clock, el, empty, fill, number, ofRun, seconds, store } from './dom.js'
+import { address, clock, el, empty, fill, keepFocus, number, ofRun, seconds, store } from './dom.js'
 
 const SECTIONS = [
   ['Learning', name => /^(reward|loss|accuracy|perplexity|return|value|explained)/.test(name)],
@@ -54,7 +54,7 @@ export async function curves(view, ids, state) {
     const held = heldOut()
     if (held.length) parts.splice(1, 0, ['Held-out', held])
     const shown = parts.filter(([, members]) => members.length)
-    charts.replaceChildren(...shown.length ? shown.flatMap(([title, members]) => [el('h2', {}, title), el('div', { class: 'grid' }, members)]) : [empty(filter ? 'No metric has this name.' : 'No step is done yet.')])
+    keepFocus(charts, () => charts.replaceChildren(...shown.length ? shown.flatMap(([title, members]) => [el('h2', {}, title), el('div', { class: 'grid' }, members)]) : [empty(filter ? 'No metric has this name.' : 'No step is done yet.')]))
   }
 
   function one(name) {
@@ -73,5 +73,6 @@ export async function curves(view, ids, state) {
   await load()
   view.replaceChildren(top, el('div', { class: 'row' }, el('label', {}, 'over', chosen), el('label', {}, 'smoothing', weight), search, reset, el('span', { class: 'dim' }, 'drag to zoom, click a step for its rollouts')), charts)
   draw()
-  return { async refresh(change) { if (several || change.steps !== over[0].steps || change.life !== over[0].status.life) { await load(); draw() } } }
+  const seen = () => JSON.stringify(over.map(run => [run.steps, run.status.life, run.evaluations.length]))
+  return { async refresh() { const before = seen(); await load(); if (seen() !== before) draw() } }
 }

@@ -17,6 +17,13 @@ export function el(tag, properties = {}, ...children) {
 // Replaces the children; null and false are left out, as in el().
 export const fill = (element, ...children) => element.replaceChildren(...children.flat(Infinity).filter(child => child != null && child !== false))
 
+// Calls draw(), after which the part of the page that had the keyboard has it again: found by its name among the new ones.
+export function keepFocus(root, draw) {
+  const held = root.contains(document.activeElement) ? document.activeElement.dataset.name : null
+  draw()
+  if (held) [...root.querySelectorAll('[data-name]')].find(element => element.dataset.name === held)?.focus({ preventScroll: true })
+}
+
 export const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim()
 export const series = index => colour(`--c${index % 8 + 1}`)
 

@@ -88,10 +88,10 @@ export async function rollouts(view, [id], state) {
     return el('figure', { class: 'shown' }, file ? el('img', { src: `/api/run/${encodeURIComponent(id)}/media/${file.split('/').map(encodeURIComponent).join('/')}`, loading: 'lazy', alt: label }) : null, el('figcaption', { class: 'dim mono' }, label))
   }
 
-  async function time({ prompt, prompt_media }) {
+  async function time({ prompt, sample }) {
     through.replaceChildren(el('p', { class: 'dim', role: 'status' }, 'reading all steps …'))
     through.scrollIntoView({ block: 'nearest' })
-    const found = (await ofRun(id, 'prompt', { prompt, media: JSON.stringify(prompt_media ?? {}) })).filter(group => group.rollouts.length)
+    const found = (await ofRun(id, 'prompt', { kind, step, sample })).filter(group => group.rollouts.length)
     const mean = group => { const known = group.rollouts.map(r => r.reward).filter(r => r != null); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null }
     const trained = found.filter(group => group.kind === 'step')
     const answers = group => { const counts = new Map(); for (const { response } of group.rollouts) counts.set(response, (counts.get(response) ?? 0) + 1); return [...counts].sort((a, b) => b[1] - a[1]).slice(0, 3) }

@@ -20,12 +20,12 @@ export async function timeline(view, [id]) {
   const whole = () => { start = length = null; return load() }
 
   const colours = new Map()
-  const paint = name => { if (!colours.has(name)) colours.set(name, name.startsWith('wait for') ? colour('--dim') + '70' : series(colours.size)); return colours.get(name) }
+  let works = 0 // waits are grey and take no colour of the palette
+  const paint = name => { if (!colours.has(name)) colours.set(name, name.startsWith('wait for') ? colour('--dim') + '70' : series(works++)); return colours.get(name) }
 
   function draw() {
     const known = data.lanes.length
     place.textContent = known ? `${seconds(data.start)} to ${seconds(data.start + data.length)} of ${seconds(data.full)}${data.is_cut ? '; older spans are in timeline.json' : ''}` : ''
-    const previous = colours.size
     const cells = []
     let last = ''
     for (const lane of data.lanes) {

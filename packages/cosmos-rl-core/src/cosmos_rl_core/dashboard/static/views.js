@@ -1,19 +1,17 @@
 // The list of runs, members and waits, weights, media, recipe and logs.
 import { chart, legend } from './chart.js'
-import { address, bytes, clock, el, empty, get, median, number, ofRun, pill, player, seconds, spark, store, table } from './dom.js'
+import { address, bytes, clock, el, empty, get, keepFocus, median, number, ofRun, pill, player, seconds, spark, store, table } from './dom.js'
 import { level } from './rollouts.js'
 
 export async function runs(view) {
-  const found = await get('runs'), chosen = new Set(store.get('chosen', []).filter(id => found.some(run => run.id === id)))
+  const chosen = new Set(store.get('chosen', []))
   const compare = el('button', { type: 'button', onclick: () => { location.hash = address([...chosen], 'curves') } })
-  const refresh = () => { compare.disabled = chosen.size < 2; compare.textContent = chosen.size < 2 ? 'Choose two runs to compare' : `Compare ${chosen.size} runs` }
-  const pick = run => el('input', { type: 'checkbox', 'aria-label': `Choose ${run.id}`, checked: chosen.has(run.id), onchange: event => { event.target.checked ? chosen.add(run.id) : chosen.delete(run.id); store.set('chosen', [...chosen]); refresh() } })
-  found.sort((a, b) => (b.life === 'live') - (a.life === 'live') || (b.started ?? 0) - (a.started ?? 0))
-  refresh()
+  const count = () => { compare.disabled = chosen.size < 2; compare.textContent = chosen.size < 2 ? 'Choose two runs to compare' : `Compare ${chosen.size} runs` }
+  const pick = run => el('input', { type: 'checkbox', 'data-name': run.id, 'aria-label': `Choose ${run.id}`, checked: chosen.has(run.id), onchange: event => { event.target.checked ? chosen.add(run.id) : chosen.delete(run.id); store.set('chosen', [...chosen]); count() } })
   const steps = run => [`${run.steps}${run.max_steps ? ` / ${run.max_steps}` : ''}`, run.max_steps ? el('progress', { max: run.max_steps, value: Math.min(run.steps, run.max_steps), 'aria-label': `${run.steps} of ${run.max_steps} steps` }) : null]
-  view.replaceChildren(el('h1', {}, 'Runs'), found.length ? el('div', {}, found.length > 1 ? el('p', {}, compare) : null, el('div', { class: 'card' }, table(found, [
+  const list = found => el('div', {}, found.length > 1 ? el('p', {}, compare) : null, el('div', { class: 'card' }, table(found, [
     ...(found.length > 1 ? [['', '', pick]] : []),
-    ['run', '', run => [el('a', { href: address([run.id], 'curves') }, el('b', {}, run.id)), el('div', { class: 'path' }, run.path)]],
+    ['run', '', run => [el('a', { href: address([run.id], 'curves'), 'data-name': `open ${run.id}` }, el('b', {}, run.id)), el('div', { class: 'path' }, run.path)]],
     ['state', '', run => pill(run.life)],
     ['algorithm', 'wide', run => [run.algorithm, el('div', { class: 'dim' }, run.domain.split(':').at(-1))]],
     ['steps', '', steps],
@@ -21,8 +19,16 @@ export async function runs(view) {
     ['over time', 'wide', run => spark(run.spark)],
     ['held-out', 'n', run => run.held_out.length ? run.held_out.map(value => number(value, 3)).join(' → ') : '–'],
     ['time', 'n wide', run => seconds(run.time_s ?? undefined)],
-  ]))) : empty('No run was found in these directories. A run appears here as soon as it has begun.'))
-  return {}
+  ])))
+  async function load() {
+    const found = await get('runs')
+    for (const id of chosen) if (!found.some(run => run.id === id)) chosen.delete(id)
+    found.sort((a, b) => (b.life === 'live') - (a.life === 'live') || (b.started ?? 0) - (a.started ?? 0))
+    count()
+    keepFocus(view, () => view.replaceChildren(el('h1', {}, 'Runs'), found.length ? list(found) : empty('No run was found in these directories. A run appears here as soon as it has begun.')))
+  }
+  await load()
+  return { refresh: load }
 }
 
 const SAMPLES = { pending: 'waiting', leased: 'being generated', ready: 'ready to train', assigned: 'in the step', committed: 'trained', checkpointed: 'in a checkpoint', dropped: 'dropped' }
@@ -41,10 +47,10 @@ export async function members(view, [id]) {
     const at = past.map(row => row.at), states = Object.keys(SAMPLES).filter(name => past.some(row => row.samples[name]))
     const total = new Map()
     past.forEach((row, i) => { const length = i ? row.at - past[i - 1].at : 0; for (const wait of row.waits) { const reason = String(wait).replace(/(?<![\w-])\d+/g, 'N'); total.set(reason, (total.get(reason) ?? 0) + length) } })
-    history.replaceChildren(...past.length > 1 ? [
+    keepFocus(history, () => history.replaceChildren(...past.length > 1 ? [
       el('h2', {}, 'Samples over time', el('small', {}, 'seconds since the start')), el('div', { class: 'grid' }, states.filter(name => !['committed', 'checkpointed'].includes(name)).map(name => chart([{ label: name, x: at, mean: past.map(row => row.samples[name] ?? 0) }], { title: SAMPLES[name], group: 'status' }))),
       el('h2', {}, 'Seconds of waiting by reason'), el('div', { class: 'card' }, total.size ? table([...total].sort((a, b) => b[1] - a[1]).slice(0, 12), [['reason', '', row => row[0]], ['time', 'n', row => seconds(row[1])]]) : el('span', { class: 'dim' }, 'No wait was seen.')),
-    ] : [], el('h2', {}, 'Events'), events.length ? el('div', { class: 'card' }, eventTable(events)) : empty('This run has no events.jsonl.'))
+    ] : [], el('h2', {}, 'Events'), events.length ? el('div', { class: 'card' }, eventTable(events)) : empty('This run has no events.jsonl.')))
   }
   view.replaceChildren(el('h1', {}, 'Members and waits'), box, history)
   await load()
@@ -109,11 +115,24 @@ export async function recipe(view, ids) {
 }
 
 export async function logs(view, [id]) {
-  const body = el('div')
+  const body = el('div'), boxes = new Map()
+  function add(name) {
+    const size = el('span', { class: 'dim' }), pre = el('pre', { class: 'log', tabindex: '0', 'aria-label': name })
+    body.append(el('details', { open: true }, el('summary', {}, el('b', {}, name), size), pre))
+    boxes.set(name, { size, pre })
+    return boxes.get(name)
+  }
+  // A log that is read at its end follows its new lines; one that was scrolled up or closed stays as it is.
   async function load() {
     const found = await ofRun(id, 'logs')
-    body.replaceChildren(...found.length ? found.map(log => el('details', { open: true }, el('summary', {}, el('b', {}, log.name), el('span', { class: 'dim' }, ` ${bytes(log.bytes)}`)), el('pre', { class: 'log', tabindex: '0', 'aria-label': log.name }, log.text || '(empty)'))) : [empty('This run has no logs.')])
-    for (const pre of body.querySelectorAll('pre')) pre.scrollTop = pre.scrollHeight
+    if (found.length !== boxes.size) body.querySelector('.empty')?.remove()
+    for (const log of found) {
+      const { size, pre } = boxes.get(log.name) ?? add(log.name), atEnd = pre.scrollTop + pre.clientHeight >= pre.scrollHeight - 4
+      size.textContent = ` ${bytes(log.bytes)}`
+      if (pre.textContent !== (log.text || '(empty)')) pre.textContent = log.text || '(empty)'
+      if (atEnd) pre.scrollTop = pre.scrollHeight
+    }
+    if (!found.length) body.replaceChildren(empty('This run has no logs.'))
   }
   view.replaceChildren(el('h1', {}, 'Logs', el('small', {}, 'the last 64 kB of each')), body)
   await load()
