@@ -137,7 +137,12 @@ def test_rollouts_are_read_filtered_and_followed_through_time(page):
     assert "<b>2</b>" in text  # text of the model is never markup
     token = page.locator("article").first.locator(".token").first
     playwright.expect(token).to_have_text("2")
-    playwright.expect(token).to_have_attribute("title", '"2": probability 0.368, version 1')
+    playwright.expect(token).to_have_attribute("title", re.compile('^"2": probability 0.368, version 1, advantage '))
+    page.get_by_role("combobox", name="Colour of tokens").select_option("advantage")
+    playwright.expect(token).to_have_class(re.compile("[gn]4"))
+    first = page.get_by_role("group", name="2 tokens; arrow keys read them one by one").first
+    first.press("ArrowRight")
+    playwright.expect(page.locator("article").first).to_contain_text("version 1, advantage")
     page.get_by_role("button", name="reward 0.95 to 1: 6 rollouts").click()
     playwright.expect(page.get_by_text("6 of 12 rollouts")).to_be_visible()
     search = page.get_by_role("searchbox", name="Filter by text")
@@ -271,8 +276,8 @@ def test_every_control_has_a_name(page, view, text):
     read(page, f"good/{view}", text)
     unnamed = page.evaluate(
         """[...document.querySelectorAll('button, input, select, canvas, video, img')].filter(element =>
-        !(element.getAttribute('aria-label') || element.textContent.trim() || element.alt || element.closest('[aria-hidden]') ||
-        element.closest('label'))).length"""
+        !(element.getAttribute('aria-label') || element.textContent.trim() || element.alt ||
+        element.closest('[aria-hidden], label'))).length"""
     )
     assert unnamed == 0
 

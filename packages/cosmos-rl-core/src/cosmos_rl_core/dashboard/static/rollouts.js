@@ -1,9 +1,10 @@
 // Rollouts of one step: histogram of rewards, filters, groups, and one prompt through time.
 import { chart } from './chart.js'
-import { address, el, empty, number, ofRun, player } from './dom.js'
+import { address, el, empty, number, ofRun, player, store } from './dom.js'
 
 const SORTS = { file: 'as trained', worst: 'lowest reward', best: 'highest reward', mixed: 'most mixed', longest: 'longest' }
 const KINDS = { step: 'training', eval: 'evaluations' }
+const SHADES = { probability: 'probability', advantage: 'advantage', version: 'version of the weights' }
 const PAGE = 20
 
 export const level = (value, low, high) => value == null || high === low ? '' : (value - low) / (high - low) > .66 ? 'high' : (value - low) / (high - low) < .34 ? 'low' : 'middle'
@@ -16,12 +17,13 @@ export async function rollouts(view, [id], state) {
   let kind = files[state.kind] ? state.kind : kinds.includes('step') ? 'step' : kinds[0]
   let step = nearest(files[kind], state.step == null ? files[kind].at(-1) : Number(state.step))
   const kept = new Map(media.filter(row => row.prompt_media).map(row => [Object.values(row.prompt_media).join(), row.file]))
-  let range = null, text = state.text ?? '', sort = SORTS[state.sort] ? state.sort : 'file', at = 0, data = null, follow = state.step == null
+  let range = null, text = state.text ?? '', sort = SORTS[state.sort] ? state.sort : 'file', at = 0, data = null, follow = state.step == null, by = SHADES[store.get('tokens')] ? store.get('tokens') : 'probability'
 
   const slider = el('input', { type: 'range', min: '0', 'aria-label': 'Step', oninput: () => { follow = false; go(files[kind][slider.value]) } })
   const title = el('h1', {}), shown = el('div'), bars = el('div'), through = el('div')
   const choice = el('select', { 'aria-label': 'Kind', onchange: event => { kind = event.target.value; go(files[kind].at(-1)) } }, kinds.map(name => el('option', { value: name, selected: name === kind }, KINDS[name] ?? name)))
   const order = el('select', { 'aria-label': 'Order', onchange: event => { sort = event.target.value; at = 0; load() } }, Object.entries(SORTS).map(([value, name]) => el('option', { value, selected: value === sort }, name)))
+  const shading = el('select', { 'aria-label': 'Colour of tokens', onchange: event => { by = event.target.value; store.set('tokens', by); draw() } }, Object.entries(SHADES).map(([value, name]) => el('option', { value, selected: value === by }, name)))
   const search = el('input', { type: 'search', placeholder: 'Text or regular expression', 'aria-label': 'Filter by text', value: text, onchange: event => { text = event.target.value; at = 0; load() } })
   const move = by => { const steps = files[kind]; follow = false; go(steps[Math.max(0, Math.min(steps.length - 1, steps.indexOf(step) + by))]) }
   const go = to => { step = to; at = 0; range = null; history.replaceState(null, '', address([id], 'rollouts', { kind, step, sort, text })); load() }
@@ -77,7 +79,7 @@ export async function rollouts(view, [id], state) {
       el('div', {}, el('span', { class: `reward ${level(rollout.reward, h.low, h.high)}` }, number(rollout.reward, 3)), count > 1 ? el('b', {}, ` ×${count}`) : null,
         el('div', { class: 'dim' }, `advantage ${number(rollout.advantage, 3)}`, el('br'), `${rollout.num_terms} terms${versions ? `, version ${versions}` : ''}`),
         rollout.finish_reason && rollout.finish_reason !== 'stop' ? el('div', { class: 'warn' }, rollout.finish_reason === 'length' ? 'cut off' : rollout.finish_reason) : null),
-      el('div', {}, rollout.terms ? terms(rollout.terms) : el('div', { class: 'text' }, rollout.response || blank(data.groups)), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
+      el('div', {}, rollout.terms ? tokens(rollout.terms, rollout.advantage, by) : el('div', { class: 'text' }, rollout.response || blank(data.groups)), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
   }
 
   // Pictures and videos of the prompt: from the gallery where it has them, and their names.
@@ -105,7 +107,7 @@ export async function rollouts(view, [id], state) {
     through.firstElementChild.scrollIntoView({ block: 'start' })
   }
 
-  view.replaceChildren(title, el('div', { class: 'row' }, choice, el('button', { type: 'button', onclick: () => move(-1), 'aria-label': 'Previous step' }, '←'), slider, el('button', { type: 'button', onclick: () => move(1), 'aria-label': 'Next step' }, '→'), el('label', {}, 'order', order), search), bars, through, shown)
+  view.replaceChildren(title, el('div', { class: 'row' }, choice, el('button', { type: 'button', onclick: () => move(-1), 'aria-label': 'Previous step' }, '←'), slider, el('button', { type: 'button', onclick: () => move(1), 'aria-label': 'Next step' }, '→'), el('label', {}, 'order', order), el('label', {}, 'tokens by', shading), search), bars, through, shown)
   await load()
   return {
     keys: { j: () => move(1), k: () => move(-1) },
@@ -125,11 +127,24 @@ const blank = groups => groups.some(group => group.rollouts.some(rollout => roll
 
 const nearest = (steps, wanted) => steps.reduce((best, step) => Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best, steps[0])
 
-// Tokens of a rollout, shaded by how improbable each one was.
-function terms({ texts, logprobs, versions }) {
-  return el('div', { class: 'text' }, texts.map((text, i) => {
+// Tokens of a rollout in one of SHADES. An advantage is written where terms of a rollout differ in it, a mask where some are
+// not trained on.
+function tokens({ texts, logprobs, versions, advantages, mask }, advantage, by) {
+  const of = i => advantages ? advantages[i] : advantage, most = Math.max(1e-9, ...texts.map((_, i) => Math.abs(of(i) ?? 0)))
+  const shade = i => {
     const probability = logprobs[i] == null ? 1 : Math.exp(logprobs[i])
-    const shade = probability > .9 ? 0 : probability > .6 ? 1 : probability > .3 ? 2 : probability > .1 ? 3 : 4
-    return el('span', { class: `token p${shade}`, title: `${JSON.stringify(text)}: probability ${logprobs[i] == null ? 'unknown' : number(probability, 3)}, version ${versions[i]}` }, text)
-  }))
+    if (by === 'probability') return `p${[.9, .6, .3, .1].filter(limit => probability <= limit).length}`
+    if (by === 'version') return `v${(versions[i] - Math.min(...versions)) % 2}`
+    return of(i) == null ? 'p0' : `${of(i) < 0 ? 'n' : 'g'}${Math.round(4 * Math.abs(of(i)) / most)}`
+  }
+  const about = i => [`${JSON.stringify(texts[i])}: probability ${logprobs[i] == null ? 'unknown' : number(Math.exp(logprobs[i]), 3)}`, `version ${versions[i]}`, of(i) == null ? null : `advantage ${number(of(i), 3)}`, mask && !mask[i] ? 'not trained on' : null].filter(Boolean).join(', ')
+  const note = el('div', { class: 'dim', 'aria-live': 'polite' })
+  const spans = texts.map((text, i) => el('span', { class: `token ${shade(i)} ${mask && !mask[i] ? 'masked' : ''}`, title: about(i) }, text))
+  let at = 0
+  const choose = to => { spans[at].classList.remove('chosen'); at = Math.max(0, Math.min(spans.length - 1, to)); spans[at].classList.add('chosen'); note.textContent = about(at) }
+  const box = el('div', { class: 'text', tabindex: '0', role: 'group', 'aria-label': `${texts.length} tokens; arrow keys read them one by one`, onfocus: () => choose(at), onkeydown: event => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key]
+    if (move) { choose(at + move); event.preventDefault() }
+  } }, spans)
+  return [box, note]
 }
