@@ -8,7 +8,7 @@ from torch import nn
 
 from cosmos_rl_core.checkpoint import host
 from cosmos_rl_core.checkpoint.host import copy_to_host, host_buffers, pinned
-from cosmos_rl_core.parallel import device as devices
+from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.parallel.memory import offload
 from cosmos_rl_core.parallel.memory.offload import offload_activations
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
@@ -64,7 +64,7 @@ def test_snapshots_are_copied_on_a_side_stream_and_waited_for_by_one_event(recor
 
 
 def test_memory_that_cannot_be_locked_is_pageable_with_a_line_in_the_log(record, monkeypatch, capsys):
-    devices.log_choice.cache_clear()
+    log_choice.cache_clear()
 
     class Runtime:
         @staticmethod

@@ -1,5 +1,4 @@
 import asyncio
-import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +6,7 @@ import numpy as np
 import pytest
 from transfer_samples import weights_at
 
+from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.wire.frames import HEADER_BYTES
 from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, make_preamble
 from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
@@ -80,12 +80,12 @@ def reached(transport, link, offered, offer):
     return name
 
 
-def test_auto_offers_the_fastest_that_can_be_opened_and_says_so_in_one_line(caplog):
-    with caplog.at_level(logging.INFO):
-        name, outlet = open_outlet("auto", bucket_bytes=10, num_slots=1)
+def test_auto_offers_the_fastest_that_can_be_opened_and_says_so_in_one_line(capsys):
+    log_choice.cache_clear()
+    name, outlet = open_outlet("auto", bucket_bytes=10, num_slots=1)
     outlet.close()
     assert name == preference()[0] == "shm"  # of a machine without InfiniBand
-    assert [record.message for record in caplog.records] == ["weights are offered over shm"]
+    assert capsys.readouterr().err == "weights are offered over shm\n"
 
 
 def test_auto_reads_what_is_offered(ends):
@@ -94,10 +94,10 @@ def test_auto_reads_what_is_offered(ends):
     outlet.close()
 
 
-def test_auto_falls_back_to_the_link_and_says_why(ends, caplog):
-    with caplog.at_level(logging.INFO):
-        assert reached("auto", ends[0], "shm", {"slots": "/proc/1/fd/none", "nonce": "00"}) == "tcp"
-    (line,) = (record.message for record in caplog.records)
+def test_auto_falls_back_to_the_link_and_says_why(ends, capsys):
+    log_choice.cache_clear()
+    assert reached("auto", ends[0], "shm", {"slots": "/proc/1/fd/none", "nonce": "00"}) == "tcp"
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("weights are read over tcp (not over shm: the publisher's memory cannot be opened:")
 
 

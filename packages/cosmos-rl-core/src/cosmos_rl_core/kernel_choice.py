@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,13 @@ _lock = threading.Lock()
 _choices: dict[str, str] = {}
 
 
+@cache
+def log_choice(text: str) -> None:
+    """Write a choice that depends on the hardware, such as "float8: emulated", to rank 0's log, once a process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)  # noqa: T201  a worker's stderr is its log
+
+
 def fastest(name: str, candidates: Mapping[str, Callable[[], object]], *, code: Sequence[str] = ()) -> str:
     """Return the key of the fastest candidate; the first one is the plain implementation.
 
@@ -57,8 +65,8 @@ def fastest(name: str, candidates: Mapping[str, Callable[[], object]], *, code: 
                 kept = choices.get(name, {})
                 if kept.get("kernel") not in candidates or kept.get("code") != digest:
                     choices[name] = {**measure(candidates), "code": digest}
-                    log.info("%s: %s (%s)", name, choices[name]["kernel"], _times(choices[name]["us"]))
                 _choices[name] = choices[name]["kernel"]
+            log_choice(f"{name}: {_choices[name]} ({_times(choices[name]['us'])})")
         return _choices[name]
 
 

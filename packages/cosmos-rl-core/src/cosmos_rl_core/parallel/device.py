@@ -1,4 +1,4 @@
-"""A process's device, transfers to it, a log of what depends on it, and torch's global RNG by one thread at a time.
+"""A process's device, transfers to it, and torch's global RNG by one thread at a time.
 
 Placed inline, policy and engine are built in threads of one process, and initialise their weights from that RNG.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from cosmos_rl_core.kernel_choice import log_choice
 
 
 def own_device() -> torch.device:
@@ -62,13 +62,6 @@ def exact_products() -> Iterator[None]:
             setting.allow_tf32 = value
 
 
-@cache
-def log_choice(text: str) -> None:
-    """Write a choice that depends on the hardware, such as "float8: emulated", to rank 0's log, once a process."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)  # noqa: T201  a worker's stderr is its log
-
-
 T = TypeVar("T")
 _ALIGNED = 16
 """Bytes to a multiple of which each tensor of a transfer starts: any dtype can be viewed there."""
@@ -77,7 +70,7 @@ _ALIGNED = 16
 def to_device(value: T, device: torch.device) -> T:
     """Return `value` with all tensors on `device`: those in mappings, sequences and dataclasses too, shared ones once.
 
-    To a GPU, all host tensors are one copy from pinned memory, which the host does not wait for.
+    To a GPU, all pageable tensors are one copy from pinned memory, which the host does not wait for.
     """
     found: dict[int, Tensor] = {}
     _collect(value, found)
@@ -85,11 +78,26 @@ def to_device(value: T, device: torch.device) -> T:
     if not there:
         return value
     if device.type == "cuda":
-        host = {key: tensor for key, tensor in there.items() if tensor.device.type == "cpu"}
-        moved = _upload(host, device) | {key: tensor.to(device) for key, tensor in there.items() if key not in host}
+        # those of `to_host` are not read here: their copies may still be under way on the stream
+        host = {key: each for key, each in there.items() if each.device.type == "cpu" and not each.is_pinned()}
+        others = {key: each.to(device, non_blocking=True) for key, each in there.items() if key not in host}
+        moved = (_upload(host, device) if host else {}) | others
     else:
         moved = {key: tensor.to(device) for key, tensor in there.items()}
     return _replaced(value, moved)
+
+
+def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors in host memory; copies of a GPU's are pinned, and the host does not wait for them.
+
+    Until the current stream has done its work, only that stream may read these, by `to_device`.
+    """
+    return {name: tensor if tensor.device.type == "cpu" else _download(tensor) for name, tensor in tensors.items()}
+
+
+def _download(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)  # of torch's cache: no lock a microbatch
+    return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def _upload(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:

@@ -17,13 +17,13 @@ spreads the load. Stages of a pipeline hold different tensors.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, GPU_BUCKET_BYTES, RankExchange
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content import passes
@@ -42,9 +42,6 @@ from cosmos_rl_transfer.transports.base import Transport
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-
-log = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -109,7 +106,7 @@ class Publisher:
         self._versions, self._outlet = self._supply.versions, self._supply.outlet
         self._outlet.expose([copy.arena.memory] if copy else [])
         self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
-        log.info("weights: %s", self.path)
+        log_choice(f"weights: {self.path}")
 
     @property
     def path(self) -> str:

@@ -8,20 +8,19 @@ Transports are plug-ins of the group `cosmos_rl.transports`, imported when selec
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.processes import rdma_devices
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 GROUP = "cosmos_rl.transports"
 AUTO = "auto"
@@ -101,6 +100,6 @@ def _first(kinds: Iterable[Transport], attempt: Callable[[Transport], T], *, ver
         except TransportUnavailable as error:
             reasons.append(f"{kind.name}: {error}")
             continue
-        log.info("weights are %s over %s%s", verb, kind.name, f" (not over {'; '.join(reasons)})" if reasons else "")
+        log_choice(f"weights are {verb} over {kind.name}" + (f" (not over {'; '.join(reasons)})" if reasons else ""))
         return kind.name, end
     raise TransportUnavailable("; ".join(reasons))

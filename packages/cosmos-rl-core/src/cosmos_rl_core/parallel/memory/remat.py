@@ -25,8 +25,8 @@ from torch.utils.checkpoint import (
 )
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.parallel.config import MemorySection
-from cosmos_rl_core.parallel.device import log_choice
 from cosmos_rl_core.parallel.memory.offload import offload_activations
 
 _KEPT = frozenset(
