@@ -67,6 +67,7 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
         found.append(Held(name="weights that sample the rollouts", bytes=copy, host=offloaded, away=True))
         found.append(Held(name="trained weights, set aside", bytes=rank.gradients, at=(OTHERS,), host=offloaded))
         found.append(Held(name="a forward pass", bytes=rank.gathered + rank.backward, at=(OTHERS,)))
+    found += parts.velocities(separate=bool(config.algorithm.kl_coef))
     found.append(Held(name="captions and latents", bytes=parts.inputs(config.policy.microbatch_terms), at=(STEP,)))
     if _reads_clips(config):
         found += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
@@ -172,6 +173,20 @@ class _Parts:
         """Bytes of the inputs of a pass over terms of different captions."""
         captions = terms * self.text_length * self.family.text_width * (BYTES["float32"] + BYTES[self.model.dtype])
         return captions + _INPUTS * BYTES["float32"] * terms * math.prod(self.latents)
+
+    def velocities(self, *, separate: bool) -> Iterator[Held]:
+        """Outputs of the old weights and, with `separate`, of the reference for all terms of a step."""
+        config, sampling = self.config, self.config.policy_sampling
+        if sampling is None:
+            return
+        share = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+        share = share.num_shares * config.policy.replicas
+        terms = -(-config.policy.prompts_per_step * config.rollout.group_size * sampling.max_terms // share)
+        size = BYTES["float32"] * terms * math.prod(self.latents)
+        if separate:
+            yield Held(name="outputs of the reference", bytes=size, host=True)
+        if not sampling.trains_steps:
+            yield Held(name="velocities of the old weights", bytes=size, host=True)
 
     def building(self, size: int, *, sharded: bool) -> Iterator[Held]:
         """A network with random weights, made whole in float32, then cast to `size` bytes an element and sharded.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.checkpoint.contents import AVERAGE
 from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
-from cosmos_rl_core.parallel.device import to_device
+from cosmos_rl_core.parallel.device import to_device, to_host
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_wfm.ema import Follower, FollowerReference
@@ -47,7 +47,7 @@ class FlowPolicy(PolicyBase[nn.Module]):
     - `clean`, `noise` [T, C, f, h, w], and for real data the loss's `weights` [T].
 
     `PolicyOutputs.tensors`: for the first kind `whitened` [T, D] and `dt` [T]; for the second `times` [T] and `clean`,
-    `states`, `velocity` and, with old weights, `old_velocity`, all [T, C, f, h, w].
+    `states`, `velocity` and, with old weights, `old_velocity`, all [T, C, f, h, w]; without gradients `velocity` alone.
     """
 
     def __init__(
@@ -153,6 +153,8 @@ class FlowPolicy(PolicyBase[nn.Module]):
         loss = flow_matching_loss(velocity, clean=clean, noise=noise)
         if "weights" in inputs:
             return PolicyOutputs(logprobs=-inputs["weights"] * loss)
+        if not torch.is_grad_enabled():  # of a reference or the old weights: the others are the policy's own
+            return PolicyOutputs(logprobs=-loss, tensors={"velocity": velocity})
         tensors = {"clean": clean, "states": states, "times": times, "velocity": velocity}
         if "old_velocity" in inputs:
             tensors["old_velocity"] = inputs["old_velocity"]
@@ -169,10 +171,14 @@ class FlowPolicy(PolicyBase[nn.Module]):
                 if "weights" in microbatch.inputs or "clean" not in microbatch.inputs
                 else replace(
                     microbatch,
-                    inputs={**microbatch.inputs, "old_velocity": self.forward(microbatch).tensors["velocity"]},
+                    inputs={**microbatch.inputs, "old_velocity": self._velocity_in_host_memory(microbatch)},
                 )
                 for microbatch in microbatches
             ]
+
+    def _velocity_in_host_memory(self, microbatch: Microbatch) -> Tensor:
+        """The velocity [T, C, f, h, w] of a pass; on a GPU those of a whole step would take too much of its memory."""
+        return to_host({"velocity": self.forward(microbatch).tensors["velocity"]})["velocity"]
 
     def _velocity(self, condition: Condition) -> Velocity:
         guidance = None if self._sampling is None else self._sampling.guidance

@@ -21,6 +21,7 @@ from torch import Tensor
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Prepares, Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.parallel.device import to_host
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.residence import Residence
 from cosmos_rl_core.train.trainer import Trainer
@@ -195,7 +196,8 @@ class PolicyLearner:
             return microbatch
         with torch.no_grad():
             outputs = self._reference.forward(microbatch)
-        terms = replace(microbatch.terms, ref_logprobs=outputs.logprobs, ref_tensors=outputs.tensors)
+        tensors = to_host(outputs.tensors)  # of every microbatch of the step: on a GPU they would grow with the step
+        terms = replace(microbatch.terms, ref_logprobs=outputs.logprobs, ref_tensors=tensors)
         return replace(microbatch, terms=terms)
 
     @torch.no_grad()
