@@ -10,7 +10,7 @@ import pytest
 import torch
 from transfer_samples import TOKEN, blank, weights_at
 
-from cosmos_rl_core.parallel.device import log_choice
+from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.publish.publisher import Publisher
@@ -36,20 +36,21 @@ def record():
 
 
 class Work:
-    """A send that is done, or a receive."""
+    """A send that is done, or a receive; as NCCL's, it makes the current stream wait, which it notes."""
 
-    def __init__(self, finish=lambda: None):
-        self.finish = finish
+    def __init__(self, streams, finish=lambda: None):
+        self.streams, self.finish = streams, finish
 
     def wait(self, timeout):
+        self.streams.append(torch.cuda.current_stream().name)
         self.finish()
 
 
 class Nccl:
-    """A rank of a group of two that passes tensors of one device on, and notes where they were."""
+    """A rank of a group of two that passes tensors of one device on, and notes where they were and who waits."""
 
-    def __init__(self, rank, wires, devices):
-        self._rank, self._wires, self._devices = rank, wires, devices
+    def __init__(self, rank, wires, devices, streams):
+        self._rank, self._wires, self._devices, self._streams = rank, wires, devices, streams
 
     def rank(self):
         return self._rank
@@ -61,19 +62,19 @@ class Nccl:
         [tensor] = tensors
         self._devices.append(tensor.device)
         self._wires[peer].put(tensor.held.clone())
-        return Work()
+        return Work(self._streams)
 
     def recv(self, tensors, peer, tag):
         [tensor] = tensors
         self._devices.append(tensor.device)
         wire = self._wires[self._rank]
-        return Work(lambda: tensor.held.copy_(wire.get(timeout=10)))
+        return Work(self._streams, lambda: tensor.held.copy_(wire.get(timeout=10)))
 
 
 def group():
-    wires, devices = [queue.Queue(), queue.Queue()], []
-    first, second = (Collective(Nccl(rank, wires, devices), device="cuda:0") for rank in (0, 1))
-    return first, second, devices
+    wires, devices, streams = [queue.Queue(), queue.Queue()], [], []
+    first, second = (Collective(Nccl(rank, wires, devices, streams), device="cuda:0") for rank in (0, 1))
+    return first, second, devices, streams
 
 
 def on_gpu(weights):
@@ -101,13 +102,14 @@ async def moved(trained, live, publishing, reading, *, staging):
 @pytest.mark.parametrize("staging", ["in_place", "shadow"])
 def test_nccl_moves_buckets_without_copies_in_host_memory(record, staging):
     trained, live = on_gpu(weights_at(0)), on_gpu(blank())
-    publishing, reading, devices = group()
+    publishing, reading, devices, streams = group()
     record.clear()
     pulled, buckets = asyncio.run(moved(trained, live, publishing, reading, staging=staging))
     for name, tensor in weights_at(2).items():
         assert torch.equal(live[name].held, tensor), name
     assert not pulled.repaired
     assert set(devices) == {GPU}
+    assert set(streams) == {"side stream"}, "training waits for NCCL"
     for counts in (record.mismatches, record.stray, record.synchronisations, record.uploads):
         assert not counts, record
     assert not [stream for stream in record.streams if "default stream" in stream], record
@@ -120,7 +122,7 @@ def test_nccl_moves_buckets_without_copies_in_host_memory(record, staging):
 
 def test_damage_on_the_way_is_found_on_the_gpu(record):
     trained, live = on_gpu(weights_at(0)), on_gpu(blank())
-    publishing, reading, _ = group()
+    publishing, reading, _, _ = group()
     sends = []
 
     def damaged(tensors, peer, tag, send=publishing._group.send):
@@ -139,7 +141,7 @@ def test_damage_on_the_way_is_found_on_the_gpu(record):
 
 
 def test_weights_in_host_memory_are_refused(record):
-    publishing, _, _ = group()
+    publishing, *_ = group()
     with pytest.raises(TransportUnavailable, match="moves weights of a GPU"):
         Publisher(weights_at(0), token=TOKEN, transport=publishing)
 
@@ -187,6 +189,14 @@ def test_a_subscriber_on_another_host_reads_over_tcp(record, shared, monkeypatch
         assert torch.equal(live[name].held, tensor), name
     assert not record.mismatches, record
     assert not [stream for stream in record.streams if "default stream, weights" in stream], record
+
+
+def test_no_handle_is_exported_for_nobody(record, shared):
+    """torch keeps a block until each of its handles was mapped and dropped."""
+    outlet = CudaIpc().open(bucket_bytes=64, num_slots=2)
+    ends = [CudaIpc().attach(None, offer=dict(outlet.offer), memory=[]) for _ in range(2)]
+    assert len(ends) == 2 and shared == {}
+    outlet.close()
 
 
 def test_memory_that_cannot_be_mapped_is_named(record, shared):
@@ -337,10 +347,12 @@ def test_without_a_gpu_it_is_unavailable(transport):
         transport().open(bucket_bytes=64, num_slots=1)
 
 
-def test_the_path_of_the_weights_is_logged_once(record, shared, caplog):
-    caplog.set_level("INFO", "cosmos_rl_transfer.publish.publisher")
+def test_the_path_of_the_weights_is_logged_once(record, shared, capsys):
+    log_choice.cache_clear()
     trained = on_gpu(weights_at(0))
     for transport in ("shm", CudaIpc(), group()[0]):
         asyncio.run(Publisher(trained, token=TOKEN, bucket_bytes=2048, transport=transport).close())
     asyncio.run(Publisher(weights_at(0), token=TOKEN, bucket_bytes=2048).close())
-    assert caplog.messages == [f"weights: {path}" for path in ("pinned host", "cuda ipc", "collective", "pageable")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("weights: ")]
+    paths = ("pinned host", "cuda ipc", "collective", "pageable")
+    assert [line for line in lines if "slots" not in line] == [f"weights: {path}" for path in paths]

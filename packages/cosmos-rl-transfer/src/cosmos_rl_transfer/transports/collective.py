@@ -119,8 +119,9 @@ class _Pair:
 
         def wait() -> None:
             try:
-                for work in works:
-                    work.wait(timedelta(seconds=link.timeout_s))
+                with self._beside():  # the current stream waits for the work: not the one that trains
+                    for work in works:
+                        work.wait(timedelta(seconds=link.timeout_s))
             except RuntimeError as error:
                 failures.append(error)
             done.set()

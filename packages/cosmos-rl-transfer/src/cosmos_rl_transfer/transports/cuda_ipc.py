@@ -84,16 +84,16 @@ class _Outlet:
     def __init__(self, made: GpuSlots) -> None:
         self._blocks, self._nonce = made.blocks, made.nonce
         self.slots: Sequence[Block] = made.slots
-        try:
-            [export(block) for block in self._blocks[:1]]
+        try:  # for the first subscriber: a handle that nobody maps would keep its block for ever
+            self._ready = [export(block) for block in self._blocks]
         except RuntimeError as error:
             raise TransportUnavailable(f"GPU memory cannot be exported: {error}") from error
 
     @property
     def offer(self) -> Mapping[str, str]:
         """Handles for one subscriber."""
-        handles = msgspec.json.encode([export(block) for block in self._blocks]).decode()
-        return {"gpu_slots": handles, "nonce": self._nonce.hex()}
+        handles, self._ready = self._ready or [export(block) for block in self._blocks], []
+        return {"gpu_slots": msgspec.json.encode(handles).decode(), "nonce": self._nonce.hex()}
 
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: only slots are shared."""
