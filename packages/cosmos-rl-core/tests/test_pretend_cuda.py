@@ -58,6 +58,13 @@ def test_the_device_is_that_of_every_result(record):
         ("synchronisations", lambda gpu: torch.empty(4).copy_(gpu, non_blocking=True)),  # not pinned
         ("uploads", lambda gpu: torch.ones(4).to("cuda")),
         ("uploads", lambda gpu: gpu[torch.tensor([0, 1])]),
+        ("synchronisations", lambda gpu: torch.cuda.synchronize()),
+        ("synchronisations", lambda gpu: torch.cuda.current_stream().synchronize()),
+        ("waits", lambda gpu: torch.cuda.Stream().synchronize()),
+        ("mismatches", lambda gpu: torch.stack([gpu[0], torch.zeros(())])),
+        ("uploads", lambda gpu: gpu[:2].copy_(torch.ones(4).pin_memory()[::2], non_blocking=True)),
+        ("uploads", lambda gpu: torch.ones(4).pin_memory()[::2].to("cuda", non_blocking=True)),
+        ("synchronisations", lambda gpu: torch.ones(8).pin_memory()[::2].copy_(gpu, non_blocking=True)),
         ("stray", lambda gpu: gpu.to("cpu", non_blocking=True)),
     ],
 )
@@ -69,6 +76,26 @@ def test_each_kind_of_event_is_counted_once(record, counter, work):
     work(gpu)
     counts = {name: count.total() for name, count in vars(record).items() if count and name != "streams"}
     assert counts == {counter: 1}, record
+
+
+def test_products_of_groups_in_bfloat16_have_a_kernel_from_hopper_on(record, monkeypatch):
+    rows, weight = torch.zeros(8, 8, device="cuda").bfloat16(), torch.zeros(1, 8, 8, device="cuda").bfloat16()
+    ends = torch.full((1,), 8, device="cuda", dtype=torch.int32)
+    F.grouped_mm(rows, weight, offs=ends)
+    assert not record.synchronisations, record
+    F.grouped_mm(rows.float(), weight.float(), offs=ends)
+    assert record.synchronisations.total() == 1, record
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    F.grouped_mm(rows, weight, offs=ends)
+    assert record.synchronisations.total() == 2, record
+
+
+def test_memory_of_another_dtype_or_order_is_copied_without_waiting(record):
+    """CUDA converts what is not blocking on the GPU."""
+    gpu = torch.zeros(3, 4, device="cuda", dtype=torch.bfloat16)
+    gpu.copy_(torch.ones(3, 4).pin_memory(), non_blocking=True)
+    torch.ones(4, 3).pin_memory().t().to("cuda", non_blocking=True)
+    assert not record.uploads, record
 
 
 def test_pinned_memory_is_copied_without_waiting(record):
@@ -95,6 +122,7 @@ def test_pinned_memory_is_copied_without_waiting(record):
         (torch.float32, 2, False, 64, True),
         (torch.float32, 4, True, 64, False),  # memory-efficient
         (torch.bfloat16, 2, False, 320, True),
+        (torch.float64, 4, False, 64, True),
     ],
 )
 def test_attention_without_a_fused_kernel_is_counted(record, dtype, heads, masked, dim, falls):

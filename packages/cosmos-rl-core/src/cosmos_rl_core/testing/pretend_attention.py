@@ -27,10 +27,10 @@ def check_fused(
     """Count a call of scaled_dot_product_attention with these arguments if CUDA has no fused kernel for it.
 
     Flash attention takes half precision, head dims up to 256 and no mask; the memory-efficient kernel takes masks and
-    float32, but no grouped heads (`sdp_utils.cpp` of torch 2.13).
+    float32, but no grouped heads (`sdp_utils.cpp` of torch 2.13). None takes float64.
     """
-    flash = attn_mask is None and query.dtype != torch.float32 and query.shape[-1] <= 256
-    efficient = not enable_gqa or key.shape[1] == query.shape[1]
+    flash = attn_mask is None and query.dtype in _HALF and query.shape[-1] <= 256
+    efficient = query.dtype != torch.float64 and (not enable_gqa or key.shape[1] == query.shape[1])
     if isinstance(query, PretendTensor) and not flash and not efficient:
         shape = f"{list(query.shape)} {query.dtype}".replace("torch.", "")
         record.count(record.math_attention, f"{'masked' if attn_mask is not None else 'causal'} {shape}, grouped")

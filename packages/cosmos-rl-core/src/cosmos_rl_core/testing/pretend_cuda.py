@@ -9,9 +9,10 @@ Everything inside, in threads started inside too, sees one GPU: `torch.cuda.is_a
 and the current device are recorded per thread. Each event is counted by the line of our code that causes it:
 
     mismatches        operations that mix cuda:0 with CPU tensors; they raise on CUDA
-    waits             waits for one event
-    synchronisations  copies to the host, data-dependent shapes, .item(): the host waits for the GPU
-    uploads           copies from pageable host memory: the host waits for the copy
+    waits             waits for one event or side stream
+    synchronisations  torch.cuda.synchronize, copies to the host, data-dependent shapes, .item(), products of groups
+                      without a kernel: the host waits for the GPU
+    uploads           copies from pageable or strided host memory: the host waits for the copy
     stray             copies to the host in a thread that never called `torch.cuda.set_device`: with several GPUs it
                       would wait for another one's work
     varlen            calls of `varlen_attn`, which has no kernel on CPUs
@@ -100,11 +101,15 @@ class _Calls(TorchFunctionMode):
 class _Stream:
     """A CUDA stream as far as it can be recorded: a name."""
 
-    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "side stream") -> None:
-        self.name, self.device = name, CUDA
+    def __init__(
+        self, record: Record | None = None, device: Any = None, priority: int = 0, *, name: str = "side stream"
+    ) -> None:
+        self.name, self.device, self._record = name, CUDA, record
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for; counted."""
+        if self._record is not None:
+            self._record.count(self._record.waits, "stream")
 
     wait_stream = wait_event = record_event = lambda self, *args: args[0] if args else _Event()
 
@@ -141,7 +146,14 @@ class _Event:
             self._record.count(self._record.waits, "event")
 
 
-_DEFAULT = _Stream(name="default stream")
+class _DefaultStream(_Stream):
+    """The stream of the computation: to wait for it is to wait for the GPU."""
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+
+_DEFAULT = _DefaultStream(name="default stream")
 
 
 class _Device:
@@ -205,9 +217,9 @@ def _patches(record: Record) -> dict[str, Any]:
         "current_stream": lambda device=None: getattr(HERE, "stream_object", _DEFAULT),
         "default_stream": lambda device=None: _DEFAULT,
         "set_device": _set_device,
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda device=None: record.count(record.synchronisations, "synchronize"),
         "device": _Device,
-        "Stream": _Stream,
+        "Stream": functools.partial(_Stream, record),
         "Event": functools.partial(_Event, record),
         "cudart": _Runtime,
         "stream": lambda stream: stream if stream is not None else contextlib.nullcontext(),
@@ -248,6 +260,7 @@ def pretend_cuda() -> Iterator[Record]:
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         matmul = torch.backends.cuda.matmul
         stack.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)
+        stack.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
         torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore: torch.device("cuda") in a build without CUDA
         with _modes(record):
             yield record

@@ -23,7 +23,7 @@ class Record:
     varlen: Counter[str] = field(default_factory=Counter)
     """Calls of `varlen_attn`."""
     waits: Counter[str] = field(default_factory=Counter)
-    """`Event.synchronize`: the host waits for the work before one event, not for the GPU."""
+    """`Event.synchronize`, and that of a side stream: the host waits for the work before it, not for the GPU."""
     streams: Counter[str] = field(default_factory=Counter)
     """Copies between host and GPU by "direction, stream, thread"."""
 

@@ -32,6 +32,8 @@ _INDEXING = {
     _aten._index_put_impl_.default,
 }
 """Operations that accept CPU indices beside CUDA values; they copy them."""
+_JOINING = {_aten.cat.default, _aten.stack.default}
+"""Operations that refuse CPU tensors without dimensions, too."""
 
 
 class PretendTensor(Tensor):
@@ -204,21 +206,28 @@ class Operation:
         elif self.func is _aten._to_copy.default:
             blocking = not self.kwargs.get("non_blocking", False)
             if not self.on_gpu and self.target == "cuda":
-                self.record.upload(blocking=blocking or not is_pinned(self.args[0]))
+                self.record.upload(blocking=blocking or not _is_sent_as_it_is(self.args[0]))
         elif self.in_autograd:
             pass
         elif self.on_gpu and self.func in _INDEXING:
             self._count_index()
-        elif self.on_gpu and self.on_host:
+        elif self.on_gpu and (self.on_host or (self.func in _JOINING and self._joins_devices())):
             record.count(record.mismatches, name)
+        if self.func is _aten._grouped_mm.default and self.on_gpu and not _has_grouped_kernel(self.args[0].dtype):
+            record.count(record.synchronisations, f"{name} in {self.args[0].dtype}")
         if self.on_gpu and self.func in _SYNCHRONISING and self.kwargs.get("output_size") is None:
             record.count(record.synchronisations, name)
 
     def _count_copy(self, target: Tensor, source: Tensor, *, blocking: bool) -> None:
         if isinstance(target, PretendTensor) and not isinstance(source, PretendTensor) and source.dim() > 0:
-            self.record.upload(blocking=blocking or not is_pinned(source))
+            direct = is_pinned(source) and (source.is_contiguous() or source.stride() == target.stride())
+            self.record.upload(blocking=blocking or not direct)
         elif isinstance(source, PretendTensor) and not isinstance(target, PretendTensor):
-            self.record.download(blocking=blocking or not is_pinned(target))
+            direct = is_pinned(target) and (target.is_contiguous() or source.stride() == target.stride())
+            self.record.download(blocking=blocking or not direct)
+
+    def _joins_devices(self) -> bool:
+        return not all(isinstance(tensor, PretendTensor) for tensor in self.args[0])
 
     def _count_index(self) -> None:
         values, indices = self.args[0], [index for index in self.args[1] if index is not None]
@@ -231,6 +240,17 @@ class Operation:
             self.record.count(self.record.synchronisations, "index by a mask")
         if len(self.args) > 2 and not isinstance(self.args[2], PretendTensor) and self.args[2].dim() > 0:
             self.record.count(self.record.mismatches, "CPU values into a CUDA tensor")
+
+
+def _has_grouped_kernel(dtype: torch.dtype) -> bool:
+    """Whether CUDA multiplies groups of rows in one kernel; else the host reads their ends (`GroupedBlas.cpp`)."""
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+def _is_sent_as_it_is(tensor: Tensor) -> bool:
+    """Whether host memory is copied to a new CUDA tensor at once: pinned, without gaps (`Copy.cu`)."""
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # of any order of the dimensions
+    return is_pinned(tensor) and dense
 
 
 class Dispatch(TorchDispatchMode):
