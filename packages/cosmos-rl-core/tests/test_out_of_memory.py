@@ -82,6 +82,38 @@ def test_an_engines_error_keeps_its_cause():
         assert Failure.of(stopped).out_of_memory
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes",
+        "NCCL error ... Cuda failure 2 'out of memory'",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "Free memory on device (3.1/79.2 GiB) on startup is less than desired GPU memory utilization (0.9, 71.3 GiB).",
+    ],
+)
+def test_a_full_device_is_recognised_in_errors_of_other_libraries(text):
+    failure = Failure.of(RuntimeError(text))
+    assert (failure.out_of_memory, failure.user) == (True, True)
+
+
+def test_an_error_while_another_one_is_handled_keeps_it():
+    try:
+        try:
+            full()
+        except RuntimeError:
+            raise ValueError("the engine could not be closed")  # noqa: B904
+    except ValueError as raised:
+        assert Failure.of(raised).out_of_memory
+    try:
+        try:
+            full()
+        except RuntimeError:
+            raise ValueError("a smaller batch") from None
+    except ValueError as raised:
+        assert not Failure.of(raised).out_of_memory
+
+
 def test_an_earlier_error_does_not_name_the_span():
     timeline, late = Timeline("policy-0"), torch.OutOfMemoryError(TEXT)
     with pytest.raises(KeyError), timeline.span("build"):
@@ -123,9 +155,11 @@ def test_the_run_ends_with_part_and_key(tmp_path):
 
 @pytest.fixture
 def counted(monkeypatch):
-    """A plan with sizes, of which recomputation frees the activations."""
+    """A plan with sizes, of which recomputation frees the activations; yields the sizes of GPUs it was asked for."""
+    sizes = []
 
-    def needs(shape, config, domain, **_):
+    def needs(shape, config, domain, *, device_bytes=None, **_):
+        sizes.append(device_bytes)
         kept = 300 if config.policy.memory.activation_checkpointing == "none" else 10
         parts = (Held(name="parameters", bytes=100 << 20), Held(name="activations", bytes=kept << 20, at=(STEP,)))
         return Needs(process="a policy rank", parts=parts)
@@ -137,6 +171,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(Full, "model_shape", lambda self, model, *, data, sampling: Shape())
     rollout = Needs(process="a rollout replica", parts=(Held(name="weights", bytes=7 << 20),))
     monkeypatch.setattr(memory, "rollout_needs", lambda *_, **__: rollout)
+    return sizes
 
 
 @pytest.mark.usefixtures("counted")
@@ -152,3 +187,9 @@ def test_the_advice_has_the_plans_bytes_and_the_cheapest_changes(tmp_path):
 def test_a_rollouts_advice_is_about_the_engine(tmp_path):
     text = memory_advice(load_config(recipe(tmp_path)), role="rollout")
     assert text.startswith("cosmos-rl plan counts 7 MiB for a rollout replica: weights 7 MiB; generate fewer rollouts")
+
+
+def test_the_advice_is_for_the_gpu_of_the_error(tmp_path, counted):
+    reason = "CUDA out of memory. GPU 0 has a total capacity of 79.25 GiB of which 9.81 MiB is free."
+    memory_advice(load_config(recipe(tmp_path)), role="policy", reason=reason)
+    assert set(counted) == {int(79.25 * 2**30)}

@@ -19,7 +19,7 @@ from cosmos_rl_core.launch.plan import Memory, _memory_texts
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of
-from cosmos_rl_core.parallel.held import START, STEP, Held, Needs
+from cosmos_rl_core.parallel.held import START, STEP, UPDATE, Held, Needs
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection, SamplingSection, SyncSection
@@ -227,7 +227,7 @@ def recipe(**policy):
 def test_the_changes_that_are_told_do_fit_and_come_cheapest_first():
     config = recipe()
     needed = estimate_of(shape(), config.policy).device
-    memory = needed * 2 // 3
+    memory = needed * 7 // 10
     changes = changes_that_fit(shape(), config, Plain(), memory=memory)
     assert [written(change) for change in changes] == [
         'policy.memory.activation_checkpointing="selective"',
@@ -446,3 +446,45 @@ def test_what_fits_is_never_said_without_what_is_not_counted(given):
     text = "\n".join(_memory_texts(memory_of(given=given)))
     assert "what is counted fits into" in text and "not counted" in text
     assert "\nfits" not in text
+
+
+def test_entropies_take_a_second_buffer_of_logits():
+    head = 2 * VOCABULARY * H * 4
+    big = {"vocabulary": 10**6, "num_layers": 1}
+    with_entropy, without = (
+        estimate(shape(**big), dims=ParallelDims(), policy=PolicySection(), tokens=1000, with_entropy=each)
+        for each in (True, False)
+    )
+    assert with_entropy.logits == without.logits > head
+    assert with_entropy.backward == max(with_entropy.logits, without.backward)
+
+
+def test_products_in_bfloat16_have_logits_of_their_own():
+    found = of(shape(compute_dtype="bfloat16", vocabulary=10**6))
+    assert found.backward == 4 * 10**6 * H + 3 * 4 * H * 1000 + found.logits // 2  # the head's gradient, hidden states
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        ({}, set()),
+        ({"replicas": 2}, {"gradients of all replicas, in buckets"}),
+        (
+            {"replicas": 2, "minibatches": 2},
+            {"gradients of all replicas, in buckets", "trained weights and moments, to undo a step"},
+        ),
+        ({"precision": {"parameters": "bfloat16"}}, {"a parameter in float32, while it is rounded"}),
+    ],
+)
+def test_an_update_takes_memory_of_its_own(policy, names):
+    config = recipe(**policy)
+    needs = policy_needs(shape(), config, Plain())
+    found = {part.name: part.bytes for part in needs.parts if UPDATE in part.at}
+    assert set(found) == names
+    rank = estimate_of(shape(), config.policy)
+    sizes = {
+        "gradients of all replicas, in buckets": rank.gradients,
+        "trained weights and moments, to undo a step": rank.gradients + rank.optimizer,
+        "a parameter in float32, while it is rounded": 33 * VOCABULARY * H,
+    }
+    assert found == {name: sizes[name] for name in names}

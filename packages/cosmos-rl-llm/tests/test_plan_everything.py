@@ -60,6 +60,21 @@ def test_an_engines_own_dtype_is_that_of_its_weights_and_of_what_it_receives(fol
     assert found.weights.sync is not None and found.weights.sync.received_bytes == 2 * found.weights.parameters
 
 
+@pytest.mark.parametrize(("given", "fits"), [(80 * 2**30, True), (2**20, False)])
+def test_vllm_fills_its_share_of_a_card(folder, given, fits):
+    """A share that the weights alone are larger than does not fit; without the card's size nothing is said."""
+    engine = {"engine": "vllm", "options": {"gpu_memory_utilization": 0.5}}
+    config = load_config(tables(folder) | {"rollout": {"group_size": 2, **engine}})
+    without = plan(config, gpu=True).memory
+    memory = plan(config, memory=given, gpu=True).memory
+    assert without is not None and memory is not None and memory.rollout is not None
+    parts = {part.name: part for part in memory.rollout.parts}
+    assert any("vLLM" in name for name in without.unknown) and not memory.unknown
+    [(name, rest)] = [(name, part) for name, part in parts.items() if "vLLM" in name]
+    filled = (parts["weights"].bytes or 0) + (rest.bytes or 0)
+    assert filled == 0.5 * given if fits else filled > given, name
+
+
 def test_a_gpu_has_a_context_and_communicators(folder):
     config = load_config(tables(folder, dp_shard=2, tp=2))
     plain, on_gpu = (plan(config, gpu=gpu).memory for gpu in (False, True))

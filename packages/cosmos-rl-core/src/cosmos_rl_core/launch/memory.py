@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cosmos_rl_core.assemble import engine_options
@@ -14,7 +15,7 @@ from cosmos_rl_core.optional import CountsMemory, SetsEngineDtype, SpreadsEngine
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.parallel.held import REDUCED, STEP, Held, Needs
+from cosmos_rl_core.parallel.held import REDUCED, STEP, UPDATE, Held, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.load import load_domain
@@ -33,6 +34,8 @@ CONTEXT_BYTES = 600 * 2**20
 COMMUNICATOR_BYTES = 200 * 2**20
 """Buffers of one NCCL communicator within a node and between nodes; an assumption, not measured."""
 CONTEXT, COMMUNICATORS = "CUDA context", "NCCL communicators"
+_ROUNDING = 33
+"""Bytes an element while StochasticAdam updates a parameter in bfloat16: five float32 tensors, then their noise."""
 SMALLEST_MICROBATCH = 512
 """Tokens; smaller microbatches do not use a device efficiently."""
 ITEM_BYTES = {**BYTES, "float16": 2}
@@ -47,11 +50,15 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2]])
 
 
-def estimate_of(shape: ModelShape, policy: PolicySection, *, device_bytes: int | None = None) -> MemoryEstimate:
+def estimate_of(
+    shape: ModelShape, policy: PolicySection, *, device_bytes: int | None = None, with_entropy: bool = True
+) -> MemoryEstimate:
     """Return the memory of the policy replica's fullest rank, with microbatches of maximum size."""
     dims = ParallelDims.of(policy.parallel, world_size=policy.world_size)
     tokens = policy.microbatch_terms * shape.tokens_per_term
-    return estimate(shape, dims=dims, policy=policy, tokens=tokens, device_bytes=device_bytes)
+    return estimate(
+        shape, dims=dims, policy=policy, tokens=tokens, device_bytes=device_bytes, with_entropy=with_entropy
+    )
 
 
 def policy_needs(
@@ -63,7 +70,7 @@ def policy_needs(
         device_bytes: memory of each GPU, if it is known.
         gpu: count CUDA's own memory.
     """
-    rank = estimate_of(shape, config.policy, device_bytes=device_bytes)
+    rank = estimate_of(shape, config.policy, device_bytes=device_bytes, with_entropy=not config.is_sft)
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     memory = config.policy.memory
     offloaded = memory.parameter_offload and dims.world_size > 1
@@ -86,6 +93,7 @@ def policy_needs(
         parts.append(Held(name="reference of the KL term", bytes=size, host=offloaded, away=True))
     if gpu:
         parts += [Held(name=CONTEXT, bytes=CONTEXT_BYTES), *_communicators(dims)]
+    parts += _updating(config, rank, offloaded=offloaded)
     if not config.is_sft:
         parts += _publishing(shape, config, domain, rank, gpu=gpu)
     if counts is not None:
@@ -93,6 +101,21 @@ def policy_needs(
     if config.run.colocate and gpu:
         parts += _between_turns(parts, "rollouts have their turn")
     return Needs(process="a policy rank", parts=tuple(parts))
+
+
+def _updating(config: RunConfig, rank: MemoryEstimate, *, offloaded: bool) -> Iterator[Held]:
+    """Memory of an update: sums over replicas, copies that undo it, temporaries in float32."""
+    policy = config.policy
+    if policy.replicas > 1:
+        yield Held(name="gradients of all replicas, in buckets", bytes=rank.gradients, at=(UPDATE,))
+        if policy.minibatches * policy.epochs > 1:
+            size = rank.gradients + rank.optimizer
+            yield Held(
+                name="trained weights and moments, to undo a step", bytes=size, at=(STEP, UPDATE), host=offloaded
+            )
+    if policy.precision.parameters == "bfloat16" and policy.optimizer.name in ("adam", "adamw"):
+        size = _ROUNDING * rank.largest
+        yield Held(name="a parameter in float32, while it is rounded", bytes=size, at=(UPDATE,), host=offloaded)
 
 
 def _communicators(dims: ParallelDims) -> list[Held]:
@@ -135,8 +158,13 @@ def sent_dtype(config: RunConfig, domain: Domain, *, computed: str) -> str:
     return wanted if ITEM_BYTES[wanted] < ITEM_BYTES[held] else held
 
 
-def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: bool = False) -> Needs | None:
-    """Return the memory needs of a rollout replica; None in supervised fine-tuning, which has none."""
+def rollout_needs(
+    shape: ModelShape, config: RunConfig, domain: Domain, *, device_bytes: int | None = None, gpu: bool = False
+) -> Needs | None:
+    """Return the memory needs of a rollout replica; None in supervised fine-tuning, which has none.
+
+    device_bytes, gpu: as in `policy_needs`.
+    """
     if config.is_sft:
         return None
     numbers = sum(math.prod(spec.shape) for spec in shape.weights) + shape.adapter_parameters
@@ -153,7 +181,8 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
     on_host = config.sync.transport not in BETWEEN_GPUS
     parts.append(Held(name="buckets being received", bytes=2 * bucket_bytes, host=on_host))
     if isinstance(domain, CountsMemory):
-        parts += domain.held_by_rollout(config)
+        weights = parts[0].bytes or 0
+        parts += [_resolved(part, weights, device_bytes) for part in domain.held_by_rollout(config)]
     else:
         parts.append(Held(name="the engine's caches and activations", bytes=None))
     if config.run.colocate and gpu:
@@ -161,6 +190,14 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
     if gpu:
         parts.append(Held(name=CONTEXT, bytes=CONTEXT_BYTES))
     return Needs(process="a rollout replica", parts=tuple(parts))
+
+
+def _resolved(part: Held, weights: int, device_bytes: int | None) -> Held:
+    """Count a part that fills a share of the device beside the weights; it does not fit where they alone are more."""
+    if part.share is None or device_bytes is None:
+        return part
+    filled = max(part.share * device_bytes, weights / part.share)
+    return replace(part, bytes=int(filled) - weights)
 
 
 def _between_turns(parts: Sequence[Held], time: str) -> list[Held]:
@@ -276,14 +313,19 @@ def _contains(change: Change, other: Change) -> bool:
     return set(other) <= set(change)
 
 
-def memory_advice(config: RunConfig, *, role: str) -> str:
-    """Return the plan's bytes of a process that ran out of memory, largest part first, and the keys to change."""
+def memory_advice(config: RunConfig, *, role: str, reason: str = "") -> str:
+    """Return the plan's bytes of a process that ran out of memory, largest part first, and the keys to change.
+
+    reason: text of its error, with the GPU's capacity where torch raised it.
+    """
+    capacity = re.search(r"total capacity of (\d+(?:\.\d+)? [GM]iB)", reason)
+    device_bytes = None if capacity is None else parse_bytes(capacity[1].replace(" ", ""))
     domain = load_domain(config.run.domain)
     shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     counted = "cosmos-rl plan does not know the sizes of this model"
     if shape is not None:
         find = policy_needs if role == "policy" else rollout_needs
-        needs = find(shape, config, domain, gpu=True)
+        needs = find(shape, config, domain, device_bytes=device_bytes, gpu=True)
         assert needs is not None, "supervised fine-tuning has no rollouts"
         parts = sorted(
             (part for part in needs.parts if part.bytes and not part.host), key=lambda part: -(part.bytes or 0)
@@ -297,8 +339,8 @@ def memory_advice(config: RunConfig, *, role: str) -> str:
         )
     found: list[Change] = []
     if shape is not None:
-        room = int(WITH_ROOM * policy_needs(shape, config, domain, gpu=True).device)
-        found = changes_that_fit(shape, config, domain, memory=room, gpu=True)
+        room = int(WITH_ROOM * policy_needs(shape, config, domain, device_bytes=device_bytes, gpu=True).device)
+        found = changes_that_fit(shape, config, domain, memory=room, device_bytes=device_bytes, gpu=True)
     changes = [written(change) for change in found] or [
         f"policy.microbatch_terms={config.policy.microbatch_terms // 2}"
     ]

@@ -260,9 +260,9 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     in_turns = config.run.colocate and gpu  # on a CPU nothing is freed
     found = Memory(
-        rank=estimate_of(shape, config.policy, device_bytes=given),
+        rank=estimate_of(shape, config.policy, device_bytes=given, with_entropy=not config.is_sft),
         policy=policy_needs(shape, config, domain, device_bytes=given, gpu=gpu),
-        rollout=rollout_needs(shape, config, domain, gpu=gpu),
+        rollout=rollout_needs(shape, config, domain, device_bytes=given, gpu=gpu),
         shared=config.run.placement == "inline" and not in_turns,
         in_turns=in_turns,
         traffic=traffic(

@@ -140,7 +140,7 @@ def prepared(
         ):
             yield directory, server
     except OutOfMemory as error:
-        raise UserError(f"{error}\n{memory_advice(config, role=error.role)}") from error
+        raise UserError(f"{error}\n{memory_advice(config, role=error.role, reason=str(error))}") from error
     except OSError as error:
         if explained := explain_no_room(error, path):
             raise explained from error

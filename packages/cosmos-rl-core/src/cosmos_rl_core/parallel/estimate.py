@@ -58,6 +58,8 @@ class MemoryEstimate:
     """Gradients of activations, and activations of the one layer that is recomputed."""
     root: int = 0
     """At the end of the backward pass, in place of the five parts before: what FSDP's root takes to be reduced."""
+    largest: int = 0
+    """Elements of the largest trained tensor of the rank. Not part of the sum."""
     block: int = 0
     """Whole parameters of the largest layer, or of the embedding or head: held beside the rank's own part while a model
     over ranks is built. Not part of the sum."""
@@ -94,22 +96,35 @@ def estimate(
     policy: PolicySection,
     tokens: int,
     device_bytes: int | None = None,
+    with_entropy: bool = True,
 ) -> MemoryEstimate:
     """Return the peak memory of the fullest rank in a step whose microbatches have `tokens` tokens.
 
-    device_bytes: memory of the rank's GPU, which sets its `logits_budget`.
+    device_bytes: memory of the rank's GPU, which sets its `logits_budget`. with_entropy: as in a run with rollouts.
     """
-    ranks = ranks_of(shape, dims=dims, policy=policy, tokens=tokens, budget=logits_budget(device_bytes))
+    budget = logits_budget(device_bytes)
+    ranks = ranks_of(shape, dims=dims, policy=policy, tokens=tokens, budget=budget, with_entropy=with_entropy)
     return max((rank.estimate() for rank in ranks), key=lambda found: found.device)
 
 
-def ranks_of(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection, tokens: int, budget: int) -> list[Rank]:
+def ranks_of(
+    shape: ModelShape,
+    *,
+    dims: ParallelDims,
+    policy: PolicySection,
+    tokens: int,
+    budget: int,
+    with_entropy: bool = True,
+) -> list[Rank]:
     """Return a rank of each place of the pipeline.
 
     tokens: of a microbatch. budget: most bytes of logits at a time.
     """
     stages = cut_layers(shape.num_layers, num_stages(policy.parallel))
-    return [Rank(shape, dims, policy, tokens, stages, place=place, budget=budget) for place in range(dims.pp)]
+    return [
+        Rank(shape, dims, policy, tokens, stages, place=place, budget=budget, with_entropy=with_entropy)
+        for place in range(dims.pp)
+    ]
 
 
 class Rank:
@@ -125,9 +140,10 @@ class Rank:
         *,
         place: int,
         budget: int,
+        with_entropy: bool = True,
     ) -> None:
         self.shape, self.dims, self.policy = shape, dims, policy
-        self.place, self.budget = place, budget
+        self.place, self.budget, self.with_entropy = place, budget, with_entropy
         self.stages = [stages[number] for number in range(place, len(stages), dims.pp)]
         self.first, self.last = place == 0, place == dims.pp - 1
         self.tokens = -(-tokens // dims.cp)
@@ -163,6 +179,7 @@ class Rank:
             logits=logits,
             backward=backward,
             root=root,
+            largest=0 if self.shape.adapter_parameters else max(map(self.shard, learning), default=0),
             block=trained_bytes * self._largest_block(),
             host=host,
         )
@@ -271,7 +288,10 @@ class Rank:
         head = ((4 + stream + self.bytes) * hidden + _PLACES_BYTES) * self.tokens
         outputs = -(-self.shape.vocabulary // self.dims.tp)
         logits = min(4 * outputs * self.tokens, self.budget)
-        in_head = 4 * outputs * hidden + 3 * stream * hidden * self.tokens
+        # Beside the logits [chunk, V] in float32: entropies, or the same in the type of the products; then gradients.
+        narrow = logits // 2 if self.bytes < 4 else 0
+        in_head = 4 * outputs * hidden + 3 * stream * hidden * self.tokens + narrow
+        in_head = max(in_head, logits if self.with_entropy else narrow)
         if self.dims.world_size > 1:  # the root's gradients, the head's among them, wait for the end
             in_layer += self.bytes * outputs * hidden
         return round(kept + head), logits, round(max(in_head, in_layer - head - logits))

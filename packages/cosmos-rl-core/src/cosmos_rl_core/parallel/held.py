@@ -14,6 +14,8 @@ STEP = "a step is computed"
 """The time of a policy's forward and backward passes."""
 REDUCED = "gradients of embedding and head are summed"
 """The time at the end of a backward pass over ranks."""
+UPDATE = "the optimizer takes a step"
+"""The time after a backward pass: gradients are summed and applied."""
 NOT_COUNTED = "workspaces of kernels, the allocator's fragmentation"
 """Memory that no estimate includes, as it depends on the device and its libraries."""
 
@@ -25,6 +27,8 @@ class Held:
     name: str
     bytes: int | None
     """None: not known before the run, and so not counted."""
+    share: float | None = None
+    """Share of the device that the process fills with this part and its weights; `bytes` is not known without it."""
     at: tuple[str, ...] = ()
     """Times at which it is held; none: always after `START`."""
     host: bool = False

@@ -41,6 +41,19 @@ _LOST = (
     "Application timeout caused pair closure",  # likewise, in the collectives that follow
 )
 """Texts of torch's errors after the loss of the other rank of a collective."""
+_FULL = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",  # of allocations past torch's allocator: a kernel's, NCCL's, pinned host memory
+    "cudaErrorMemoryAllocation",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Failed to CUDA calloc",  # NCCL's buffers
+    "Failed to CUDA host alloc",
+    "Cuda failure 2 'out of memory'",
+    "is less than desired GPU memory utilization",  # vLLM's start
+    "No available memory for the cache blocks",
+)
+"""Texts of errors of other classes for a device, or pinned host memory, that is full."""
 _PARTS = {
     "build": "building the model",
     "collate": "collating a batch",
@@ -115,12 +128,12 @@ class Failure:
 
 
 def _out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Return torch's error for a device without free memory, among an error and its causes."""
+    """Return the error for a device without free memory, among an error, its causes and what it was raised after."""
     torch = sys.modules.get("torch")  # a worker that has not imported it has used no device
     while torch is not None and error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _FULL):
             return error
-        error = error.__cause__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 
