@@ -209,7 +209,8 @@ class Head:
         if not rows:
             return self
         penalty = torch.zeros(len(self.weight), dtype=self.weight.dtype, device=self.weight.device)
-        penalty[rows] = NEVER
+        for row in rows:  # few; a list of indices would be copied to the GPU, which the host waits for
+            penalty[row] = NEVER
         return replace(self, bias=penalty if self.bias is None else self.bias + penalty)
 
     def cast(self, dtype: torch.dtype | None) -> Head:

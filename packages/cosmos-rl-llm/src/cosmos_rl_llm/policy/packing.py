@@ -25,8 +25,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import to_device
-from cosmos_rl_llm.policy.attention import Scoring, two_way_attention
-from cosmos_rl_llm.policy.kernels import Ragged, attend, attend_ragged
+from cosmos_rl_llm.model.tower import read_grids_on_host
+from cosmos_rl_llm.policy.attention import Scoring
+from cosmos_rl_llm.policy.kernels import Ragged, attend, attend_ragged, attend_two_way
 
 ATTENTION = "cosmos_rl"
 """Name under which `install_attention` registers `layout_attention` with transformers."""
@@ -96,6 +97,7 @@ def install_attention(model: PreTrainedModel, *, traced: bool = True) -> None:
     AttentionInterface.register(name, layout_attention if traced else torch.compiler.disable(layout_attention))
     config = model.config.get_text_config()
     whole = config is model.config
+    read_grids_on_host(model)
     model.set_attn_implementation(name if whole else {"text_config": name, "vision_config": "sdpa"})
     if config._attn_implementation != name:
         raise UserError(
@@ -133,7 +135,7 @@ class Span:
             x.index_select(0, rows).transpose(0, 1).unsqueeze(0)
             for x, rows in ((query, self.queries), (key, self.keys), (value, self.keys))
         )
-        return two_way_attention(q, k, v, scoring)[0].transpose(0, 1)
+        return attend_two_way(q, k, v, scoring)[0].transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

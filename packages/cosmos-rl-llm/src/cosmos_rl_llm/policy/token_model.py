@@ -34,6 +34,7 @@ from cosmos_rl_core.types import PolicyOutputs
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items
 from cosmos_rl_llm.model.causal_lm import Head, decoder_layers, language_model
+from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
@@ -170,7 +171,9 @@ class TermModel(nn.Module):
             check_replay(self.causal_lm)
         row = self._unpacked_row(inputs) if self.unpacked else self._packed_row(inputs)
         row = replace(row, teacher=teacher or {})
-        return to_device(row if self._context is None else _cut(row, self._context), self.device)
+        row = row if self._context is None else _cut(row, self._context)
+        media = None if row.media is None else media_to_device(row.media, self.device)
+        return replace(to_device(replace(row, media=None), self.device), media=media)
 
     def _packed_row(self, inputs: Mapping[str, Tensor]) -> Row:
         if self.vision is not None and (self.mesh is not None or self._needs_tower):

@@ -28,6 +28,7 @@ from cosmos_rl_llm.engines.torch.exact import use_steady_activations, use_steady
 from cosmos_rl_llm.engines.torch.sampling import Sampler, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
 from cosmos_rl_llm.policy.routing import RouteRecorder
 
@@ -250,9 +251,10 @@ class RunningBatch:
             torch.from_numpy(np.pad(tokens, (0, spare)).astype(np.int64))[None],
             torch.from_numpy(positions_of(views, sizes))[..., None, :],
             PackedLayout.of(sizes, padding=False, shown=shown),
-            self._vision.inputs(items) if items and self._vision is not None else {},
         )
-        tokens, positions, layout, media = to_device(given, self._model.device)
+        tokens, positions, layout = to_device(given, self._model.device)
+        media = self._vision.inputs(items) if items and self._vision is not None else {}
+        media = media_to_device(media, self._model.device)
         return self._forward(tokens, positions, layout, media)
 
     def _sent(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
