@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel import device as devices
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
@@ -32,7 +33,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 @pytest.fixture(autouse=True)
 def fresh_log():
-    devices.log_choice.cache_clear()
+    log_choice.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,14 @@ def test_a_model_on_the_cpu_that_trains_on_a_gpu_is_not_emulated(monkeypatch, ca
         float8.use_float8(network, "tensorwise", device=GPU)
     assert network[0].config.emulate is not has
     assert capsys.readouterr().err == f"float8: {text} (tensorwise, cuda)\n"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_float8_that_is_not_compiled_has_a_remark(monkeypatch, capsys):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(float8, "has_float8", lambda device: True)
+    float8.use_float8(nn.Sequential(nn.Linear(16, 16)), "rowwise", device=GPU, compiled=False)
+    assert capsys.readouterr().err.endswith("scaled in passes of its own: compile = true\n")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +93,7 @@ def test_a_replica_that_shards_layers_is_not_compiled_unless_the_recipe_says_so(
 
 def test_other_ranks_do_not_repeat_the_log(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
-    devices.log_choice("attention: flash")
+    log_choice("attention: flash")
     assert capsys.readouterr().err == ""
 
 
@@ -235,9 +244,9 @@ def test_float32_products_use_tf32_unless_the_recipe_says_no(capsys, tf32, text)
     context = WorkerContext(name="", token=b"", timeline=Timeline(""), threads=None, shares_process=True)
     keys = dict.fromkeys(("domain", "compute", "run_dir", "shares_run_dir", "last_step"))
     with pretend_cuda():
-        torch.backends.cuda.matmul.allow_tf32 = not tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not tf32
         Assignment(context=context, config=Config(), resume_from="", kept=(), **keys).prepare_torch()
-        assert torch.backends.cuda.matmul.allow_tf32 is tf32
+        assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
     assert capsys.readouterr().err == f"float32 matrix products: {text}\n"
 
 

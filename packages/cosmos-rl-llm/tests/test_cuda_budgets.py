@@ -9,10 +9,12 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.parallel.axes import expert
 from cosmos_rl_core.parallel.axes.expert import grouped_linear
-from cosmos_rl_core.parallel.config import ParallelSection
-from cosmos_rl_core.parallel.device import log_choice, to_device
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
@@ -60,7 +62,8 @@ def test_a_microbatch_waits_for_nothing(kind):
         policy.forward(one_microbatch())
         record.clear()
         gradients = trained(policy, one_microbatch())
-    assert not record.synchronisations, record
+    waits = [place for place in record.synchronisations if "_grouped_mm in torch.float32" not in place]
+    assert not waits, record  # products of experts have a kernel in bfloat16 alone
     assert not record.uploads, record
     assert not record.mismatches, record
     assert record.streams == {"to the GPU, default stream, MainThread": 2}
@@ -88,6 +91,37 @@ def test_mixed_precision_computes_in_bfloat16(kind, monkeypatch):
     for mine, right in zip(gradients, wanted, strict=True):
         assert mine.dtype == torch.float32
         assert (mine.held - right).norm() <= 0.2 * right.norm() + 1e-3  # experts round on the GPU alone
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "line"),
+    [
+        (torch.bfloat16, (9, 0), ""),
+        (
+            torch.float32,
+            (9, 0),
+            "experts: a product for each, the host waits for the GPU (float32, compute capability 9.0)",
+        ),
+        (
+            torch.bfloat16,
+            (8, 0),
+            "experts: a product for each, the host waits for the GPU (bfloat16, compute capability 8.0)",
+        ),
+    ],
+)
+def test_products_of_experts_that_wait_are_logged(dtype, capability, line, monkeypatch, capfd):
+    log_choice.cache_clear()
+    rows, weight, ends = torch.randn(6, 8), torch.randn(2, 8, 16), torch.tensor([2, 6], dtype=torch.int32)
+    with pretend_cuda() as record:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        given = rows.to("cuda", dtype), weight.to("cuda", dtype), ends.to("cuda")
+        record.clear()
+        for _ in range(2):
+            grouped_linear(*given)
+        assert record.synchronisations.total() == (2 if line else 0), record
+    assert [each for each in capfd.readouterr().err.splitlines() if each.startswith("experts")] == (
+        [line] if line else []
+    )
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(4, 16)])
@@ -169,10 +203,12 @@ def test_a_decode_step_waits_once(sampling, budget):
 
 def test_the_slow_engine_of_a_gpu_is_named_once(capfd):
     log_choice.cache_clear()
-    for device, installed in (("cpu", True), ("cuda", False), ("cuda", True), ("cuda", True)):
+    for device, installed in (("cpu", True), ("cuda", True), ("cuda", True), ("cuda", False)):
         _recommend_vllm(device, installed=installed)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("engine: torch") and 'rollout.engine = "vllm"' in line
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for line, how in zip(lines, ("which is installed here", "pip install 'cosmos-rl-llm[vllm]'"), strict=True):
+        assert line.startswith("engine: torch") and f'{how}: rollout.engine = "vllm"' in line
 
 
 @pytest.mark.parametrize(("gib", "mib"), [(None, 256), (8, 256), (24, 384), (80, 1280), (141, 2048), (192, 2048)])
@@ -209,6 +245,24 @@ def test_a_policy_that_compilation_is_unproven_for_is_not_compiled(monkeypatch, 
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("compile:")]
     assert lines == ["compile: each block" if reason is None else f"compile: off ({reason})"]
     assert bool(compiled) is (reason is None)
+
+
+def test_experts_in_float32_are_not_compiled_on_a_gpu():
+    setup = ModelSetup(memory=MemorySection(compile=True))
+    with (
+        pretend_cuda(),
+        pytest.raises(UserError, match=r'experts in float32 .* dtype = "bfloat16", or compile = false'),
+    ):
+        parallelize(TermModel(small("qwen3_moe").to("cuda")), setup)
+
+
+def test_the_load_of_experts_is_read_at_once():
+    with pretend_cuda() as record:
+        policy = CausalLMPolicy(small("qwen3_moe").to("cuda"), compute_dtype=torch.bfloat16)
+        trained(policy, one_microbatch())
+        record.clear()
+        assert policy.metrics()["expert_load_max"] >= 1
+        assert record.synchronisations.total() == 1, record
 
 
 def test_a_family_is_checked_without_tf32(monkeypatch):

@@ -359,3 +359,28 @@ def test_the_choice_is_logged_once_for_a_gpu(monkeypatch, capfd):
         kernels.log_kernels(small("gemma2"), device=torch.device(device), dtype=torch.bfloat16)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("attention: plain, window 6") and "install flash-attn, or Triton" in line
+
+
+def test_flex_attention_is_compiled_for_every_scoring_and_not_for_every_length(monkeypatch):
+    """Past torch's limit of eight versions it would run uncompiled, with its scores in memory."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    kernels._flex_attention.cache_clear()
+
+    def run(lengths):
+        for dtype in (torch.float32, torch.bfloat16):
+            for window in (None, 32, 64, 96):
+                for softcap in (None, 20.0, 50.0):
+                    scoring = Scoring(scale=0.25, window=window, softcap=softcap)
+                    for length in lengths:
+                        rows = torch.zeros(1, 2, length, 16, dtype=dtype)
+                        kernels.RUN["flex"](rows, rows, rows, kernels._within(scoring, length))
+        return counters["stats"]["unique_graphs"]
+
+    compiled = run((130, 257, 300))
+    assert 8 < compiled <= 24
+    assert run((411, 640, 1000)) == compiled
+    kernels._flex_attention.cache_clear()
+    torch._dynamo.reset()

@@ -241,7 +241,8 @@ class LLMDomain(DomainBase):
         if config.rollout.engine == "vllm":
             chosen = engine_options(VllmEngineOptions, options)
             name = "vLLM's keys, values and activations, within its gpu_memory_utilization"
-            return (Held(name=name, bytes=chosen.cache_bytes),)
+            share = None if chosen.cache_bytes else chosen.gpu_memory_utilization
+            return (Held(name=name, bytes=chosen.cache_bytes, share=share),)
         if config.rollout.engine != "torch":
             return (Held(name="the engine's caches and activations", bytes=None),)
         chosen = engine_options(TorchEngineOptions, options)
@@ -340,10 +341,11 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
 
 def _recommend_vllm(device: str, *, installed: bool) -> None:
     """Log once that "torch" is the slow engine of a GPU."""
-    from cosmos_rl_core.parallel.device import log_choice
+    from cosmos_rl_core.kernel_choice import log_choice
 
-    if device == "cuda" and installed:
-        log_choice('engine: torch, several times slower than vLLM, which is installed here: rollout.engine = "vllm"')
+    if device == "cuda":
+        how = "which is installed here" if installed else "pip install 'cosmos-rl-llm[vllm]'"
+        log_choice(f'engine: torch, several times slower than vLLM, {how}: rollout.engine = "vllm"')
 
 
 def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngineOptions) -> RolloutEngine:

@@ -158,10 +158,12 @@ class Assignment:
         """Set GPU, precision, threads and seed. First call in the compute thread: the current GPU is per thread."""
         import torch
 
-        from cosmos_rl_core.parallel.device import log_choice, use_device
+        from cosmos_rl_core.kernel_choice import log_choice
+        from cosmos_rl_core.parallel.device import use_device
 
         if use_device().type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = self.config.run.tf32
+            torch.backends.cudnn.allow_tf32 = self.config.run.tf32  # convolutions, of autoencoders and pictures
             log_choice(f"float32 matrix products: {'TF32' if self.config.run.tf32 else 'exact'}")
         if self.context.threads is not None:
             torch.set_num_threads(self.context.threads)

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.parallel.device import log_choice
-from cosmos_rl_llm.policy.attention import Scoring, causal_attention
+from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_llm.policy.attention import Scoring, causal_attention, two_way_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -43,6 +43,8 @@ _MAX_HEAD_DIM = 256
 """Of the flash kernels."""
 _ALIGNED = 8
 """Head dims of fused kernels on CUDA are multiples of this; others are padded with zeros."""
+_FLEX_VERSIONS = 64
+"""Compiled versions of flex_attention: by window, soft cap, sinks, dtype, gradients, and whether lengths vary."""
 _TILE = 128
 """Rows and columns of a block of a block mask."""
 
@@ -113,6 +115,17 @@ def attend_ragged(query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, sco
     width = value.shape[-1]
     query, key, value = _same_width(query, key, value)
     return RUN_RAGGED[kernel](query, key, value, ragged, scoring)[..., :width]
+
+
+def attend_two_way(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """`two_way_attention`, on CUDA with repeated key-value heads: no fused kernel takes grouped heads and a mask."""
+    if not query.is_cuda:
+        return two_way_attention(query, key, value, scoring)
+    query, key, value = _cast(query, key, value)
+    group, width = query.shape[1] // key.shape[1], value.shape[-1]
+    key, value = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (key, value))
+    query, key, value = _same_width(query, key, value)
+    return two_way_attention(query, key, value, scoring)[..., :width]
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -295,7 +308,8 @@ def _same_width(*tensors: Tensor) -> list[Tensor]:
 def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    # Past the limit, or with a break in its graph, it would run uncompiled with its scores [heads, L, L]: an error.
+    return torch.compile(flex_attention, fullgraph=True, recompile_limit=_FLEX_VERSIONS)
 
 
 @cache

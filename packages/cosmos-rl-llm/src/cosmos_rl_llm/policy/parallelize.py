@@ -19,6 +19,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -168,6 +169,16 @@ def _spread_vocabulary(embedding: nn.Module, head: nn.Module | None, axis: Tenso
         axis.place(head, "bias", Replicate())
 
 
+def _check_compiled_experts(terms: TermModel) -> None:
+    """Raise UserError for experts in float32 on a GPU: their products wait for the host, which breaks each graph."""
+    dtype = terms.compute_dtype or next(terms.parameters()).dtype
+    if terms.device.type == "cuda" and dtype == torch.float32:
+        raise UserError(
+            "[policy.memory] compile = true: products of experts in float32 cannot be compiled on a GPU; set "
+            '[model] dtype = "bfloat16", or compile = false'
+        )
+
+
 def parallelize(terms: TermModel, setup: ModelSetup) -> None:
     """Shard `terms` in place; with a mesh, every trained parameter is a DTensor afterwards.
 
@@ -176,9 +187,12 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
     """
     mesh = setup.mesh
     head = terms.causal_lm.get_output_embeddings()
-    use_float8(terms, setup.precision.fp8, device=setup.device, skip=[head, *adapter_layers(terms)])
     has_experts = any(is_experts(module) for module in terms.modules())
     compiled = setup.compiles(obstacle="experts" if has_experts else "")
+    if compiled and has_experts:
+        _check_compiled_experts(terms)
+    skipped = [head, *adapter_layers(terms)]
+    use_float8(terms, setup.precision.fp8, device=setup.device, skip=skipped, compiled=compiled)
     if compiled:  # torch.compile calls oneDNN itself
         install_attention(terms.causal_lm, traced=False)
     else:

@@ -108,7 +108,7 @@ class ExpertLoad:
         for layer, count in self._counts.items():
             counts[layer] = count
         self._counts = {}
-        load = (counts if mesh is None else mesh.sum_over_all(counts)).double()
+        load = (counts if mesh is None else mesh.sum_over_all(counts)).cpu().double()  # one wait; the rest is small
         load = load[load.any(dim=1)]  # [layers with experts, E]
         if not len(load):
             return {}

@@ -22,6 +22,8 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from cosmos_rl_core.kernel_choice import log_choice
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
@@ -90,6 +92,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor |
         [R, out] in the type of `weight`, or of autocast on a GPU, whose fast kernel takes bfloat16 alone. An expert
         without rows gets a gradient of zeros, so that every rank has one.
     """
+    if weight.device.type == "cuda":
+        _log_slow_products(weight)
     mixed = weight.device.type == "cuda" and torch.is_autocast_enabled("cuda")
     weight = weight.to(torch.get_autocast_dtype("cuda")) if mixed else weight
     rows, bias = rows.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
@@ -140,6 +144,17 @@ def _has_grouped_mm(weight: Tensor) -> bool:
         return False
     kind = weight.device.type
     return kind == "cpu" or (kind == "cuda" and torch.cuda.get_device_capability(weight.device) >= (8, 0))
+
+
+def _log_slow_products(weight: Tensor) -> None:
+    """Log once that products of experts have no kernel of their own: the host then reads the ends of their rows."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
+    major, minor = torch.cuda.get_device_capability(weight.device)
+    if dtype != torch.bfloat16 or major not in (9, 10):
+        name = str(dtype).removeprefix("torch.")
+        log_choice(
+            f"experts: a product for each, the host waits for the GPU ({name}, compute capability {major}.{minor})"
+        )
 
 
 def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

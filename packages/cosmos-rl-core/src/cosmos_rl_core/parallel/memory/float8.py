@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.device import log_choice
+from cosmos_rl_core.kernel_choice import log_choice
 
 MULTIPLE = 16
 """Divides both dims of a weight: the size of the hardware's tiles."""
@@ -30,12 +30,14 @@ def use_float8(
     *,
     device: torch.device,
     skip: Collection[nn.Module | None] = (),
+    compiled: bool = True,
 ) -> int:
     """Run the linear layers inside `module` in float8, in place, before it is spread over ranks.
 
     Args:
         device: where they will compute; the module may still be on the CPU or on meta.
         skip: layers to leave alone, such as the output head, which the loss is most sensitive to.
+        compiled: whether the module is; the log has a remark otherwise.
 
     Returns:
         The number of converted layers; layers of other sizes are left alone.
@@ -58,7 +60,8 @@ def use_float8(
         )
     chosen = {id(layer) for layer in taken}
     emulate = not has_float8(device)
-    log_choice(f"float8: {'emulated' if emulate else 'hardware'} ({recipe}, {device.type})")
+    slow = "" if emulate or compiled else "; not compiled, each tensor is scaled in passes of its own: compile = true"
+    log_choice(f"float8: {'emulated' if emulate else 'hardware'} ({recipe}, {device.type}){slow}")
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(module, module_filter_fn=lambda layer, _: id(layer) in chosen, config=config)
     return len(taken)

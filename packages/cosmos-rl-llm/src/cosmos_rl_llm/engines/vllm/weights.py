@@ -129,6 +129,7 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self.device)  # the current device is per thread
+            torch.cuda.synchronize(self.device)  # vLLM's last pass is on another thread's stream and reads the weights
         with torch.no_grad(), self.device:
             subscriber.apply()
             landing.settle()
