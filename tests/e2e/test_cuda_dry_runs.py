@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+from collections import Counter
 from importlib import import_module
 
 import pytest
@@ -12,6 +15,8 @@ from cosmos_rl_core.inference import worker
 from cosmos_rl_core.inference.pool import Answer, Row, Task
 from cosmos_rl_core.recipe.load import load_config, load_domain, tables_of
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from cosmos_rl_core.testing.pretend_record import Record
+from cosmos_rl_core.train.trainer import Trainer
 
 pytestmark = pytest.mark.cuda_dry
 
@@ -67,8 +72,37 @@ RUNS = {
 }
 
 
+WAITS: dict[str, int] = {}
+"""Synchronisations and blocking uploads of a microbatch, where it is not 0."""
+
+
+class Waits(list):
+    """Of each `forward_backward` of a trainer: the waits in its own thread, and its number of microbatches."""
+
+    record: Record
+
+
+@pytest.fixture
+def microbatches(monkeypatch):
+    found, forward_backward = Waits(), Trainer.forward_backward
+
+    def counted(trainer, microbatches):
+        before = waits_here(found.record)
+        forward_backward(trainer, microbatches)
+        found.append((waits_here(found.record) - before, len(microbatches)))
+
+    monkeypatch.setattr(Trainer, "forward_backward", counted)
+    return found
+
+
+def waits_here(record):
+    """Synchronisations and blocking uploads of this thread so far, by place."""
+    name, waits = f"({threading.current_thread().name})", record.synchronisations + record.uploads
+    return Counter({place: count for place, count in waits.items() if place.endswith(name)})
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_mixes_no_devices(tmp_path, name, recipe_of):
+def test_a_run_mixes_no_devices(tmp_path, name, recipe_of, microbatches):
     domain, changes = RUNS[name]
     tables = changed(recipe_of(domain, "rl"), changes)
     tables["run"] |= {"placement": "inline", "max_steps": 2, "output_dir": str(tmp_path / "run")}
@@ -76,12 +110,58 @@ def test_a_run_mixes_no_devices(tmp_path, name, recipe_of):
         tables["eval"] = {"data": tables["data"], "limit": 2}
     prepare(domain)
     with pretend_cuda() as record:
+        microbatches.record = record
         result = run(tables)
     assert len(result.metrics) == 2
     assert not record.mismatches, record
     assert not record.math_attention, record
+    assert len(microbatches) >= 2
+    for waits, number in microbatches[1:]:  # the first step makes what is kept
+        assert waits.total() <= WAITS.get(name, 0) * number, waits
+    steps = [place for place in record.uploads if "(denoise)" in place and "/samplers/" in place]
+    assert not steps, record  # of a denoising step
     assert threads_of(record.synchronisations) & ENGINE_THREADS, "the engine was not on the device"
     assert not threads_of(record.stray) & ENGINE_THREADS, record
+
+
+VISION_WAITS = 12
+"""Synchronisations and blocking uploads of a microbatch with pictures, in transformers' code, with any tower."""
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl"])
+def test_a_run_with_pictures_mixes_no_devices(tmp_path, family, microbatches, monkeypatch):
+    monkeypatch.setattr("cosmos_rl_llm.policy.kernels.available", lambda device: {"flash"})  # flex needs a real GPU
+    pytest.importorskip("PIL")
+    from tiny_vision import COLOURS, make, square, write_processing
+
+    prepare("llm")
+    make(family).save_pretrained(tmp_path / "base")
+    write_processing(tmp_path / "base", family)
+    rows = []
+    for number, (name, colour) in enumerate(COLOURS.items()):
+        square(colour, dark_rows=number + 1).save(tmp_path / f"{number}.png")
+        rows.append({"prompt": "what colour ?", "picture": f"{number}.png", "answer": name})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "rows.jsonl"), "image_column": "picture", "media": {"root": str(tmp_path)}}
+    tables = {
+        "run": {"domain": "llm", "max_steps": 2, "placement": "inline", "output_dir": str(tmp_path / "run")},
+        "model": {"path": str(tmp_path / "base"), "dtype": "bfloat16"},
+        "data": data,
+        "algorithm": {"name": "grpo"},
+        "policy": {"prompts_per_step": 2},
+        "rollout": {"group_size": 2, "sampling": {"max_tokens": 3}},
+        "reward": {"functions": [{"name": "exact"}]},
+        "logging": {"sinks": ["jsonl"], "media_every": 0},
+    }
+    with pretend_cuda() as record:
+        microbatches.record = record
+        result = run(tables)
+    assert len(result.metrics) == 2
+    assert not record.mismatches, record
+    assert not record.math_attention, record
+    assert not threads_of(record.stray) & ENGINE_THREADS, record
+    for waits, number in microbatches:
+        assert waits.total() <= VISION_WAITS * number, waits
 
 
 @pytest.mark.parametrize("domain", ["llm", "vla", "wfm"])

@@ -224,3 +224,16 @@ def test_a_replica_renders_on_its_own_gpu(given, device, tmp_path):
 def test_a_missing_gl_library_says_what_to_install_and_to_set(given, message):
     with pytest.raises(UserError, match=rf"{message}.*install libosmesa6.*MUJOCO_GL"):
         choose_gl(dict(given), find=lambda name: None)
+
+
+def test_a_gpu_named_by_its_uuid_renders_its_own_episodes(tmp_path):
+    for bus, minor, uuid in (("0000:17:00.0", 0, "GPU-1a2b"), ("0000:65:00.0", 3, "GPU-77ff-2")):
+        (tmp_path / bus).mkdir()
+        text = f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nDevice Minor: \t {minor}\n"
+        (tmp_path / bus / "information").write_text(text)
+    environment = {"CUDA_VISIBLE_DEVICES": "GPU-77ff"}
+    assert choose_gl(environment, find=lambda name: name, devices=tmp_path, driver=tmp_path) == "egl"
+    assert environment["MUJOCO_EGL_DEVICE_ID"] == "3"
+    unknown = {"CUDA_VISIBLE_DEVICES": "MIG-5"}
+    choose_gl(unknown, find=lambda name: name, devices=tmp_path, driver=tmp_path)
+    assert "MUJOCO_EGL_DEVICE_ID" not in unknown

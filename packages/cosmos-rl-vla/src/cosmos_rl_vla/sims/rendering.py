@@ -11,6 +11,7 @@ import ctypes.util
 import functools
 import importlib
 import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
@@ -35,6 +36,7 @@ def choose_gl(
     *,
     find: Callable[[str], str | None] = ctypes.util.find_library,
     devices: Path = Path("/dev"),
+    driver: Path = Path("/proc/driver/nvidia/gpus"),
 ) -> str:
     """Write MUJOCO_GL into an environment that lacks it, and return it: the library that is installed.
 
@@ -54,9 +56,20 @@ def choose_gl(
         environment["MUJOCO_GL"] = chosen
     if chosen in _LIBRARIES and find(_LIBRARIES[chosen]) is None:
         raise UserError(f"MUJOCO_GL={chosen}, but lib{_LIBRARIES[chosen]} is not on this machine: {_ADVICE}")
-    if chosen == "egl" and gpus and gpus[0].isdecimal():
-        environment.setdefault("MUJOCO_EGL_DEVICE_ID", gpus[0])
+    if chosen == "egl" and gpus and (number := _number_of(gpus[0], driver)):
+        environment.setdefault("MUJOCO_EGL_DEVICE_ID", number)
     return chosen
+
+
+def _number_of(gpu: str, driver: Path) -> str:
+    """The number of a GPU that CUDA_VISIBLE_DEVICES names by number or by the start of its UUID; "" if not found."""
+    if gpu.isdecimal():
+        return gpu
+    for path in driver.glob("*/information"):
+        found = dict(re.findall(r"^(.+?):\s*(.*?)\s*$", path.read_text(), flags=re.MULTILINE))
+        if found.get("GPU UUID", "").startswith(gpu):
+            return found.get("Device Minor", "")
+    return ""
 
 
 def make_context(width: int, height: int) -> Any:

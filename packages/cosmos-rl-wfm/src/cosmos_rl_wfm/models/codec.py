@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import to_device
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLWan, ModelMixin
@@ -86,11 +87,13 @@ class VideoVae:
     def encode(self, clips: Tensor) -> Tensor:
         """Encode to the posterior's mode, which is deterministic, so that latents can be cached."""
         latents = self._vae.encode(_onto(clips, self._vae), return_dict=False)[0].mode().float()
-        return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
+        mean, std = to_device((self._mean, self._std), latents.device)
+        return (latents - mean) / std
 
     def decode(self, latents: Tensor) -> Tensor:
         latents = latents.float()
-        whole = latents * self._std.to(latents.device) + self._mean.to(latents.device)
+        mean, std = to_device((self._mean, self._std), latents.device)
+        whole = latents * std + mean
         return self._vae.decode(_onto(whole, self._vae), return_dict=False)[0].float().to(latents.device)
 
 

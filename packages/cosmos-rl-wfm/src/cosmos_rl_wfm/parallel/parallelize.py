@@ -43,8 +43,9 @@ def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.d
     mesh = setup.mesh
     check_axes(setup.parallel, setup.memory)
     blocks = transformer_blocks(network)
-    use_float8(network, setup.precision.fp8, device=setup.device, skip=_kept_whole(network, blocks))
     compiled = setup.compiles()
+    skipped = _kept_whole(network, blocks)
+    use_float8(network, setup.precision.fp8, device=setup.device, skip=skipped, compiled=compiled)
     if not compiled:  # the compiler does the same
         speed_up(network)
     if mesh is not None and (axis := mesh.axis("cp")) is not None:

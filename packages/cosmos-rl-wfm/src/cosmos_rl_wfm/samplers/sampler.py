@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_wfm.samplers import RuleName
 from cosmos_rl_wfm.samplers.steps import Gaussian, step
 from cosmos_rl_wfm.samplers.window import Steps
@@ -33,7 +34,8 @@ def sample_noise(
     with shared start noise passes one seed for it, and many for its steps.
     """
     noise = [torch.randn(*shape, generator=_generator(seed, stream)) for seed in seeds]
-    return torch.stack(noise).to(device) if noise else torch.empty(0, *shape, device=device)
+    device = torch.device("cpu") if device is None else device
+    return to_device(torch.stack(noise), device) if noise else torch.empty(0, *shape, device=device)
 
 
 def _generator(seed: int, stream: str) -> torch.Generator:
@@ -123,7 +125,7 @@ def sample(velocity: Velocity, noise: Tensor, *, plan: Plan, seeds: Sequence[int
     that is too large for the memory.
     """
     assert len(seeds) == len(noise), "one seed per sample"
-    times = plan.times.to(noise.device)
+    times = to_device(plan.times, noise.device)
     state = noise.float() * times[0]  # a schedule that begins below 1 leaves out its small clean part
     path, logprobs = dict[int, Tensor](), list[Tensor]()
     history: Tensor | None = None

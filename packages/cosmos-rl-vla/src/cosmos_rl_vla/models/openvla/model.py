@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.openvla.config import OpenVLAConfig
 from cosmos_rl_vla.models.openvla.prismatic import Projector, ProprioProjector, VisionBackbone
@@ -230,12 +231,12 @@ class ActionBins:
 
     def encode(self, actions: Tensor) -> Tensor:
         """Actions [...], clipped to [-1, 1] -> ids [...] int64."""
-        bins = torch.bucketize(actions.double().clamp(-1, 1), self._edges.to(actions.device), right=True)
+        bins = torch.bucketize(actions.double().clamp(-1, 1), to_device(self._edges, actions.device), right=True)
         return self.first + self.count - bins
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Ids [...] -> actions [...] float32."""
-        return self._numbers.to(tokens.device)[tokens - self.first]
+        return to_device(self._numbers, tokens.device)[tokens - self.first]
 
     def log_probs(self, logits: Tensor, *, temperature: float) -> Tensor:
         """Logits [..., N] of the action tokens -> log-probabilities among them alone, float32."""

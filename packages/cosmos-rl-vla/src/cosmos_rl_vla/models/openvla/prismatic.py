@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_vla.models.openvla.config import OpenVLAConfig, TowerKind, TowerSize
 
 REGISTERS = 4
@@ -102,7 +103,7 @@ class VisionBackbone(nn.Module):
         """uint8 [B, cameras, height, width, 3] -> [B, cameras * patches, width]."""
         flat, features = images.flatten(0, 1), []
         for tower, size in zip((self.featurizer, self.fused_featurizer), self._sizes, strict=True):
-            mean, std = (torch.tensor(x, device=images.device)[:, None, None] for x in _NORMS[size.kind])
+            mean, std = to_device([torch.tensor(x)[:, None, None] for x in _NORMS[size.kind]], images.device)
             pixels = (stretched(flat, size=size.image_size, crop=self._crop) - mean) / std
             features.append(tower(pixels.to(tower.pos_embed.dtype)))
         return torch.cat(features, dim=-1).unflatten(0, images.shape[:2]).flatten(1, 2)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_vla.models import flow
 from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.flow import Gaussian
@@ -208,7 +209,7 @@ class PiModel(nn.Module):
         elif noise.steps == "last":
             index = torch.full((len(sampled), 1), choices - 1, device=device)
         else:
-            index = torch.tensor([[int(g.integers(choices))] for g in generators], device=device)
+            index = to_device(torch.tensor([[int(g.integers(choices))] for g in generators]), device)
         level = torch.full((len(sampled),), noise.level_at(randomness.version), device=device)
         return Noises(start=first, steps=torch.stack(rest, dim=1), index=index, level=level)
 
@@ -233,7 +234,8 @@ def _pick(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _stacked(rows: list[tuple[np.ndarray, ...]], *, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.stack([np.concatenate(row).astype(np.float32, copy=False) for row in rows])).to(device)
+    stacked = np.stack([np.concatenate(row).astype(np.float32, copy=False) for row in rows])
+    return to_device(torch.from_numpy(stacked), device)
 
 
 def _value_head(config: PiConfig) -> Readout | None:
