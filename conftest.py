@@ -20,6 +20,19 @@ def pytest_configure() -> None:
     ranks.preload("cosmos_rl_llm.policy.policy", "peft", "torch._dynamo")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of the pretend GPU where torch sees a real one, whose kernels and memory it would use."""
+    if item.get_closest_marker("cuda_dry") is not None and real_gpu():
+        pytest.skip("this machine has a GPU: the pretend one is for machines without")
+
+
+def real_gpu() -> bool:
+    """Whether torch is built for GPUs and sees one."""
+    import torch  # not before the options are parsed
+
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the recipes, the longest tests: none of them is left for one worker alone at the end."""
     items.sort(key=lambda item: item.path.name != "test_cookbook.py")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_hour import Hour, Skipped
+from gpu_hour import ROOT, Hour, Skipped
 from gpu_runs import seven, sums, tiny_robot, tiny_world_model
 from gpu_steps import STEPS, perform
 
@@ -92,3 +94,13 @@ def test_the_runner_skips_with_the_reason_where_there_is_no_gpu(tmp_path):
     results = json.loads((tmp_path / "gpu.json").read_text())
     assert [result["outcome"] for result in results] == ["skipped"] * len(STEPS)
     assert "needs 8 GPUs" in results[7]["reason"] or "without CUDA" in results[7]["reason"]
+
+
+@pytest.mark.parametrize(("gpu", "skips"), [(True, True), (False, False)])
+def test_tests_of_the_pretend_gpu_are_skipped_beside_a_real_one(monkeypatch, pytestconfig, gpu, skips):
+    hooks = pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    monkeypatch.setattr(hooks, "real_gpu", lambda: gpu)
+    marked = SimpleNamespace(get_closest_marker=lambda name: name == "cuda_dry" or None)
+    with pytest.raises(pytest.skip.Exception) if skips else nullcontext():
+        hooks.pytest_runtest_setup(marked)
+    hooks.pytest_runtest_setup(SimpleNamespace(get_closest_marker=lambda name: None))

@@ -148,12 +148,11 @@ class Running:
             )
         self.used_mib: list[tuple[float, float]] = []
         """Unix time, and memory in use of the fullest GPU."""
+        self.largest_mib: dict[str, float] = {}
+        """Most memory in use, by GPU."""
+        self.training: set[str] = set()
+        """GPUs that a process of the policy was on."""
         self.processes_of_a_gpu = 0
-
-    @property
-    def largest_mib(self) -> float:
-        """Most memory in use of a GPU."""
-        return max((used for _, used in self.used_mib), default=0.0)
 
     def turns(self) -> list[tuple[float, float, str]]:
         """Start and end, in Unix time, and role of each turn on the GPUs ([run] colocate)."""
@@ -182,14 +181,24 @@ class Running:
         while not condition():
             if self.process.poll() is not None:
                 return condition()
-            if used := used_mib().values():
-                self.used_mib.append((time.time(), max(used)))
-            self.processes_of_a_gpu = max([self.processes_of_a_gpu, *map(len, gpu_processes().values())])
+            self._watch()
             if time.monotonic() > deadline:
                 self.stop()
                 raise AssertionError(f"{self.directory.name} took more than {timeout_s:g} s; it printed {self.end()}")
             time.sleep(0.2)
         return True
+
+    def _watch(self) -> None:
+        """Note the memory and the processes of the GPUs."""
+        now = used_mib()
+        if now:
+            self.used_mib.append((time.time(), max(now.values())))
+        for gpu, used in now.items():
+            self.largest_mib[gpu] = max(used, self.largest_mib.get(gpu, 0.0))
+        processes = gpu_processes()
+        self.processes_of_a_gpu = max([self.processes_of_a_gpu, *map(len, processes.values())])
+        policy = {str(pid) for pid, words in self.workers() if any(word.startswith("policy") for word in words)}
+        self.training |= {gpu for gpu, pids in processes.items() if pids & policy}
 
     def finish(self, *, timeout_s: float) -> list[dict[str, Any]]:
         """Wait for the end and return the metrics. AssertionError if the run failed."""
@@ -261,7 +270,7 @@ def tests(hour: Hour) -> None:
     """
     chosen = "policy or logprobs or torch_engine or supervised or spread or wfm_step or vla_models_pi"
     folders = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("packages/*/tests"))]
-    pytest_passes(hour, "-k", chosen, *folders)
+    pytest_passes(hour, "-m", "not cuda_dry and not slow and not ci", "-k", chosen, *folders)
 
 
 def demo(hour: Hour) -> None:
@@ -298,7 +307,8 @@ def vllm(hour: Hour) -> None:
     is the slow path, which reloads layers through the host.
     """
     files = ["test_vllm_engine.py", "test_vllm_run.py", "test_landing.py", "test_landing_replay.py"]
-    pytest_passes(hour, "-m", "not slow", *(f"packages/cosmos-rl-llm/tests/{name}" for name in files))
+    # the slow ones too: ten switches beside running requests, families, sleep
+    pytest_passes(hour, "-m", "not cuda_dry", *(f"packages/cosmos-rl-llm/tests/{name}" for name in files))
 
 
 def in_turns(hour: Hour) -> None:
@@ -368,7 +378,7 @@ def parallelism(hour: Hour) -> None:
 
 
 def large_run(hour: Hour) -> None:
-    """Expect of GRPO of 7B on 4 + 4 GPUs: a step <= 80 s, a stall for weights <= 1 s, idle rollouts <= 0.3, <= 60 GiB.
+    """Expect of GRPO of 7B on 4 + 4 GPUs: a step <= 80 s, a stall <= 1 s, idle rollouts <= 0.3, <= 60 GiB to train.
 
     Failing: a stall of 6 to 10 s is copies to the host behind training; rollouts idle longer than that wait for weights
     that arrive a step late. More memory than `plan --memory` prints: compare its table with the message of the rank.
@@ -396,7 +406,12 @@ def large_run(hour: Hour) -> None:
         ("policy_idle_fraction", "", ""),
     ):
         hour.measured(metric, statistics.median(step[metric] for step in steps), unit, target)
-    hour.measured("memory of the fullest GPU", running.largest_mib / 1024, "GiB", "<= 72")
+    if not running.training and not hour.rehearsal:
+        hour.note("nvidia-smi names no process of the policy (a container?): all GPUs count as training")
+    counted = running.training or running.largest_mib  # vLLM fills 0.9 of the others
+    used = [running.largest_mib[gpu] for gpu in counted]
+    hour.measured("memory of the fullest GPU that trains", max(used, default=0.0) / 1024, "GiB", "<= 60")
+    hour.measured("memory of the fullest GPU", max(running.largest_mib.values(), default=0.0) / 1024, "GiB")
 
 
 def faults(hour: Hour) -> None:
