@@ -15,13 +15,13 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import sub, truediv
 from pathlib import Path
 from statistics import median
 
 import _digits
-from _metrics import Figure, report
+from _metrics import Figure, is_intel, report
 from _peer_env import TRL as REQUIREMENT
 from _peer_env import our_python, peer_python
 from _sides import ASYNC, HERE, SYNC, TRL, WORK, Outcome, Sides, Workload
@@ -64,7 +64,12 @@ class Row:
 
 STEP = Row(text="step", unit="s", of=lambda one: one.step_s, compare=truediv, target="<= 0.33", note=TIME_NOTE)
 TRAINED = Row(
-    text="trained", unit="tokens/s", of=lambda one: one.terms_per_s, compare=truediv, target=">= 2.4", note=TIME_NOTE
+    text="trained",
+    unit="tokens/s",
+    of=lambda one: one.terms_per_s,
+    compare=truediv,
+    target=">= 2" if is_intel() else ">= 2.4",  # TRL's products are MKL's, which is faster on Intel's processors
+    note=TIME_NOTE,
 )
 CPU = Row(text="CPU time a step", unit="s", of=lambda one: one.cpu_s, compare=truediv)
 REWARD = Row(
@@ -83,12 +88,10 @@ FIRST_STEP = Row(
     target="<= 0.7",
     note=FIRST_NOTE,
 )
-MEMORY = (
-    Row(text="peak RSS", unit="MiB", of=lambda one: one.watched.peak_rss / MIB, note=MEMORY_NOTE),
-    Row(text="peak PSS", unit="MiB", of=lambda one: one.watched.peak_pss / MIB, note=MEMORY_NOTE),
-)
-QWEN3_ROWS = (STEP, CPU, REWARD, FIRST_STEP, *MEMORY)
-SMOLLM2_ROWS = (TRAINED, CPU, FIRST_STEP, *MEMORY)
+RSS = Row(text="peak RSS", unit="MiB", of=lambda one: one.watched.peak_rss / MIB, compare=truediv, note=MEMORY_NOTE)
+PSS = Row(text="peak PSS", unit="MiB", of=lambda one: one.watched.peak_pss / MIB, compare=truediv, note=MEMORY_NOTE)
+QWEN3_ROWS = (STEP, CPU, REWARD, FIRST_STEP, RSS, replace(PSS, target="<= 1.5"))
+SMOLLM2_ROWS = (TRAINED, CPU, FIRST_STEP, RSS, replace(PSS, target="<= 1.0"))
 
 
 def alternate(sides: Sides, workload: Workload, rounds: int) -> dict[str, list[Outcome]]:

@@ -25,7 +25,7 @@ from statistics import median
 
 import _wfm_overlap
 import torch
-from _metrics import Figure, report
+from _metrics import Figure, has_avx512, report
 from _wfm_ours import OurLoop, recipe
 from _wfm_overlap import Phases
 from _wfm_parity import gradient_difference, plain_loop
@@ -40,6 +40,8 @@ NOTE = (
     "steps of any samples (16 with --quick); neither recomputes activations, log-probabilities of rollouts, or "
     "guidance that is off. Its products go through MKL, torch's choice, ours through oneDNN"
 )
+LEAST = ">= 1.5" if has_avx512() else ">= 1.3"
+"""Samples a second over those of the plain loop, whose products oneDNN and MKL compute with what the processor has."""
 RUN = f"rollouts may be {_wfm_overlap.MAX_STALENESS} versions old; the plain loop's never are, as nothing overlaps"
 CHECKPOINTED = "flow_grpo's script for Wan2.1 always recomputes activations in the backward pass"
 WAITS = "the reward of each group takes as long as the rollouts of a step, and none of the cores"
@@ -131,7 +133,7 @@ def run_figures(model: Model, *, quick: bool, waits: bool = False) -> list[Figur
     metrics = [
         Figure(metric=f"{title}: plain loop, 1 or 2 threads", value=work.num_samples / fastest, unit="samples/s"),
         Figure(metric=f"{title}: ours, 2 processes", value=work.num_samples / free.step, unit="samples/s"),
-        Figure(metric=f"{title}: ours / plain loop", value=fastest / free.step, unit="x", target=">= 1.3", note=RUN),
+        Figure(metric=f"{title}: ours / plain loop", value=fastest / free.step, unit="x", target=LEAST, note=RUN),
     ]
     if waits:
         out = CACHE / "run_waits"
@@ -190,7 +192,7 @@ def _ratio(title: str, faster: str, slower: str, taken: Rounds, *, by: str = "st
     plainest = (faster, slower) == ("ours", "plain loop")
     note = NOTE if plainest else CHECKPOINTED if "recomputed" in slower else ""
     name = f"{title}: {faster} / {slower}" + (", time of the CPU" if by == "cpu_s" else "")
-    return Figure(metric=name, value=median(ratios), unit="x", target=">= 1.3" if plainest else "", note=note)
+    return Figure(metric=name, value=median(ratios), unit="x", target=LEAST if plainest else "", note=note)
 
 
 def _faster(taken: Rounds, phase: str) -> float:
