@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.errors import MediaError, SampleError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
@@ -211,3 +211,11 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_ours():
         raise TimeoutError("no answer from the judge")
 
     assert "raised TimeoutError: no answer from the judge" in refusal(asks_a_server).reason
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_a_picture_that_cannot_be_fetched_now_is_tried_again(final):
+    def read(group):
+        raise MediaError("https://a.org/b.png: 503 Service Unavailable", final=final)
+
+    assert refusal(read).final is final

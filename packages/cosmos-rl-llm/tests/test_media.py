@@ -59,7 +59,7 @@ def test_a_picture_that_cannot_be_read_says_why(limits, given, reason):
 def test_limits_are_checked_before_pixels_are_decoded(tmp_path):
     with pytest.raises(MediaError, match=r"10000 x 10000 pixels, more than data\.media\.max_decoded_pixels = 67,1"):
         decode_picture(png(Image.new("1", (10_000, 10_000))), MediaSection())
-    with pytest.raises(MediaError, match="decompression bomb"):
+    with pytest.raises(MediaError, match=r"too large a picture: .*decompression bomb"):
         decode_picture(png(Image.new("1", (20_000, 20_000))), MediaSection())
     with pytest.raises(MediaError, match="bytes, more than the 10 allowed"):
         read_bytes(png(), MediaSection(max_bytes=10))
@@ -231,6 +231,8 @@ def test_pictures_of_a_column_come_before_the_text():
         ({"type": "image", "image": "a.png"}, "a.png"),
         ({"type": "image", "url": "file:///a.png"}, "file:///a.png"),
         ({"type": "image_url", "image_url": {"url": "data:;base64,AA=="}}, "data:;base64,AA=="),
+        ({"type": "image_url", "image_url": "a.png"}, "a.png"),
+        ({"type": "input_image", "image_url": "a.png"}, "a.png"),
         ({"type": "image", "base64": "AA=="}, {"bytes": "AA=="}),
     ],
 )
@@ -240,7 +242,15 @@ def test_parts_of_messages_have_one_form(part, location):
     assert row["prompt"][0]["content"] == [{"type": "image", "image": location}]
 
 
-def test_a_part_of_another_form_is_refused():
+@pytest.mark.parametrize("part", [{"type": "audio"}, {"type": "image_url", "image_url": {}}, {"type": "video_url"}])
+def test_a_part_of_another_form_is_refused(part):
     config = LLMDataConfig(path="rows.jsonl")
     with pytest.raises(UserError, match=r"row 1: a part of a message must be"):
-        normalise({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, where="row 1", config=config)
+        normalise({"prompt": [{"role": "user", "content": [part]}]}, where="row 1", config=config)
+
+
+def test_a_part_with_text_has_either_name():
+    parts = [{"type": "text", "text": "what ?"}, {"type": "input_text", "text": "what ?"}]
+    config = LLMDataConfig(path="rows.jsonl")
+    row = normalise({"prompt": [{"role": "user", "content": parts}]}, where="row 1", config=config)
+    assert row["prompt"][0]["content"] == parts[:1] * 2

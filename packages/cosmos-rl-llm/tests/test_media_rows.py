@@ -165,6 +165,7 @@ def test_a_row_that_cannot_be_read_is_dropped_and_counted(chat, tmp_path, row, r
         raise MediaError(dropped)
 
 
+CHAT_ROW = {"messages": CHAT}
 RESPONSE = {"prompt": [{"role": "user", "content": "what ?"}], "response": "red <|image_pad|>"}
 RAW = {"messages": [{"role": "user", "content": "what <|video_pad|> ?"}, {"role": "assistant", "content": "red"}]}
 ANSWER = {"messages": [*CHAT[:1], {"role": "assistant", "content": "red <|video_pad|>"}]}
@@ -186,6 +187,27 @@ def test_a_placeholder_in_a_prompt_of_text_is_an_error_of_its_row(chat):
     with pytest.raises(MediaError, match="row 1: the text has token 6"):
         chat.encode_prompt(plain, where="row 1")
     assert len(replace(chat, vision=None).encode_prompt(plain).tokens) == 3
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop"])
+def test_a_row_that_is_too_long_with_its_pictures_is_dropped(chat, overlong):
+    short = replace(chat, max_length=20, overlong=overlong)
+    batch = collate_sft(prompts_of(chat_row("a.png"), CHAT_ROW), chat=short, microbatch_terms=1000, share=Share())
+    assert (batch.num_rollouts, batch.metrics["rows_dropped"]) == (1, 1)
+    (dropped,) = batch.rows_dropped
+    assert f"a row of {len(encode_turns(chat, CHAT)[0])} tokens, more than 20; it begins 'what colour" in dropped
+
+
+def test_rows_of_text_that_are_too_long_are_an_error_beside_pictures(chat):
+    text = {"messages": [{"role": "user", "content": "what " * 30}, CHAT[1]]}
+    with pytest.raises(UserError, match="is longer than the context of 20"):
+        collate_sft(prompts_of(text), chat=replace(chat, max_length=20), microbatch_terms=1000, share=Share())
+
+
+def test_a_run_ends_if_most_rows_are_too_long_with_their_pictures(chat):
+    rows = prompts_of(*[CHAT_ROW] * 9)
+    with pytest.raises(UserError, match=r"9 of 9 rows so far .*a row of"):
+        collate_sft(rows, chat=replace(chat, max_length=5), microbatch_terms=1000, share=Share())
 
 
 class Meeting:

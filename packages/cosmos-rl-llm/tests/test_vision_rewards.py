@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -127,8 +128,22 @@ def test_units_of_the_picture_become_pixels():
     picture = np.zeros((100, 200, 3), np.uint8)
     group = group_of("[0, 0, 500, 500]", media={"image": picture}, boxes=[0, 0, 100, 50])
     assert REWARDS["iou"](scale=1000)(group) == [1]
-    with pytest.raises(UserError, match="needs the prompt's picture"):
+    with pytest.raises(UserError, match="need the prompt's picture"):
         REWARDS["iou"](scale=1000)(group_of("[0, 0, 500, 500]", boxes=[0, 0, 100, 50]))
+
+
+def test_pixels_that_the_model_sees_become_those_of_the_picture():
+    """A picture of 200 x 100 in 5 x 10 patches of 14, which is 140 x 70."""
+    group = group_of("[14, 7, 28, 14]", media={"image": np.zeros((100, 200, 3), np.uint8)}, boxes=[20, 10, 40, 20])
+    arrays = {"item_grid": np.array([[1, 5, 10], [1, 2, 2]], np.int32)}
+    group = replace(group, rollouts=tuple(replace(rollout, arrays=arrays) for rollout in group.rollouts))
+    assert REWARDS["iou"](patch=14)(group) == [pytest.approx(1)]
+    assert REWARDS["iou"]()(group)[0] < 0.2
+    assert REWARDS["point"](patch=14, column="boxes")(group) == [0]
+    with pytest.raises(ValueError, match="scale and patch are two units"):
+        REWARDS["iou"](patch=14, scale=1000)
+    with pytest.raises(UserError, match="need the prompt's picture"):
+        REWARDS["iou"](patch=14)(group_of("[0, 0, 1, 1]", boxes=[0, 0, 1, 1]))
 
 
 @pytest.mark.parametrize("boxes", [[1, 2, 3], "[0, 0, 1, 1]", [[0, 0, 1, 1], [0]], [], None])

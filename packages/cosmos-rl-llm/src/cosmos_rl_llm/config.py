@@ -130,7 +130,8 @@ class LLMDataConfig(Strict):
     media: MediaSection = MediaSection()
     """Reading of pictures and videos."""
     overlong: Overlong = "error"
-    """Rows above [model] max_length in supervised training: an error, cut at the end, or dropped; both are counted."""
+    """Rows above [model] max_length in supervised training: an error, cut at the end, or dropped; both are counted.
+    With "error" rows with pictures or videos are dropped too, unless more than 8 and more than half are."""
     limit: int | None = Field(default=None, ge=1)
     """Read only the first rows."""
 

@@ -25,7 +25,14 @@ from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptio
 from cosmos_rl_llm.data.parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
-from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve, torch_engine_parts, while_loading
+from cosmos_rl_llm.model.checkpoint import (
+    legacy_template,
+    read_shape,
+    read_specs,
+    resolve,
+    torch_engine_parts,
+    while_loading,
+)
 from cosmos_rl_llm.rewards import REWARDS
 from cosmos_rl_llm.teacher.check import check_teacher, held_by_teacher
 
@@ -421,6 +428,8 @@ def _chat(
     from cosmos_rl_llm.model.causal_lm import load_tokenizer
 
     tokenizer = load_tokenizer(source)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = legacy_template(Path(resolve(source)))
     set_chat_template(tokenizer, data.chat_template)
     if max_length is not None and limit is not None and max_length > limit:
         raise UserError(f"model.max_length = {max_length} is above the model's own limit of {limit} tokens")

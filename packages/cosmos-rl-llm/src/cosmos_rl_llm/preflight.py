@@ -21,7 +21,9 @@ from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
-from cosmos_rl_llm.model.checkpoint import read_context, read_specs, resolve
+from cosmos_rl_llm.media.preflight import media_problems
+from cosmos_rl_llm.media.source import shows_media
+from cosmos_rl_llm.model.checkpoint import legacy_template, read_context, read_specs, resolve
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,6 +47,7 @@ def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Pro
         yield from _of_hub("model", config.model.path, config.model.revision)
         return
     yield from _of_folder(config.model, directory)
+    yield from media_problems(config.data, directory, rows=rows, held_out=held_out)
     yield from adapter_problems(config.model, directory)
     template = _template(directory, config.data)
     if template is None:
@@ -60,7 +63,9 @@ def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Pro
 def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
     """A group whose responses are the row's answer, with the tokens left at 0."""
     text = str(row.get("response") or row.get("answer") or "An answer.")
-    arrays = {"prompt_tokens": np.zeros(1, np.int32), "tokens": np.zeros(1, np.int32)}
+    arrays: dict[str, np.ndarray] = {"prompt_tokens": np.zeros(1, np.int32), "tokens": np.zeros(1, np.int32)}
+    if shows_media(row.get("prompt")):
+        arrays["item_grid"] = np.full((1, 3), 2, np.int32)
     return text_specimen(row, texts=[text] * config.rollout.group_size, origin=origin, arrays=arrays)
 
 
@@ -149,13 +154,12 @@ def _template(directory: Path, data: LLMDataConfig) -> str | None:
         return file.read_text(encoding="utf-8")
     if (directory / "chat_template.jinja").is_file():
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    settings = directory / "tokenizer_config.json"
-    if not settings.is_file():
-        return None
-    own = read_json_object(settings, hint="see model.path").get("chat_template")
+    settings, own = directory / "tokenizer_config.json", None
+    if settings.is_file():
+        own = read_json_object(settings, hint="see model.path").get("chat_template")
     if isinstance(own, list):
         own = next((each.get("template") for each in own if each.get("name") == "default"), None)
-    return own if isinstance(own, str) else None
+    return own if isinstance(own, str) else legacy_template(directory)
 
 
 def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, held_out: Rows) -> Iterator[Problem]:

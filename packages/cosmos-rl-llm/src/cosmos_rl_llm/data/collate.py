@@ -187,8 +187,8 @@ def _tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int, share: Share) -> TrainBatch:
     """Pack rows with target responses; return the microbatches of `share`. All ranks of a replica call this together.
 
-    A row whose pictures or videos cannot be read is dropped. `chat.overlong` determines the treatment of rows above
-    `chat.max_length` tokens; a row that would be cut before its first answer is dropped.
+    A row whose pictures or videos cannot be read, or make it too long, is dropped. `chat.overlong` determines the
+    treatment of other rows above `chat.max_length` tokens; a row that would be cut before its first answer is dropped.
 
     Raises:
         UserError: a row without an answer, or too long where that is an error; or most rows cannot be read (`Faults`).
@@ -210,8 +210,11 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
         fitted = _fit(whole, prompt.row, chat=chat)
         if fitted is None:
             length = len(whole.prompt_tokens) + len(whole.tokens)
-            begins = _beginning(prompt.row)
-            too_long.append(f"a row of {length} tokens, more than {chat.max_length}; it begins {begins}")
+            reason = f"a row of {length} tokens, more than {chat.max_length}; it begins {_beginning(prompt.row)}"
+            if chat.overlong == "error":
+                chat.faults.add(prompt.origin or prompt.sample_id, f"{prompt.origin or 'a row'}: {reason}")
+            else:
+                too_long.append(reason)
         else:
             samples.append(fitted)
             num_cut += fitted is not whole
@@ -260,6 +263,8 @@ def _fit(sample: Sample, row: Mapping[str, Any], *, chat: Chat) -> Sample | None
     length = len(sample.prompt_tokens) + len(sample.tokens)
     if chat.max_length is None or length <= chat.max_length:
         return sample
+    if chat.overlong == "error" and sample.view.items:
+        return None  # no check before the start knows the tokens of pictures
     if chat.overlong == "error":
         raise UserError(
             f"a row of {length} tokens is longer than the context of {chat.max_length}: raise model.max_length, remove "

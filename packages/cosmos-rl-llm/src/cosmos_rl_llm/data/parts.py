@@ -2,7 +2,9 @@
 
 "text"                                                            -> "text"
 {"type": "image", "image" | "url" | "path" | "base64": X}         -> {"type": "image", "image": X}
-{"type": "image_url", "image_url": {"url": X}}                    -> {"type": "image", "image": X}
+{"type": "image_url", "image_url": {"url": X} | X}                -> {"type": "image", "image": X}
+{"type": "input_image", "image_url": X}                           -> {"type": "image", "image": X}
+{"type": "input_text", "text": "text"}                            -> {"type": "text", "text": "text"}
 {"type": "image"}                                                 -> {"type": "image", "image": X}, X of a column
 
 Bytes in tables, alone or as {"bytes": ..., "path": ...}, become text in base64: a row is JSON.
@@ -29,10 +31,14 @@ def normalise_content(content: str | list[Any], *, where: str, key: str) -> str 
 
 def _normalise(part: Any, *, where: str, key: str) -> dict[str, Any]:
     match part:
-        case {"type": "text", "text": str(text)}:
+        case {"type": "text" | "input_text", "text": str(text)}:
             return {"type": "text", "text": text}
-        case {"type": "image_url" | "video_url" as kind, **rest} if isinstance(rest.get(kind), Mapping):
-            return {"type": kind.removesuffix("_url"), kind.removesuffix("_url"): rest[kind]["url"]}
+        case {"type": "image_url", "image_url": str(url) | {"url": str(url)}}:
+            return {"type": "image", "image": url}
+        case {"type": "input_image", "image_url": str(url)}:
+            return {"type": "image", "image": url}
+        case {"type": "video_url", "video_url": str(url) | {"url": str(url)}}:
+            return {"type": "video", "video": url}
         case {"type": "image" | "video" as kind, **rest}:
             for name in (kind, "url", "path"):
                 if rest.get(name) is not None:

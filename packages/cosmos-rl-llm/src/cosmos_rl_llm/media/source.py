@@ -100,6 +100,27 @@ def read_bytes(given: Any, limits: MediaSection) -> bytes:
     return found
 
 
+def is_remote(given: Any) -> bool:
+    """Return whether a picture or video would be fetched from the network."""
+    if isinstance(given, Mapping):
+        return given.get("bytes") is None and is_remote(given.get("path") or given.get("url"))
+    return isinstance(given, str) and given[:5].lower() in ("http:", "https")
+
+
+def read_header(part: Mapping[str, Any], limits: MediaSection) -> None:
+    """Raise MediaError unless the header of a picture or video can be read and is within the limits."""
+    data = read_bytes(part[part["type"]], limits)
+    if part["type"] == "image":
+        with _opened(data) as opened:
+            _check_picture(opened, limits)
+        return
+    from cosmos_rl_core.data.video import VideoFile
+
+    with VideoFile(data) as video:
+        if video.size is not None:
+            _check_frame(*video.size, limits)
+
+
 def location(given: Any) -> str:
     """Return the name of a picture or video for messages and files: its path or URL, or else a digest of its bytes."""
     match given:
@@ -187,33 +208,38 @@ def _from_base64(text: str) -> bytes:
 
 def decode_picture(data: bytes, limits: MediaSection) -> Image:
     """Return an RGB picture, turned as its EXIF data says. Raises MediaError if it is none, damaged or too large."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ImageOps
 
     try:
         with _opened(data) as opened:
-            if opened.width * opened.height > limits.max_decoded_pixels:
-                raise MediaError(
-                    f"{opened.width} x {opened.height} pixels, more than data.media.max_decoded_pixels = "
-                    f"{limits.max_decoded_pixels:,}"
-                )
+            _check_picture(opened, limits)
             return ImageOps.exif_transpose(opened).convert("RGB")
-    except UnidentifiedImageError as error:
-        raise MediaError(f"not a picture that can be read: {', '.join(FORMATS)}") from error
-    except Image.DecompressionBombError as error:
-        raise MediaError(f"too large a picture: {error}") from error
     except MediaError:
         raise
     except Exception as error:  # of almost any class, by format
         raise MediaError(f"a damaged picture: {error}") from error
 
 
-def _opened(data: bytes) -> Image:
-    """Return a picture of which only the header was read."""
-    from PIL import Image
+def _check_picture(opened: Image, limits: MediaSection) -> None:
+    if opened.width * opened.height > limits.max_decoded_pixels:
+        raise MediaError(
+            f"{opened.width} x {opened.height} pixels, more than data.media.max_decoded_pixels = "
+            f"{limits.max_decoded_pixels:,}"
+        )
 
-    with _opening, warnings.catch_warnings():  # filters of warnings are those of all threads
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit of the recipe is checked instead
-        return Image.open(io.BytesIO(data), formats=FORMATS)
+
+def _opened(data: bytes) -> Image:
+    """Return a picture of which only the header was read. Raises MediaError if it is none, or a decompression bomb."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with _opening, warnings.catch_warnings():  # filters of warnings are those of all threads
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours is checked instead
+            return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise MediaError(f"not a picture that can be read: {', '.join(FORMATS)}") from error
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"too large a picture: {error}") from error
 
 
 def decode_video(data: bytes, limits: MediaSection, fit: Fit = unresized) -> Video:

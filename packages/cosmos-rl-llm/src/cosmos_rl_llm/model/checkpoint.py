@@ -235,3 +235,12 @@ def torch_engine_parts(
 def _power_of_two(number: int) -> int:
     """The smallest that is at least `number`."""
     return 1 << (number - 1).bit_length()
+
+
+def legacy_template(directory: Path) -> str | None:
+    """Return the chat template of a model's chat_template.json, the older place of one for pictures."""
+    file = directory / "chat_template.json"
+    if not file.is_file():
+        return None
+    found = read_json_object(file, hint="see model.path").get("chat_template")
+    return found if isinstance(found, str) else None

@@ -9,10 +9,10 @@ The response's <answer>...</answer> is read, or else all of it.
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
@@ -25,7 +25,36 @@ _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])]")
 _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]|\bx=\"{_NUMBER}\"\s*y=\"{_NUMBER}\"")
 
 
-class IouReward(Strict):
+class _Places(Strict):
+    """The units of places in a response."""
+
+    scale: float | None = Field(default=None, gt=0)
+    """The response's unit is the picture's side divided by this, and the row's the pixel: 1000 for Qwen3-VL. Not set:
+    both have the same unit."""
+    patch: int | None = Field(default=None, ge=1)
+    """The response's unit is a pixel of the first picture as the model sees it, resized to patches of this side, and
+    the row's one of the picture itself: 14 for Qwen2-VL and Qwen2.5-VL. Not set: see `scale`."""
+
+    @model_validator(mode="after")
+    def _has_one_unit(self) -> Self:
+        if self.scale is not None and self.patch is not None:
+            raise ValueError("scale and patch are two units of the same numbers; remove one")
+        return self
+
+    def units(self, rollout: Rollout) -> np.ndarray:
+        """Return the picture's pixels in a unit of the response along x, y, x, y [4]."""
+        if self.scale is None and self.patch is None:
+            return np.ones(4)
+        if "image" not in rollout.media:
+            raise UserError("the options scale and patch need the prompt's picture, and this prompt has none")
+        height, width = rollout.media["image"].shape[:2]
+        if self.patch is None:
+            return np.array([width, height, width, height]) / self.scale
+        _, rows, columns = rollout.arrays["item_grid"][0]
+        return np.array([width / columns, height / rows] * 2) / self.patch
+
+
+class IouReward(_Places):
     """Intersection over union of the response's boxes with those of the row, in [0, 1]; 0 without a box.
 
     Boxes are matched one to one, largest overlap first. The reward is the sum over the matches divided by the number of
@@ -34,9 +63,6 @@ class IouReward(Strict):
 
     column: str = "boxes"
     """Column of the row with its box [x1, y1, x2, y2], or a list of boxes."""
-    scale: float | None = Field(default=None, gt=0)
-    """The response's unit is the picture's side divided by this, and the row's the pixel: 1000 for Qwen3-VL. Not set:
-    both have the same unit."""
     threshold: float | None = Field(default=None, gt=0, le=1)
     """Count a match with at least this overlap as 1, and any other as 0. Not set: the overlap itself."""
 
@@ -48,7 +74,7 @@ class IouReward(Strict):
         found = np.array([match.groups() for match in _BOX.finditer(tagged(rollout.text))], np.float64).reshape(-1, 4)
         if not len(found):
             return 0.0
-        overlap = overlaps(found * _units(rollout, self.scale), wanted)
+        overlap = overlaps(found * self.units(rollout), wanted)
         total = 0.0
         for _ in range(min(overlap.shape)):
             row, column = np.unravel_index(int(overlap.argmax()), overlap.shape)
@@ -58,7 +84,7 @@ class IouReward(Strict):
         return total / max(overlap.shape)
 
 
-class PointReward(Strict):
+class PointReward(_Places):
     """1 for a point in the row's box, or by its distance to the row's point; 0 without a point, or with several.
 
     With a point in the row the reward is max(0, 1 - distance / radius).
@@ -68,9 +94,6 @@ class PointReward(Strict):
     """Column of the row with its point [x, y], or a box [x1, y1, x2, y2]."""
     radius: float = Field(default=50.0, gt=0)
     """Distance at which the reward is 0, in the row's unit."""
-    scale: float | None = Field(default=None, gt=0)
-    """The response's unit is the picture's side divided by this, and the row's the pixel: 1000 for Qwen3-VL. Not set:
-    both have the same unit."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         wanted = _numbers_of_row(group, self.column, sizes=(2, 4))
@@ -83,7 +106,7 @@ class PointReward(Strict):
         points = {tuple(float(number) for number in match.groups() if number is not None) for match in matches}
         if len(points) != 1:
             return 0.0
-        point = np.array(points.pop()) * _units(rollout, self.scale)[:2]
+        point = np.array(points.pop()) * self.units(rollout)[:2]
         if len(wanted) == 4:
             return float(bool(((point >= wanted[:2]) & (point <= wanted[2:])).all()))
         return max(0.0, 1.0 - float(np.linalg.norm(point - wanted)) / self.radius)
@@ -97,16 +120,6 @@ def overlaps(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
     areas, of_others = (np.clip(each[:, 2:] - each[:, :2], 0, None).prod(axis=-1) for each in (boxes, others))
     union = areas[:, None] + of_others[None, :] - common
     return np.divide(common, union, out=np.zeros_like(common), where=union > 0)
-
-
-def _units(rollout: Rollout, scale: float | None) -> np.ndarray:
-    """[4]: pixels of a unit of the response along x, y, x, y."""
-    if scale is None:
-        return np.ones(4)
-    if "image" not in rollout.media:
-        raise UserError("the option scale needs the prompt's picture, and this prompt has none")
-    height, width = rollout.media["image"].shape[:2]
-    return np.array([width, height, width, height]) / scale
 
 
 def _numbers_of_row(group: RolloutGroup, column: str, *, sizes: tuple[int, ...]) -> np.ndarray:
