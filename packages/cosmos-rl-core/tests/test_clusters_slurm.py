@@ -1,6 +1,8 @@
 """The scripts for Slurm, run by bash with stand-ins of its commands. tests/cluster runs them on a real Slurm."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import time
 
@@ -69,9 +71,23 @@ def cluster(slurm):
     return make
 
 
-def run_in_bash(script, slurm, **options):
-    (slurm / "job.sh").write_text(script)
-    return subprocess.Popen(["bash", slurm / "job.sh"], text=True, env={**os.environ, "SLURM_JOB_ID": "7"}, **options)
+@pytest.fixture
+def run_in_bash(slurm):
+    """Runs a script as a job of its own; what is left of it is killed at the end."""
+    jobs = []
+
+    def run(script, **options):
+        (slurm / "job.sh").write_text(script)
+        environment = {**os.environ, "SLURM_JOB_ID": "7"}
+        command = ["bash", slurm / "job.sh"]
+        jobs.append(subprocess.Popen(command, text=True, env=environment, start_new_session=True, **options))
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
 
 
 def calls(slurm, word=""):
@@ -113,15 +129,15 @@ def test_a_policy_over_machines_meets_on_its_first_one(cluster):
     assert second.endswith("""--node $SLURM_PROCID --rendezvous $0' "${machines[2]}:$((port + 2))" &""")
 
 
-def test_machines_of_a_policy_meet_at_a_port_of_their_job(cluster, slurm, monkeypatch):
+def test_machines_of_a_policy_meet_at_a_port_of_their_job(cluster, slurm, monkeypatch, run_in_bash):
     monkeypatch.setenv("SLURM_PROCID", "1")
     (slurm / "bin" / "scontrol").write_text("#!/bin/bash\nprintf 'a1\\na2\\n'\n")
     (slurm / "bin" / "scontrol").chmod(0o755)
     script = run_script(cluster("policy.ranks_per_node=4", "policy.num_nodes=2"))
-    assert run_in_bash(script, slurm).wait(60) == 0
+    assert run_in_bash(script).wait(60) == 0
     (worker,) = calls(slurm, "worker")
     assert worker.endswith("--node 1 --rendezvous a1:20224")  # job 7
-    assert run_in_bash(script.replace("SLURM_JOB_ID * 32", "8 * 32"), slurm).wait(60) == 0
+    assert run_in_bash(script.replace("SLURM_JOB_ID * 32", "8 * 32")).wait(60) == 0
     assert calls(slurm, "worker")[1].endswith("--rendezvous a1:20256")
 
 
@@ -155,11 +171,11 @@ IMAGE = """#!/bin/bash
 echo "$*" >> calls
 [ -e {hidden}/recipes/run.toml ] && [ -d {hidden}/runs/run/launch ] && [ -d {hidden}/saved ] || exit 9
 [ ! -e {hidden}/bin ] || exit 9
-[ $1 = worker ] || until [[ $(<calls) = *worker* ]]; do :; done
+[ $1 = worker ] || until [[ $(<calls) = *worker* ]]; do sleep 0.05; done
 """
 
 
-def test_a_container_has_its_own_program_and_the_folders_of_the_run(slurm, monkeypatch):
+def test_a_container_has_its_own_program_and_the_folders_of_the_run(slurm, monkeypatch, run_in_bash):
     probe = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True)
     if probe.returncode:
         pytest.skip("folders cannot be mounted here, which takes root")
@@ -188,30 +204,30 @@ def test_a_container_has_its_own_program_and_the_folders_of_the_run(slurm, monke
         script = (run.directory / "launch" / f"{name}.sbatch").read_text()
         assert f"#SBATCH --chdir={slurm}/work\n" in script
         assert "--container-mounts=/usr:/data," in script
-        assert run_in_bash(script, slurm).wait(60) == 0
+        assert run_in_bash(script).wait(60) == 0
     assert sorted(line.split()[0] for line in calls(slurm / "work")) == ["controller", "worker", "worker"]
 
 
-def test_a_later_job_of_the_run_submits_the_rollouts_that_have_ended(cluster, slurm):
+def test_a_later_job_of_the_run_submits_the_rollouts_that_have_ended(cluster, slurm, run_in_bash):
     run = cluster()
     (run.directory / "launch" / "rollouts").write_text("rollout-0\nrollout-4\n")
-    assert run_in_bash(run_script(run), slurm).wait(60) == 0
+    assert run_in_bash(run_script(run)).wait(60) == 0
     script = run.directory / "launch" / "rollout.sbatch"
     assert calls(slurm, "sbatch") == [
         f"sbatch --job-name={run.label}.{name} {script}" for name in ("rollout-0", "rollout-4")
     ]
 
 
-def test_the_job_ends_with_the_controller(cluster, slurm):
-    job = run_in_bash(run_script(cluster()), slurm)
+def test_the_job_ends_with_the_controller(cluster, slurm, run_in_bash):
+    job = run_in_bash(run_script(cluster()))
     assert job.wait(60) == 0
     assert sorted(call.split()[0] for call in calls(slurm)) == ["controller", "module", "worker"]
 
 
 @pytest.mark.parametrize(("code", "starts"), [(1, 1), (2, 1), (137, 4)])
-def test_a_controller_is_started_again_after_a_crash_alone(cluster, slurm, code, starts):
+def test_a_controller_is_started_again_after_a_crash_alone(cluster, slurm, code, starts, run_in_bash):
     program = f'[ "$1" = worker ] || exit {code}'
-    job = run_in_bash(run_script(cluster(program=program)).replace("sleep 1", "true"), slurm)
+    job = run_in_bash(run_script(cluster(program=program)).replace("sleep 1", "true"))
     assert job.wait(60) == code
     commands = calls(slurm, "controller")
     assert len(commands) == starts  # restart_workers = 3
@@ -219,38 +235,40 @@ def test_a_controller_is_started_again_after_a_crash_alone(cluster, slurm, code,
 
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
-def test_a_job_that_was_queued_again_starts_crashed_workers_again(cluster, slurm, monkeypatch, restarts):
-    run = cluster(program=f'[ "$1" = worker ] && exit 1; while [ $(grep -c ^worker {slurm}/calls) -lt 4 ]; do :; done')
+def test_a_job_that_was_queued_again_starts_crashed_workers_again(cluster, slurm, monkeypatch, restarts, run_in_bash):
+    run = cluster(
+        program=f'[ "$1" = worker ] && exit 1; while [ $(grep -c ^worker {slurm}/calls) -lt 4 ]; do sleep 0.05; done'
+    )
     (run.directory / "controller.json").write_text("{}")
     (run.directory / "launch" / "7.pid.ended").touch()
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    job = run_in_bash(run_script(run).replace("sleep 1", "true").replace("sleep 600", "true"), slurm)
+    job = run_in_bash(run_script(run).replace("sleep 1", "true").replace("sleep 600", "true"))
     assert job.wait(60) == 0
     assert len(calls(slurm, "worker")) == 4
     assert (run.directory / "controller.json").exists() == (restarts == "0")
 
 
 @pytest.mark.parametrize(("code", "only"), [(0, "--state=PENDING "), (2, "")])
-def test_the_end_of_the_run_cancels_rollouts(cluster, slurm, code, only):
+def test_the_end_of_the_run_cancels_rollouts(cluster, slurm, code, only, run_in_bash):
     run = cluster(program=f'[ "$1" = worker ] || exit {code}')
     (run.directory / "launch" / "rollouts").write_text("rollout-0\n")
-    assert run_in_bash(run_script(run), slurm).wait(60) == code
+    assert run_in_bash(run_script(run)).wait(60) == code
     assert calls(slurm, "scancel") == [f"scancel {only}--name={run.label}.rollout-0"]
 
 
-def test_a_rollout_is_started_again_after_a_crash_and_not_after_an_error_of_the_user(cluster, slurm):
+def test_a_rollout_is_started_again_after_a_crash_and_not_after_an_error_of_the_user(cluster, slurm, run_in_bash):
     for code, starts in ((1, 4), (2, 1), (0, 1)):
         run = cluster(program=f"exit {code}")
         (slurm / "calls").write_text("")
-        job = run_in_bash(rollout_script(run, run.rollouts()[0]).replace("sleep 1", "true"), slurm)
+        job = run_in_bash(rollout_script(run, run.rollouts()[0]).replace("sleep 1", "true"))
         assert job.wait(60) == code
         assert len(calls(slurm, "worker")) == starts
 
 
-def test_before_the_time_limit_the_controller_ends_and_the_job_is_submitted_again(cluster, slurm):
+def test_before_the_time_limit_the_controller_ends_and_the_job_is_submitted_again(cluster, slurm, run_in_bash):
     program = 'trap "exit 130" TERM; echo ready >> $0.ready; while [ "$1" = controller ]; do sleep 0.05; done'
     run = cluster(program=program)
-    job = run_in_bash(run_script(run), slurm)
+    job = run_in_bash(run_script(run))
     wait_until((slurm / "cosmos-rl.ready").exists)
     wait_until(lambda: calls(slurm, "controller"))
     job.send_signal(10)  # USR1
@@ -261,12 +279,14 @@ def test_before_the_time_limit_the_controller_ends_and_the_job_is_submitted_agai
 
 
 @pytest.mark.parametrize("code", [0, 130])
-def test_the_next_job_waits_while_the_run_saves_and_is_cancelled_if_the_run_has_ended(cluster, slurm, code):
-    saving = f"touch {slurm}/saving; while [ ! -e {slurm}/saved ]; do :; done; exit {code}"
+def test_the_next_job_waits_while_the_run_saves_and_is_cancelled_if_the_run_has_ended(
+    cluster, slurm, code, run_in_bash
+):
+    saving = f"touch {slurm}/saving; until [ -e {slurm}/saved ]; do sleep 0.05; done; exit {code}"
     run = cluster(
-        program=f'[ "$1" = controller ] || exit 0; trap "{saving}" TERM; touch {slurm}/up; while true; do :; done'
+        program=f'[ "$1" = worker ] && exit 0; trap "{saving}" TERM; touch {slurm}/up; while :; do sleep .05; done'
     )
-    job = run_in_bash(run_script(run), slurm)
+    job = run_in_bash(run_script(run))
     wait_until((slurm / "up").exists)
     job.send_signal(10)
     wait_until((slurm / "saving").exists)
@@ -276,9 +296,9 @@ def test_the_next_job_waits_while_the_run_saves_and_is_cancelled_if_the_run_has_
     assert calls(slurm, "scancel") == (["scancel 7"] if code == 0 else [])
 
 
-def test_a_rollout_that_left_at_its_time_limit_returns(cluster, slurm):
+def test_a_rollout_that_left_at_its_time_limit_returns(cluster, slurm, run_in_bash):
     run = cluster(program='trap "exit 0" TERM; echo ready >> $0.ready; while true; do sleep 0.05; done')
-    job = run_in_bash(rollout_script(run, run.rollouts()[0]), slurm)
+    job = run_in_bash(rollout_script(run, run.rollouts()[0]))
     wait_until((slurm / "cosmos-rl.ready").exists)
     job.send_signal(10)
     assert job.wait(60) == 0
@@ -286,14 +306,13 @@ def test_a_rollout_that_left_at_its_time_limit_returns(cluster, slurm):
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_the_run_ends_when_all_policies_are_given_up(cluster, slurm, others):
+def test_the_run_ends_when_all_policies_are_given_up(cluster, slurm, others, run_in_bash):
     """With one more policy it goes on, until the controller ends."""
-    controller = f"trap 'exit 130' TERM; touch {slurm}/up; while [ ! -e {slurm}/end ]; do :; done"
-    program = (
-        f'case "$*" in *policy-1*) ;; *policy-0*) until [ -e {slurm}/up ]; do :; done; exit 5;; *) {controller};; esac'
-    )
+    controller = f"trap 'exit 130' TERM; touch {slurm}/up; while [ ! -e {slurm}/end ]; do sleep 0.05; done"
+    policy = f"until [ -e {slurm}/up ]; do sleep .05; done; exit 5"
+    program = f'case "$*" in *policy-1*) ;; *policy-0*) {policy};; *) {controller};; esac'
     run = cluster(f"policy.replicas={1 + others}", program=program)
-    job = run_in_bash(run_script(run).replace("sleep 1", "true"), slurm)
+    job = run_in_bash(run_script(run).replace("sleep 1", "true"))
     if others:
         wait_until(lambda: len([line for line in calls(slurm, "worker") if "policy-0" in line]) == 4)
         assert job.poll() is None
@@ -301,23 +320,21 @@ def test_the_run_ends_when_all_policies_are_given_up(cluster, slurm, others):
     assert job.wait(60) == (0 if others else 5)
 
 
-def test_rollouts_that_do_not_leave_after_the_end_are_cancelled(cluster, slurm):
+def test_rollouts_that_do_not_leave_after_the_end_are_cancelled(cluster, slurm, run_in_bash):
     run = cluster("elastic.leave_s=0")
     (run.directory / "launch" / "rollouts").write_text("rollout-0\nrollout-1\n")
     (slurm / "queue").write_text("one that waits for a controller\n")
     script = run_script(run).replace("SECONDS + 30", "SECONDS + 1").replace("sleep 2", "true")
-    assert run_in_bash(script, slurm).wait(60) == 0
+    assert run_in_bash(script).wait(60) == 0
     names = [f"--name={run.label}.rollout-{index}" for index in (0, 1)]
     expected = [*(f"scancel --state=PENDING {name}" for name in names), *(f"scancel {name}" for name in names)]
     assert calls(slurm, "scancel") == expected
 
 
-def test_a_rollout_that_leaves_before_the_end_waits_for_slurm_to_end_its_job(cluster, slurm):
+def test_a_rollout_that_leaves_before_the_end_waits_for_slurm_to_end_its_job(cluster, slurm, run_in_bash):
     run = cluster()
     (run.directory / "controller.json").write_text("{}")
-    job = run_in_bash(
-        rollout_script(run, run.rollouts()[0]).replace("sleep 600", "echo held; sleep 0"), slurm, stdout=-1
-    )
+    job = run_in_bash(rollout_script(run, run.rollouts()[0]).replace("sleep 600", "echo held; sleep 0"), stdout=-1)
     assert "held" in job.communicate(timeout=60)[0]
 
 

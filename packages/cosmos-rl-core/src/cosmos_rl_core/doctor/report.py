@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from cosmos_rl_core.observe.console import table
-
 Level = Literal["ok", "note", "bad"]
 
 
@@ -23,6 +21,8 @@ class Check(NamedTuple):
 
 def render(checks: Sequence[Check]) -> str:
     """Return the lines as a table, each with its remedy below it."""
+    from cosmos_rl_core.observe.console import table  # rich, which workers with a check of their own do not need
+
     rows = []
     for check in checks:
         first, *rest = check.text.splitlines() or [""]
