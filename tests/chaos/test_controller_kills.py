@@ -6,6 +6,9 @@ state equal those of a run that nobody disturbed, to the bit.
 
 import json
 import random
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -78,7 +81,51 @@ def test_a_second_controller_is_refused_and_the_run_unharmed(controller, start, 
     assert "is in use by a live run" in errors
     with pytest.raises(UserError, match="is in use by a live controller"):  # where locks do not reach other machines
         take_over(run_dir, (run_dir / "resolved.toml").read_text())
+
+    def told():
+        return sum("another controller was started for this run" in row["text"] for row in rows_of(events))
+
+    events = run_dir / "events.jsonl"
+    wait_for(lambda: told() == 2, "the controller's lines on the other ones")
     for worker in [start(*policy), start(*rollout)]:
         finished(worker)
     finished(process)
     assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(12))
+
+
+WITHOUT_LOCKS = """
+import fcntl
+fcntl.flock = lambda *_: None  # as on a file system whose locks do not reach other machines
+from cosmos_rl_core.cli.app import main
+main()
+"""
+
+
+def test_a_controller_that_was_stopped_and_replaced_leaves_the_run_alone(
+    controller, start, wait_for, rows_of, finished, tmp_path
+):
+    """SIGSTOP, another one takes over, SIGCONT: its messages and files are not those of the run any more."""
+    process, run_dir, (policy, rollout) = controller(run__max_steps=STEPS, rollout__options={"delay_s": 0.05})
+    workers = [start(*policy), start(*rollout)]
+    metrics, contact = run_dir / "metrics.jsonl", run_dir / "controller.json"
+    wait_for(lambda: num_lines(metrics) >= 3, "three steps")
+    process.send_signal(signal.SIGSTOP)
+    following = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_LOCKS, "controller", str(tmp_path / "run.toml")],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    wait_for(lambda: json.loads(contact.read_text())["generation"] == 1, "the next controller")
+    process.send_signal(signal.SIGCONT)
+    _, errors = finished(process, 2)
+    assert "another controller has taken over the run" in errors and "Traceback" not in errors
+    assert not (run_dir / "outcome.json").exists()
+    assert json.loads((run_dir / "status.json").read_text())["phase"] != "failed"
+    finished(following)
+    for worker in workers:
+        finished(worker)
+    assert [line["step"] for line in rows_of(metrics)] == list(range(STEPS))
+    trained = {row["sample"] for step in range(STEPS) for row in rows_of(run_dir / f"rollouts/step_{step:06d}.jsonl")}
+    assert sorted(trained) == list(range(STEPS * PROMPTS))
+    assert json.loads((run_dir / "outcome.json").read_text())["state"] == "done"

@@ -12,6 +12,20 @@ from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 pytestmark = pytest.mark.ci
 
 STEPS, PROMPTS, LEFT = 30, 4, 75
+PATIENT = """
+import os
+import time
+
+from cosmos_rl_core.testing.tiny import Tiny
+
+class Patient(Tiny):
+    def collate(self, groups, **keywords):
+        while not os.path.exists(os.environ["GO"]):
+            time.sleep(0.01)
+        return super().collate(groups, **keywords)
+
+DOMAIN = Patient()
+"""
 SPOOLED = {"rollout__spool": {"threshold_bytes": 1}}
 
 
@@ -45,6 +59,54 @@ def test_a_rollout_worker_that_leaves_finishes_its_groups(controller, start, wai
     trained = [set(samples) for samples in samples_by_step(run_dir, rows_of)]
     assert [len(samples) for samples in trained] == [PROMPTS] * STEPS
     assert set().union(*trained) == set(range(STEPS * PROMPTS)), "a sample was lost, or trained twice"
+
+
+def test_spooled_groups_of_a_worker_that_leaves_within_a_long_step_are_not_lost(
+    controller, start, wait_for, rows_of, finished, tmp_path, monkeypatch
+):
+    """The policy is in the first step, and the groups of the next two wait in the spool."""
+    (tmp_path / "patient.py").write_text(PATIENT)
+    monkeypatch.setenv("GO", str(tmp_path / "go"))
+    process, run_dir, (policy, rollout) = controller(
+        run__domain="patient:DOMAIN", run__max_steps=6, elastic__leave_s=2.0, sync__max_staleness=2, **SPOOLED
+    )
+    first, trainer = start(*rollout, "--name", "first"), start(*policy)
+
+    def samples():
+        return json.loads((run_dir / "status.json").read_text())["samples"]
+
+    wait_for(lambda: (run_dir / "status.json").exists() and samples().get("ready") == 2 * PROMPTS, "two steps' groups")
+    first.send_signal(signal.SIGTERM)
+    finished(first)
+    (tmp_path / "go").touch()
+    second = start(*rollout)
+    out, _ = finished(process)
+    for worker in (trainer, second):
+        finished(worker)
+    assert "groups lost" not in out and "to be leased again" not in out
+    assert set().union(*samples_by_step(run_dir, rows_of, 6)) == set(range(6 * PROMPTS))
+
+
+def test_a_rollout_worker_that_leaves_while_the_controller_is_away_waits_for_the_next_one(
+    controller, start, wait_for, rows_of, finished, tmp_path, journal_of
+):
+    process, run_dir, (policy, rollout) = controller(
+        run__max_steps=STEPS, rollout__options={"delay_s": 0.05}, elastic__leave_s=60.0
+    )
+    first, trainer = start(*rollout, "--name", "first"), start(*policy)
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
+    process.kill()
+    process.wait()
+    first.send_signal(signal.SIGTERM)
+    following = start("controller", tmp_path / "run.toml")
+    finished(first)
+    second = start(*rollout)
+    out, _ = finished(following)
+    for worker in (trainer, second):
+        finished(worker)
+    assert "first has left" in out
+    assert "lost" not in out
+    assert set().union(*samples_by_step(run_dir, rows_of)) == set(range(STEPS * PROMPTS))
 
 
 def test_what_is_not_finished_within_leave_s_is_generated_by_others(controller, start, wait_for, rows_of, finished):

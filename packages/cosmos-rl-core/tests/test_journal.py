@@ -7,6 +7,7 @@ import errno
 import itertools
 from contextlib import closing
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -14,10 +15,10 @@ from cosmos_rl_core.control.journal import journal as journal_module
 from cosmos_rl_core.control.journal.files import JournalError
 from cosmos_rl_core.control.journal.journal import DiskFile, DurableLedger, Journal, Pace
 from cosmos_rl_core.control.ledger import records
-from cosmos_rl_core.control.ledger.events import Join
+from cosmos_rl_core.control.ledger.events import Join, Tick
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import TakenOver, UserError
 
 WRITTEN = [records.Leased(sample, f"rollout-{sample % 2}", 1, 7) for sample in range(5)]
 
@@ -245,7 +246,7 @@ def test_a_long_run_replays_its_last_records_alone(tmp_path, monkeypatch):
     config, dispatched = LedgerConfig(groups_per_step=1), []
 
     async def run(ledger, journal):
-        durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0, dispatch=dispatched.append)
+        durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0, dispatch=dispatched.append, fail=raised)
         task = asyncio.create_task(durable.run())
         for number in range(35):
             durable.feed(Join(replica=f"rollout-{number}", role="rollout"))
@@ -272,6 +273,84 @@ def test_another_owner_s_journal_gets_no_snapshot(tmp_path):
         assert not list(tmp_path.glob("*.snapshot"))
 
 
+def test_records_that_were_written_during_a_takeover_are_not_acknowledged(tmp_path):
+    is_taken_over = iter((False, True))
+
+    def check():
+        if next(is_taken_over):
+            raise TakenOver("another controller has taken over")
+
+    with pytest.raises(TakenOver), closing(Journal(tmp_path, check=check)) as journal:
+        journal.append(WRITTEN[0])
+        with pytest.raises(TakenOver):
+            journal.sync()
+        assert journal.num_durable == 0
+
+
+@pytest.mark.parametrize("written", [0, 2])
+def test_what_a_stopped_process_writes_after_a_takeover_is_in_a_file_of_its_own(tmp_path, written):
+    """It was stopped between its look at the owner and its write."""
+    earlier = Journal(tmp_path)
+    for record in WRITTEN[:written]:
+        earlier.append(record)
+    earlier.sync()
+    with closing(Journal(tmp_path, takes_over=True)) as later:
+        later.append(WRITTEN[2])
+        later.sync()
+        earlier.append(WRITTEN[3])
+        earlier.sync()
+        later.append(WRITTEN[4])
+    earlier.close()
+    with closing(Journal(tmp_path)) as again:
+        assert list(again.replay()) == [*WRITTEN[:written], WRITTEN[2], WRITTEN[4]]
+
+
+def test_an_owner_that_was_replaced_finds_out_at_every_look(tmp_path):
+    looks, failures = [], []
+
+    def check():
+        looks.append(1)
+        raise TakenOver("another controller has taken over")
+
+    with closing(Journal(tmp_path, check=check)) as journal:
+        durable = DurableLedger(
+            Ledger(LedgerConfig(groups_per_step=1)),
+            journal=journal,
+            clock=lambda: 0.0,
+            dispatch=failures.append,
+            fail=failures.append,
+        )
+        for _ in range(3):
+            with pytest.raises(TakenOver):
+                durable.check_owner()
+    assert len(failures) == len(looks) == 1
+
+
+def test_an_event_after_an_error_changes_nothing(tmp_path):
+    """The ledger may be ahead of its journal."""
+
+    class Broken(Ledger):
+        rules: ClassVar = {**Ledger.rules, Tick: lambda ledger, event: ledger.decide(None)}
+
+    failures, config = [], LedgerConfig(groups_per_step=1)
+
+    async def run(journal):
+        ledger = Broken(config)
+        durable = DurableLedger(
+            ledger, journal=journal, clock=lambda: 0.0, dispatch=lambda output: None, fail=failures.append
+        )
+        durable.feed(Join(replica="rollout-0", role="rollout"))
+        with pytest.raises(Exception) as raised:
+            durable.feed(Tick())
+        assert failures == [raised.value]
+        assert durable.feed(Join(replica="rollout-1", role="rollout")) == []
+
+    with closing(Journal(tmp_path)) as journal:
+        asyncio.run(run(journal))
+    with closing(Journal(tmp_path)) as again:
+        assert Ledger.replay(config, again.replay()).members.live() == ["rollout-0"]
+
+
 def test_a_damaged_snapshot_falls_back_to_the_one_before(tmp_path):
     journal = Journal(tmp_path)
     for count, record in enumerate(WRITTEN[:3]):
@@ -284,6 +363,10 @@ def test_a_damaged_snapshot_falls_back_to_the_one_before(tmp_path):
     again = Journal(tmp_path)
     assert (again.snapshot, list(again.replay())) == (b"state 2", WRITTEN[2:4])
     again.close()
+
+
+def raised(error):
+    raise error
 
 
 class Sleeps:
@@ -335,7 +418,7 @@ def paced(tmp_path, monkeypatch, *, events, meanwhile=0):
 
         with closing(Journal(tmp_path, open_file=open_file)) as journal:
             ledger = Ledger(LedgerConfig(groups_per_step=1))
-            durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0, dispatch=dispatched.append)
+            durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0, dispatch=dispatched.append, fail=raised)
             task = asyncio.create_task(durable.run())
             for _ in range(events):
                 expected = len(dispatched) + 1

@@ -59,7 +59,7 @@ class Line:
         self.closed.set()
 
 
-def lasting(*lines, wait_s=30.0, run_dir=None, launcher=0):
+def lasting(*lines, wait_s=30.0, leave_s=30.0, run_dir=None, launcher=0, leaving=False):
     """A connection over these lines, one after the other, and the addresses and incarnations of its attempts."""
     first, *others = lines
     attempts = []
@@ -70,8 +70,11 @@ def lasting(*lines, wait_s=30.0, run_dir=None, launcher=0):
             raise ConnectionClosed("nobody listens")
         return others.pop(0)
 
-    connection = LastingConnection(first, connect=connect, leaving=asyncio.Event(), launcher=launcher)
-    connection.last(wait_s, run_dir=run_dir)
+    event = asyncio.Event()
+    if leaving:
+        event.set()
+    connection = LastingConnection(first, connect=connect, leaving=event, launcher=launcher)
+    connection.last(wait_s, leave_s=leave_s, run_dir=run_dir)
     return connection, attempts
 
 
@@ -160,6 +163,36 @@ async def test_goodbye_is_repeated_until_the_controller_has_it():
     connection.post(p.CheckpointDone(step=4, path="step_4"))
     await connection.leave()
     assert second.sent == [p.Rejoin(), p.CheckpointDone(step=4, path="step_4"), p.Goodbye()]
+
+
+@in_a_loop
+async def test_a_worker_that_leaves_while_the_controller_is_away_hands_its_groups_to_the_next_one():
+    second = Line(WELCOME, p.Stop("it has left"))
+    connection, _ = lasting(Line(WELCOME, None), second, leaving=True)
+    await connection.receive()
+    await connection.send(GROUP)
+    await connection.leave()
+    assert second.sent == [p.Rejoin(holding=(4,)), GROUP, p.Goodbye()]
+
+
+@in_a_loop
+async def test_a_worker_that_leaves_waits_for_a_controller_no_longer_than_leave_s():
+    connection, attempts = lasting(Line(WELCOME, None), leave_s=0.3, leaving=True)
+    await connection.receive()
+    with pytest.raises(ConnectionClosed, match="cut"):
+        await connection.leave()
+    assert attempts and connection.closed.is_set()
+
+
+@in_a_loop
+async def test_a_worker_that_returns_when_the_run_is_over_leaves_in_good_order():
+    second = Line(p.Stop("the run is over"))
+    connection, _ = lasting(Line(WELCOME, None), second)
+    await connection.receive()
+    assert await connection.receive() == p.Stop("the run is over")
+    second.cut()
+    await connection.leave()
+    assert connection.closed.is_set()
 
 
 def test_reports_are_kept_until_a_later_step_is_committed():

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cosmos_rl_core.control.status import Member
-from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.errors import TakenOver, UserError, WorkerFailed
 from cosmos_rl_core.observe.record import (
     Events,
     Outcome,
@@ -235,7 +235,8 @@ def test_an_error_in_a_report_is_shown_once_and_ends_neither_the_reports_nor_the
             status=lambda text: status(phase=text),
             phase=phase,
             events=Events(tmp_path),
-            check=lambda: checks.append(None),
+            checks=(lambda: checks.append(None),),
+            is_taken_over=lambda: False,
             note=notes.append,
             starting=lambda workers: None,
         )
@@ -250,20 +251,29 @@ def test_an_error_in_a_report_is_shown_once_and_ends_neither_the_reports_nor_the
     assert json.loads((tmp_path / "status.json").read_text())["phase"] == "training"
 
 
+def test_a_controller_that_was_replaced_reports_nothing(tmp_path):
+    async def run():
+        def replaced():
+            raise TakenOver("another controller has taken over")
+
+        reporter = Reporter(
+            tmp_path,
+            status=lambda text: status(phase=text),
+            phase=lambda: "training",
+            events=Events(tmp_path),
+            checks=(replaced,),
+            is_taken_over=lambda: True,
+            note=replaced,
+            starting=lambda workers: None,
+        )
+        await asyncio.wait_for(reporter.run(), 60)
+        reporter.report("failed")
+
+    asyncio.run(run())
+    with pytest.raises(TakenOver), Ending(tmp_path).recorded(0.0):
+        raise TakenOver("another controller has taken over")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_status_of_thousands_of_workers_takes_a_hundredth_of_a_processor():
     assert [status_interval(cpu_s) for cpu_s in (0.0, 0.01, 0.03, 1.0)] == [1.0, 1.0, 3.0, 5.0]
-
-
-def test_a_full_disk_leaves_no_part_of_a_status(tmp_path):
-    reporter = Reporter(
-        tmp_path,
-        status=lambda text: status(phase=text),
-        phase=lambda: "training",
-        events=Events(tmp_path),
-        check=lambda: None,
-        note=lambda text: None,
-        starting=lambda workers: None,
-    )
-    (tmp_path / "status.json").mkdir()  # so that the new one cannot take its place
-    reporter.report("training")
-    assert not (tmp_path / "status.tmp").exists()

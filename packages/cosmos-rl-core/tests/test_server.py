@@ -5,6 +5,7 @@ import contextlib
 import errno
 import functools
 from contextlib import asynccontextmanager, closing
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -14,10 +15,10 @@ from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.liveness import ON_ITS_WAY_S
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.peers import IN_USE_S
+from cosmos_rl_core.control.peers import IN_USE_S, STARTING_S
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.errors import UserError, WorkerFailed, WorkerLost
+from cosmos_rl_core.errors import TakenOver, UserError, WorkerFailed, WorkerLost
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
 
@@ -469,7 +470,8 @@ async def test_a_new_process_of_the_policy_is_welcomed_after_the_rollback_even_w
     ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=1e9))
     async with running(tmp_path, ledger=ledger, policy_wait_s=30.0) as (controller, _):
         await join(controller)
-        controller.peers.by_name["policy-0"].heartbeat_at -= IN_USE_S  # silent: its connection is half open
+        policy = controller.peers.by_name["policy-0"]
+        policy.beat(p.Heartbeat(), now=policy.heartbeat_at - IN_USE_S)  # silent since: its connection is half open
         welcome = await Worker(controller, "policy", "policy-0").hears(p.Welcome)
         assert (welcome.lineage, welcome.incarnation) == (1, 2)
 
@@ -482,6 +484,8 @@ async def test_a_second_process_under_the_name_of_a_live_worker_is_refused(tmp_p
             second = Worker(controller, role, name)
             assert "give this one another by --name" in (await second.hears(p.Refused)).reason
             await second.served
+        controller.peers.by_name["policy-0"].heartbeat_at -= STARTING_S - 10  # it still imports torch
+        assert "give this one another" in (await Worker(controller, "policy", "policy-0").hears(p.Refused)).reason
         assert not policy.served.done() and not rollout.served.done()
 
 
@@ -517,6 +521,20 @@ async def test_without_another_policy_the_run_fails(wait_s, message, tmp_path):
         policy, _ = await join(controller)
         policy.says(None)
         with pytest.raises(WorkerFailed, match=message):
+            await task
+
+
+@in_a_loop
+async def test_a_policy_that_dies_before_it_is_ready_is_waited_for_as_its_predecessor(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=0.1))
+    async with running(tmp_path, ledger=ledger, policy_wait_s=0.3) as (controller, task):
+        policy, _ = await join(controller)
+        policy.says(None)
+        await until(lambda: ledger.lineage == 1)
+        second = Worker(controller, "policy", "policy-0")
+        await second.hears(p.Welcome)
+        second.says(None)
+        with pytest.raises(WorkerFailed, match="no other one has come within"):
             await task
 
 
@@ -620,6 +638,24 @@ async def test_a_group_that_cannot_be_read_is_leased_again_and_comes_in_another_
 
 
 @in_a_loop
+async def test_a_group_in_a_file_of_a_worker_that_leaves_is_taken_from_its_message(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=0.1))
+    async with running(tmp_path, ledger=ledger) as (controller, _):
+        policy, rollout = await join(controller)
+        rollout.says(p.RequestLeases(version=0, capacity=8))
+        zero, one = (await rollout.hears(p.Grant)).prompts
+        rollout.says(*(delivery(prompt, spooled(prompt.sample)) for prompt in (zero, one)))
+        rollout.says(delivery(zero, b"zero"))
+        assert await rollout.hears(p.Release) == p.Release([spooled(0).path])  # nobody reads it
+        policy.says(p.RequestBatch(step=0))
+        batch = await policy.hears(p.Batch)
+        assert batch.payloads == [b"zero", msgspec.structs.replace(spooled(1), address="here")]
+        rollout.says(delivery(one, b"one"))  # the policy may be reading the file
+        policy.says(p.Vote(step=0, epoch=batch.epoch))
+        assert await rollout.hears(p.Release) == p.Release([spooled(1).path], groups=((0, 1), (1, 1)))
+
+
+@in_a_loop
 async def test_a_successor_is_told_which_files_are_still_needed(tmp_path):
     async with running(tmp_path) as (controller, _):
         _, rollout, _ = await batch_of_references(controller)
@@ -651,8 +687,52 @@ async def test_a_worker_that_comes_when_the_run_is_over_is_sent_away(tmp_path):
         controller.outcome.fail(WorkerFailed("policy-0: it broke"))
         with pytest.raises(WorkerFailed, match="it broke"):
             await task
+        for incarnation in (0, 3):
+            late = Worker(controller, "rollout", "rollout-0", incarnation=incarnation)
+            assert (await late.hears(p.Stop)).reason == "the run is over"
+            await asyncio.wait_for(late.served, 30)
+
+
+@in_a_loop
+async def test_a_controller_that_was_replaced_says_nothing_to_workers(tmp_path):
+    async with running(tmp_path) as (controller, task):
+        controller.outcome.fail(TakenOver("another controller has taken over"))
+        with pytest.raises(TakenOver):
+            await task
         late = Worker(controller, "rollout", "rollout-0")
         await asyncio.wait_for(late.served, 30)
+        assert late._outbox.empty()
+
+
+@in_a_loop
+async def test_an_error_in_the_ledger_ends_the_run(tmp_path):
+    """A supervised controller crashes, and the next one replays the journal."""
+
+    class Broken(Ledger):
+        rules: ClassVar = {**Ledger.rules, p.RequestLeases: lambda ledger, replica, message: ledger.decide(None)}
+
+    ledger = Broken(LedgerConfig(groups_per_step=2, max_steps=2))
+    async with running(tmp_path, ledger=ledger) as (controller, task):
+        _, rollout = await join(controller)
+        rollout.says(p.RequestLeases(version=0, capacity=8))
+        with pytest.raises(KeyError):
+            await task
+        controller.dismiss()
+        await rollout.hears(p.Stop)
+
+
+@in_a_loop
+async def test_a_worker_whose_handler_fails_is_lost(tmp_path):
+    async with running(tmp_path) as (controller, _):
+
+        async def broken(handle):
+            raise RuntimeError("broken")
+
+        rollout = Worker(controller, "rollout", "rollout-0")
+        rollout.consume = broken
+        with pytest.raises(RuntimeError, match="broken"):
+            await rollout.served
+        assert "rollout-0" not in controller.peers.by_name
 
 
 @in_a_loop

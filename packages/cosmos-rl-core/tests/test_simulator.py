@@ -30,6 +30,8 @@ def test_25_runs_with_faults_keep_every_rule(block):
     assert sum(report.reissued for report in reports) > 10
     assert sum(report.losses for report in reports) > 10
     assert sum(report.unheld for report in reports) > 3
+    assert sum(report.goodbyes for report in reports) > 10
+    assert sum(report.accusations for report in reports) > 1
 
 
 def test_a_thousand_replicas():

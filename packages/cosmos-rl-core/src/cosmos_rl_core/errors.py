@@ -31,6 +31,10 @@ class UserError(ValueError):
     """An error that the user can fix: one clear message, exit code 2, no traceback."""
 
 
+class TakenOver(UserError):
+    """Another controller has taken over the run: this one ends without another word to workers or in files."""
+
+
 class OutOfMemory(UserError):
     """A worker's device has too little memory. The message names the worker and the part of its work."""
 

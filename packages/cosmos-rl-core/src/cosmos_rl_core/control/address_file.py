@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import TakenOver, UserError
 
 NAME = "controller.json"
 RETRY_S = 0.2
@@ -99,6 +99,6 @@ def claim_generation(journal: Path, *, after: int) -> int:
 
 
 def check_generation(journal: Path, generation: int) -> None:
-    """Raise UserError if a later controller has taken over."""
+    """Raise TakenOver if a later controller has taken over."""
     if (journal / f"{_CLAIM}{generation + 1}").exists():
-        raise UserError(f"another controller has taken over the run of {journal.parent}: this one ends")
+        raise TakenOver(f"another controller has taken over the run of {journal.parent}: this one ends")

@@ -62,7 +62,7 @@ class Admission:
             self.ended(name)
             await self.recovery.rolled_back()
             self.recovery.joined()
-        peer = Peer(name=name, role=role, connection=connection, heartbeat_at=self.clock())
+        peer = Peer(name=name, role=role, connection=connection, heartbeat_at=self.clock(), has_beaten=incarnation > 0)
         if not incarnation:
             peer.phases.enter(IMPORTING, now=self.clock())
         earlier = self.peers.by_name.get(name)
@@ -73,6 +73,24 @@ class Admission:
         if incarnation:
             self.evaluator.lose(name, self.peers, but=rejoin.rows)
         return peer
+
+    def leaves(self, peer: Peer) -> None:
+        """A policy leaves the others, which go on."""
+        peer.leaving = True
+        self.note(f"{peer.name} has left")
+
+    def dismiss(self, connection: Connection) -> None:
+        """Send Stop to a worker that comes when the run is over."""
+        if connection.peer.role in ("policy", "rollout") and not self.outcome.is_taken_over:
+            connection.post(p.Stop(reason="the run is over"))
+
+    def dismiss_all(self, reason: str) -> None:
+        """Send Stop to all workers; those that belong to another controller now only lose the connection."""
+        for peer in list(self.peers.by_name.values()):
+            if self.outcome.is_taken_over:
+                peer.connection.close()
+            else:
+                peer.dismiss(reason)
 
     def starts(self, peer: Peer, message: p.Phase | p.Ready) -> None:
         """A worker begins a phase of its start; or it is built, also reported again on a new connection."""
@@ -139,11 +157,11 @@ class Admission:
 
 
 async def consume(
-    peer: Peer, handle: Callable[[Peer, p.ToController], None], *, peers: Peers, fail: Callable[[OSError], None]
+    peer: Peer, handle: Callable[[Peer, p.ToController], None], *, peers: Peers, fail: Callable[[Exception], None]
 ) -> None:
     """Pass a worker's messages to `handle`, until its connection closes or is replaced. Raises ConnectionClosed.
 
-    `fail` gets errors of files that the observer writes.
+    `fail` gets errors of `handle`, such as a full disk of the observer's files. The connection stays, for a Stop.
     """
 
     def handle_one(message: p.ToController) -> None:
@@ -151,7 +169,7 @@ async def consume(
             raise ConnectionClosed(f"{peer.name} has another connection")
         try:
             handle(peer, message)
-        except OSError as error:
+        except Exception as error:
             fail(error)
 
     await peer.connection.consume(handle_one)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -34,6 +34,13 @@ class Held:
     group: tuple[int, int]
     """Sample and attempt."""
     num_terms: int = 0
+    file: str = field(default="", compare=False)
+    """The file that the policy may still read, of a group that has come a second time without it."""
+
+    @property
+    def files(self) -> list[str]:
+        """The files to remove with the group."""
+        return [self.payload.path] if isinstance(self.payload, Spooled) else [self.file] if self.file else []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,8 +66,8 @@ class Batches:
     ) -> bool:
         """Hold a group if the ledger accepted it, else release it: late groups and duplicates are not accepted.
 
-        entry: the sample after the message. A replica repeats the groups that were not released. Returns whether this
-        was the last awaited one.
+        entry: the sample after the message. A replica repeats the groups that were not released; one that leaves sends
+        those in its files. Returns whether this was the last awaited one.
         """
         held = Held(message.payload, replica, (message.sample, message.attempt), message.num_terms)
         there = self._held.get(message.sample)
@@ -70,12 +77,26 @@ class Batches:
             self._held[message.sample] = held
             if isinstance(held.payload, Spooled):
                 self._spooled.setdefault(replica, {})[message.sample] = held.payload.path
+        elif there is not None and _is_content_of(there, held) and _is_of(entry, message, replica):
+            self._replace(message.sample, there, held)
         elif there != held:
             self._release([held])
         is_last = self.awaited == {message.sample}
         if message.sample in self._held:
             self.awaited.discard(message.sample)
         return is_last and not self.awaited
+
+    def _replace(self, sample: int, there: Held, held: Held) -> None:
+        """Hold a group in place of the reference to its file, which is removed unless the policy may be reading it."""
+        assert isinstance(there.payload, Spooled)
+        path = there.payload.path
+        del self._spooled[there.replica][sample]
+        if any(sample in samples for samples in self._assigned.values()):
+            self._held[sample] = replace(held, file=path)
+            return
+        self._held[sample] = held
+        if (peer := self.peers.by_name.get(held.replica)) is not None:
+            peer.post(p.Release([path]))
 
     def lose(self, decided: Iterable[records.Record]) -> list[int]:
         """Release the groups that the ledger recorded as unreadable, and return their samples."""
@@ -154,8 +175,14 @@ class Batches:
         for replica, released in of_replica.items():
             peer = self.peers.by_name.get(replica)
             if peer is not None and peer.is_welcome:
-                files = [held.payload.path for held in released if isinstance(held.payload, Spooled)]
+                files = [path for held in released for path in held.files]
                 peer.post(p.Release(files, tuple(held.group for held in released)))
+
+
+def _is_content_of(there: Held, held: Held) -> bool:
+    """Return whether a replica sends the content of the file that it has sent a reference to."""
+    is_same = (there.replica, there.group, there.num_terms) == (held.replica, held.group, held.num_terms)
+    return is_same and isinstance(there.payload, Spooled) and isinstance(held.payload, bytes)
 
 
 def _is_of(entry: Sample | None, message: p.Deliver, replica: str) -> bool:

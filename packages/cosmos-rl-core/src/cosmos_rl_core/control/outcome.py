@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger.membership import Members
-from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed, WorkerLost
+from cosmos_rl_core.errors import OutOfMemory, TakenOver, UserError, WorkerFailed, WorkerLost
 
 
 class Outcome:
@@ -25,6 +25,7 @@ class Outcome:
         """The worker whose error has ended the run."""
         self.interrupted = False
         """Whether the last policy left before the end of the run."""
+        self._is_taken_over = False
         self._members = members
         self._external = external
         self._note = note
@@ -32,6 +33,11 @@ class Outcome:
     @property
     def is_decided(self) -> bool:
         return self.decided.done()
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another controller continues the run."""
+        return self._is_taken_over
 
     def finish(self) -> None:
         """End the run in good order."""
@@ -56,6 +62,7 @@ class Outcome:
 
     def fail(self, error: BaseException, *, worker: str = "") -> None:
         """End the run with this error. worker: whose error it is."""
+        self._is_taken_over |= isinstance(error, TakenOver)
         if not self.decided.done():
             self.worker = worker
             self.decided.set_exception(error)

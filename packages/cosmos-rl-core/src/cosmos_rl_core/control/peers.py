@@ -14,6 +14,9 @@ from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 IN_USE_S = 5.0
 """Seconds without a heartbeat after which another process may take a connected worker's name."""
+STARTING_S = 600.0
+"""The same from the connection to the first heartbeat: meanwhile a worker imports torch and waits for other machines of
+its replica. The connection to a machine that is gone ends before."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class Peer:
     """Version of its weights; -1: none yet."""
     heartbeat_at: float = 0.0
     """Clock of its last heartbeat."""
+    has_beaten: bool = False
+    """Whether it has sent a heartbeat, on this connection or an earlier one."""
     since: float = field(init=False)
     """Clock when it connected, or became ready."""
     is_ready: bool = False
@@ -74,6 +79,7 @@ class Peer:
     def beat(self, message: p.Heartbeat, *, now: float) -> None:
         """Record a heartbeat."""
         self.progress, self.busy_s, self.heartbeat_at = message.progress, message.busy_s, now
+        self.has_beaten = True
         self.version = message.version
         if self.phases.current == WEIGHTS and message.version >= 0:
             self.phases.enter("", now=now)
@@ -150,9 +156,11 @@ class Peers:
         return len(self._of_role[role])
 
     def is_in_use(self, name: str, *, now: float) -> bool:
-        """Return whether a live worker has this name: it has sent a heartbeat recently, or has just connected."""
+        """Return whether a live worker has this name: it has sent a heartbeat recently, or is starting."""
         peer = self.by_name.get(name)
-        return peer is not None and not peer.has_ended and now - peer.heartbeat_at < IN_USE_S
+        if peer is None or peer.has_ended:
+            return False
+        return now - peer.heartbeat_at < (IN_USE_S if peer.has_beaten else STARTING_S)
 
     def _publisher(self, mesh: Sequence[str]) -> str:
         """Return the address of the weights to pull: of the mesh's first member, before the first mesh of any policy.

@@ -87,24 +87,38 @@ class Recovery:
         self._joined.set()
         self.outcome.interrupted = False
 
+    def lost(self) -> None:
+        """A worker was removed: after a rollback wait anew for a policy if none is left."""
+        members = self.ledger.members
+        is_waiting = self._task is not None and not self._task.done()
+        if not self.ledger.lineage or self.ledger.is_orphaned or members.mesh or is_waiting:
+            return
+        if not any(member.is_live for member in members.policies.values()) and not self.outcome.is_decided:
+            self._task = asyncio.create_task(self._wait())
+
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
     async def _run(self) -> None:
-        self._joined.clear()
         try:
             version, path = await asyncio.to_thread(self.newest_checkpoint)
             self._roll_back(version, path)
             self._rolled_back.set()
-            await asyncio.wait_for(self._joined.wait(), self.policy_wait_s)
-        except TimeoutError:
-            text = f"{POLICIES_LOST}, and no other one has come within {self.policy_wait_s:g} s"
-            self.outcome.policy_lost(WorkerFailed(text))
+            await self._wait()
         except ValueError as error:
             self.outcome.fail(UserError(str(error)))
         except Exception as error:  # it would be lost with this task
             self.outcome.fail(error)
+
+    async def _wait(self) -> None:
+        """Wait until a policy connects."""
+        self._joined.clear()
+        try:
+            await asyncio.wait_for(self._joined.wait(), self.policy_wait_s)
+        except TimeoutError:
+            text = f"{POLICIES_LOST}, and no other one has come within {self.policy_wait_s:g} s"
+            self.outcome.policy_lost(WorkerFailed(text))
 
     def _roll_back(self, version: int, checkpoint: str) -> None:
         """Continue from a checkpoint on a new lineage. Raises ValueError for a version that is not available.

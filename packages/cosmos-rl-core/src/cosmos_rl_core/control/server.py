@@ -28,11 +28,11 @@ from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.recovery import Recovery, RunParts
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
 from cosmos_rl_core.control.reports import Observer, PolicyReports
-from cosmos_rl_core.control.succession import Predecessor, Succession
+from cosmos_rl_core.control.succession import SECOND, Predecessor, Succession, describe_second
 from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
+from cosmos_rl_core.wire.channel import Connection
 
 TICK_S = 0.5
 OfAnEpoch = p.RequestBatch | p.PayloadsLost | p.PeersLost | p.Vote
@@ -94,13 +94,13 @@ class Controller:
         clock: Callable[[], float],
         observer: Observer,
     ) -> None:
-        self.ledger = ledger
-        self.clock = clock
-        self.peers = Peers()
-        self._job = job
-        self._source = source
-        self._observer = observer
-        self._ledger = DurableLedger(ledger, journal=journal, clock=clock, dispatch=self._dispatch)
+        self.ledger, self.clock, self.peers = ledger, clock, Peers()
+        self._job, self._source, self._observer = job, source, observer
+        self.outcome = Outcome(ledger.members, external=job.external, note=observer.note)
+        self._ledger = DurableLedger(
+            ledger, journal=journal, clock=clock, dispatch=self._dispatch, fail=self.outcome.fail
+        )
+        self.check_owner = self._ledger.check_owner
         self._batches = Batches(source=source, supervised=job.supervised, peers=self.peers)
         self._reports = PolicyReports(observer=observer, peers=self.peers)
         self._evaluator = Evaluator(
@@ -120,7 +120,6 @@ class Controller:
             ends_at=job.ends_at,
             awaited=self._batches.awaited,
         )
-        self.outcome = Outcome(ledger.members, external=job.external, note=observer.note)
         self._recovery = Recovery(
             ledger=ledger,
             feed=self._ledger.feed,
@@ -160,9 +159,8 @@ class Controller:
         tasks = [asyncio.create_task(self._ledger.run()), asyncio.create_task(self._ledger.tick(TICK_S))]
         try:
             await asyncio.wait([*tasks, self.outcome.decided], return_when=asyncio.FIRST_COMPLETED)
-            for task in filter(asyncio.Task.done, tasks):
+            for task in (*filter(asyncio.Task.done, tasks), self.outcome.decided):
                 task.result()
-            self.outcome.decided.result()
         finally:
             self.outcome.decided.cancel()
             self._recovery.close()
@@ -180,8 +178,7 @@ class Controller:
 
     def dismiss(self) -> None:
         """Send Stop to every worker: the run is over."""
-        for peer in self.peers.by_name.values():
-            peer.dismiss(self._turns.stop_reason or "the run is over")
+        self.admission.dismiss_all(self._turns.stop_reason or "the run is over")
 
     def waits(self) -> list[str]:
         """Return one line per wait, for the status."""
@@ -190,19 +187,22 @@ class Controller:
     # -- connections and messages of workers
 
     async def on_connect(self, connection: Connection) -> None:
+        if connection.peer.role == SECOND:
+            return self._observer.note(describe_second(connection.peer))
         if self.outcome.is_decided:
-            return  # the run is over
+            return self.admission.dismiss(connection)
         if connection.peer.role == STORE:
             return await self._rendezvous.serve(connection)
         if (peer := await self.admission.admit(connection)) is None:
             return
         try:
             await consume(peer, self._handle, peers=self.peers, fail=self.outcome.fail)
-        except ConnectionClosed:
+        except Exception:
             self.admission.lose(peer)
             raise
 
     def _handle(self, peer: Peer, message: p.ToController) -> None:
+        self.check_owner()
         if _is_void(peer, message, version=self.ledger.version):
             return  # a Remesh is on its way to the replica, which then repeats its request
         match message:
@@ -278,6 +278,7 @@ class Controller:
                     self._recovery.begin()
             case events.Removed():
                 self._evaluator.lose(output.replica, self.peers)
+                self._recovery.lost()
                 if (peer := self.peers.by_name.get(output.replica)) is not None and peer.leaving:
                     peer.dismiss("it has left")
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
@@ -304,8 +305,7 @@ class Controller:
                 self._send_batch(peer, message)
             case p.Cancel() | p.Leave():
                 if message == p.Leave(save=False):
-                    peer.leaving = True
-                    self._observer.note(f"{peer.name} has left")
+                    self.admission.leaves(peer)
                 peer.post(message)
             case p.RolledBack():
                 peer.post(msgspec.structs.replace(message, resume_from=self._recovery.resume_from))

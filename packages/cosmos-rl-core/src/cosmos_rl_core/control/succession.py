@@ -14,6 +14,16 @@ from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.recovery import Recovery
 from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.wire.channel import Hello
+
+SECOND = "second"
+"""Role of a controller that asks whether another one is alive."""
+
+
+def describe_second(peer: Hello) -> str:
+    """Return a line on a controller that has asked."""
+    host, _, process = peer.name.rpartition(".")
+    return f"another controller was started for this run and refused: process {process} on {host}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +57,7 @@ class Succession:
             return outcome.fail(UserError(ledger.halted))
         if ledger.why_finished() is not None and not ledger.members.ready_policies():
             return outcome.finish()
+        self.recovery.lost()
         assigned = ledger.assignment.samples if ledger.assignment is not None else ()
         batches.awaited.update(batches.missing((*self._ready(), *assigned)))
         asyncio.get_running_loop().call_later(ledger.config.restart_grace_s, self._give_up)

@@ -50,7 +50,7 @@ from cosmos_rl_core.launch.preflight.parts import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
 from cosmos_rl_core.launch.supervised.link import Supervised
-from cosmos_rl_core.launch.takeover import Takeover, open_journal, take_over
+from cosmos_rl_core.launch.takeover import Takeover, open_directory, open_journal, replay, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.record import record_start
@@ -133,7 +133,7 @@ def prepared(
     config, path = given.config, given.config.run.directory
     try:
         continues = config.run.placement == "external"
-        opened = RunDirectory.open(path, resume=resume is not None, overwrite=overwrite, continues=continues)
+        opened = open_directory(path, resume=resume is not None, overwrite=overwrite, continues=continues)
         with (
             contextlib.closing(opened) as directory,
             fork_server(config, path, python_path=given.python_path, begun=forks) as server,
@@ -282,7 +282,7 @@ class _Run:
                 status.cancel()
                 contact.remove(self._directory)
                 await server.close()
-                write_timeline(self._directory, note=self._observer.note)
+                write_timeline(self._directory, note=self._observer.note, unless=controller.outcome.is_taken_over)
             self._must_be_there(controller)
             if not self._interrupts.count:
                 must_have_trained(controller.ledger, first=0 if self._takeover else self._resumed.step)
@@ -356,7 +356,7 @@ class _Run:
     def _make_ledger(self) -> Ledger:
         ledger_config = _ledger_config(self._config, samples=self._source.total, max_steps=self._max_steps)
         if self._takeover is not None:
-            return Ledger.restore(ledger_config, self._journal.snapshot, self._journal.replay())
+            return replay(ledger_config, self._journal)
         if self._resumption is None:
             return Ledger(ledger_config)
         state = self._resumed
@@ -431,15 +431,15 @@ class _Run:
             self._workers.kill()
 
     def _reporter(self, controller: Controller) -> Reporter:
-        self._ending.position = lambda: LastState(
-            controller.ledger.version, controller.checkpoint, controller.outcome.worker
-        )
+        outcome = controller.outcome
+        self._ending.position = lambda: LastState(controller.ledger.version, controller.checkpoint, outcome.worker)
         return Reporter(
             self._directory,
             status=lambda phase: status_of(controller, phase=phase, wanted=self._scaling and self._scaling.wanted),
             phase=lambda: self._observer.current_phase,
             events=self._observer.events,
-            check=lambda: self._check_removals(controller),
+            checks=(controller.check_owner, lambda: self._check_removals(controller)),
+            is_taken_over=lambda: outcome.is_taken_over,
             note=self._observer.note,
             starting=self._observer.starting,
         )

@@ -5,23 +5,31 @@ no live controller, the same recipe -> generation claimed -> journal replayed ->
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import check_generation, claim_generation, read_controller_file
+from cosmos_rl_core.control.journal.files import JournalError
 from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.rendezvous import STORE
-from cosmos_rl_core.control.succession import Predecessor
+from cosmos_rl_core.control.ledger.state import LedgerConfig
+from cosmos_rl_core.control.succession import SECOND, Predecessor
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.interrupts import run_to_end
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
-from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token, read_token
+from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, OtherVersion, environment_token, read_token
 from cosmos_rl_core.wire.listening import parse_address
 from cosmos_rl_core.wire.tls import TLS_FILE, read_tls
+from cosmos_rl_core.workers.directory import DirectoryInUse, RunDirectory
 
 PROBE_S = 5.0
 """Maximum wait for the answer of a live controller."""
@@ -46,6 +54,16 @@ class Takeover:
         return Predecessor(
             generation=self.generation, step=_newest(self.directory / "metrics.jsonl"), evaluated=evaluated
         )
+
+
+def open_directory(path: Path, *, resume: bool, overwrite: bool, continues: bool) -> RunDirectory:
+    """As `RunDirectory.open`, and report the attempt to a live controller of the directory."""
+    try:
+        return RunDirectory.open(path, resume=resume, overwrite=overwrite, continues=continues)
+    except DirectoryInUse:
+        with contextlib.suppress(UserError):  # it has no controller.json yet
+            run_to_end(_answers(read_controller_file(path).address, path))
+        raise
 
 
 def take_over(directory: Path, resolved: str) -> Takeover:
@@ -74,22 +92,36 @@ def take_over(directory: Path, resolved: str) -> Takeover:
 
 
 async def _answers(address: str, directory: Path) -> bool:
-    """Return whether a controller of this run listens at an address."""
-    hello = Hello(name="controller", role=STORE)
+    """Return whether a controller of this run listens at an address. It notes this one."""
+    hello = Hello(name=f"{re.sub('[^A-Za-z0-9-]', '-', socket.gethostname())[:64]}.{os.getpid()}", role=SECOND)
     try:
         token, path = read_token(directory / "token"), directory / TLS_FILE
         tls = read_tls(path) if path.exists() else None
         live = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=PROBE_S, tls=tls)
+    except OtherVersion:  # of this run or of another one
+        return True
     except (ConnectionClosed, UserError):  # UserError: another run listens there now
         return False
     live.close()
     return True
 
 
+def replay(config: LedgerConfig, journal: Journal) -> Ledger:
+    """Return the ledger of a dead controller. Raises JournalError for records of another version."""
+    try:
+        return Ledger.restore(config, journal.snapshot, journal.replay())
+    except msgspec.MsgspecError as error:
+        raise JournalError(f"the journal is of another version of cosmos-rl-core ({error})") from error
+
+
 def open_journal(directory: Path, takeover: Takeover | None) -> Journal:
     """Open the journal of a run, for the controller of this generation alone. Raises JournalError if it is damaged."""
     generation = 0 if takeover is None else takeover.generation
-    return Journal(directory / "journal", check=partial(check_generation, directory / "journal", generation))
+    return Journal(
+        directory / "journal",
+        check=partial(check_generation, directory / "journal", generation),
+        takes_over=takeover is not None,
+    )
 
 
 def _newest(path: Path, *, having: str = "step") -> int:

@@ -1,7 +1,7 @@
 """Files about a live run and its end: status.json, status.jsonl, outcome.json, timeline.json, and events of workers.
 
 with ending.recorded(started):               # outcome.json, whatever happens inside
-    reporter = Reporter(directory, status=..., phase=..., events=events, check=...)
+    reporter = Reporter(directory, status=..., phase=..., events=events, checks=...)
     reporting = asyncio.create_task(reporter.run())
 """
 
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cosmos_rl_core.errors import TakenOver
 from cosmos_rl_core.observe.record import (
     STOPPED,
     Events,
@@ -75,11 +76,13 @@ class Reporter:
         status: Callable[[str], Mapping[str, Any]],
         phase: Callable[[], str],
         events: Events,
-        check: Callable[[], None],
+        checks: Sequence[Callable[[], None]],
+        is_taken_over: Callable[[], bool],
         note: Callable[[str], None],
         starting: Callable[[Sequence[tuple[str, str, float]]], None],
     ) -> None:
-        """status: returns the state of the run, for its phase. check: called every second.
+        """status: returns the state of the run, for its phase. checks: called every second.
+        is_taken_over: whether another controller reports.
 
         note: shows an error of these functions to the user; each one once. starting: receives name, phase and seconds
         of each worker that starts.
@@ -88,7 +91,8 @@ class Reporter:
         self._status = status
         self._phase = phase
         self._events = events
-        self._check = check
+        self._checks = checks
+        self._is_taken_over = is_taken_over
         self._note = note
         self._noted: set[str] = set()
         self._log = StatusLog(directory / "status.jsonl")
@@ -100,9 +104,11 @@ class Reporter:
         """Report every second, also after an error, which does not end the run: training does not depend on reports."""
         while True:
             began = time.thread_time()
-            for task in (self._check, lambda: self.report(self._phase())):
+            for task in (*self._checks, lambda: self.report(self._phase())):
                 try:
                     task()
+                except TakenOver:
+                    return
                 except Exception as error:
                     self._show(error)
             await asyncio.sleep(status_interval(time.thread_time() - began))
@@ -115,6 +121,8 @@ class Reporter:
 
     def report(self, phase: str) -> None:
         """Write the state now. A full or removed disk must not end the run here, where nothing is lost."""
+        if self._is_taken_over():
+            return
         status = self._status(phase)
         states = {member.name: member.state for member in status["members"]}
         if states != self._states:
@@ -126,13 +134,11 @@ class Reporter:
             self._events.add("worker", *phase_changes(self._phases, status["members"]))
             self._phases = phases
         self._starting(starting)
-        temporary = self._directory / "status.tmp"
         with contextlib.suppress(OSError):
+            temporary = self._directory / "status.tmp"
             temporary.write_bytes(msgspec.json.encode(status))
             temporary.replace(self._directory / "status.json")
             self._log.add(status, states)
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)  # a part of it, on a full disk
 
 
 def status_interval(cpu_s: float) -> float:
@@ -189,6 +195,8 @@ class Ending:
         """Write outcome.json for the error that ends the body. started: in Unix seconds."""
         try:
             yield
+        except TakenOver:
+            raise  # the run goes on under another controller
         except BaseException as error:
             position = self.position()
             self._write(failure(error, self.directory, worker=position.worker), position, started=started)
@@ -231,9 +239,9 @@ class Ending:
             events.add("end", f"{outcome.state}: {outcome.message}" if outcome.message else outcome.state)
 
 
-def write_timeline(directory: Path, *, note: Callable[[str], None]) -> None:
-    """Merge the spans of a run's processes into timeline.json."""
-    parts = sorted((directory / "spans").glob("*.jsonl"))
+def write_timeline(directory: Path, *, note: Callable[[str], None], unless: bool) -> None:
+    """Merge the spans of a run's processes into timeline.json. unless: write nothing."""
+    parts = [] if unless else sorted((directory / "spans").glob("*.jsonl"))
     try:
         if parts:
             merge(parts, directory / "timeline.json")

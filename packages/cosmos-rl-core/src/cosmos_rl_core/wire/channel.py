@@ -280,7 +280,7 @@ def _refusal(failure: Exception | None) -> str:
 def _opening_error(target: Address, protocol: WireProtocol) -> Exception:
     failure = protocol.failure
     if isinstance(failure, UserError):
-        return UserError(f"{target}: {failure}")
+        return type(failure)(f"{target}: {failure}")
     if isinstance(failure, WrongTag):
         return UserError(f"{target} does not have this run's token: give both sides the same token file")
     return ConnectionClosed(f"{target}: {protocol.reason}")

@@ -76,6 +76,10 @@ class WrongTag(Violation):
     """A frame that was not sealed with this connection's key and sequence number."""
 
 
+class OtherVersion(UserError):
+    """The peer has another version of the protocol."""
+
+
 class TlsRefused(UserError):
     """TLS is used by one side alone, or a certificate is of another run or not valid."""
 
@@ -124,7 +128,7 @@ def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> S
     if magic != _MAGIC:
         raise Violation("the peer does not use the Cosmos-RL protocol")
     if version != _PREAMBLE.unpack(ours)[1]:
-        raise UserError(
+        raise OtherVersion(
             f"this process has protocol version {_versions(ours)}, the peer has version {_versions(theirs)}: "
             "install the same cosmos-rl-core on both sides"
         )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.rollout.following import Publication
@@ -17,9 +19,12 @@ from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.rollout.worker import Lease
 from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.wire.channel import ConnectionClosed
+from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES
 from cosmos_rl_core.workers.connection.lasting import LastingConnection
 
 HEARTBEAT_S = 1.0
+MOST_BYTES = MAX_FRAME_BYTES - 2**20
+"""Size of a group below which it fits into a message."""
 
 
 class ControllerClient:
@@ -202,9 +207,22 @@ class RemoteLeases:
         """Return leases, and withdraw the waiting request: the worker leaves."""
         self._client.post(p.Return(samples=samples))
 
+    async def send_files(self) -> None:
+        """Send the groups in the spool to the controller, before this worker and its files are gone."""
+        if self._spool is None:
+            return
+        for group in list(self._client.connection.unanswered.groups.values()):
+            if isinstance(group, p.Failed) or isinstance(group.payload, bytes) or group.payload.num_bytes >= MOST_BYTES:
+                continue
+            path, num_bytes = group.payload.path, group.payload.num_bytes
+            content = await asyncio.to_thread(self._spool.read, path, offset=0, num_bytes=num_bytes)
+            if content is not None and len(content) == num_bytes:
+                await self._client.send(msgspec.structs.replace(group, payload=content))
+
     async def deliver(self, lease: Lease, group: RolloutGroup) -> None:
         payload = encode_group(_as_read(group) if lease.evaluation else group)
-        if self._spool is not None and not lease.evaluation:
+        is_sent = self._client.leaving.is_set() and len(payload) < MOST_BYTES
+        if self._spool is not None and not lease.evaluation and not is_sent:
             payload = await self._spool.put(payload, name=f"{lease.prompt.sample_id}-{lease.attempt}")
         await self._client.send(
             p.Deliver(

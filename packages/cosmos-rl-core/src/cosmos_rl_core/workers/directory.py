@@ -60,6 +60,10 @@ def explain_no_room(error: OSError, place: Path | str) -> UserError | None:
     )
 
 
+class DirectoryInUse(UserError):
+    """A live run has the lock of the directory."""
+
+
 @dataclass(slots=True)
 class RunDirectory:
     """An output directory, locked by one live run at a time.
@@ -132,7 +136,7 @@ class RunDirectory:
                 self._lock.seek(0)
                 holder = ProcessName.parse(self._lock.read())
                 if (holder is not None and holder.is_alive) or time.monotonic() > deadline:
-                    raise UserError(
+                    raise DirectoryInUse(
                         f"{self.path} is in use by a live run ({holder or 'which just starts'}). Wait for it, stop it, "
                         "or choose another [run] output_dir."
                     ) from error

@@ -83,7 +83,7 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
 async def connect_to(worker: WorkerAddress, *, leaving: asyncio.Event) -> LastingConnection:
     """Connect to the run's controller. Raises like `wire.channel.connect`, and UserError for the token file.
 
-    leaving: set when the worker shall leave; then a connection that closes is not opened again.
+    leaving: set when the worker shall leave.
     """
     token, tls = worker.token(), worker.tls()
 
@@ -235,7 +235,8 @@ async def run_role(role: str, context: WorkerContext, connection: LastingConnect
     with _assigned(context, welcome, report=report) as assignment:
         config = assignment.config
         shared = assignment.run_dir if assignment.shares_run_dir else None
-        connection.last(config.elastic.controller_wait_s, run_dir=shared)
+        elastic = config.elastic
+        connection.last(elastic.controller_wait_s, leave_s=elastic.leave_s, run_dir=shared)
         worker: Role
         if role == "policy":
             worker = PolicyRole(assignment, DirectLink(client, context.ranks, saving=context.saving))

@@ -116,14 +116,15 @@ class RolloutRole:
         return engine, colocated
 
     async def _work(self, worker: RolloutWorker, leases: RemoteLeases) -> None:
-        """Work until the run is over or, after SIGTERM, until the groups in work are done and read, or time is up."""
+        """Work until the run is over or, after SIGTERM, until the groups in work are done, and spooled ones sent
+        to the controller, or time is up."""
         work = asyncio.create_task(worker.run())
         leaving = asyncio.create_task(self._client.leaving.wait())
         try:
             await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 leases.give_back()
-                drained = asyncio.create_task(worker.drain())
+                drained = asyncio.create_task(_drain(worker, leases))
                 limit_s = self._at.config.elastic.leave_s
                 await asyncio.wait({work, drained}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 drained.cancel()
@@ -216,6 +217,11 @@ class RolloutRole:
             return await engine.subscriber(address, backend=config.sync.backend, settings=settings)
         sync = assemble.build_sync(config)
         return await asyncio.to_thread(sync.subscriber, address, engine.weights(), settings=settings)
+
+
+async def _drain(worker: RolloutWorker, leases: RemoteLeases) -> None:
+    await leases.send_files()
+    await worker.drain()
 
 
 def groups_in_flight(config: RunConfig, replicas: int) -> int:

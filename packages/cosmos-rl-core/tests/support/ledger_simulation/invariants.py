@@ -165,7 +165,7 @@ class Invariants:
         """Return whether an event comes from a process that was replaced or given up, by our own books."""
         message = event.message if isinstance(event, events.From) else None
         self._is_of_old_lineage = isinstance(message, p.Deliver) and message.lineage != self.history.lineage
-        if not isinstance(event, events.From | events.Disconnected):
+        if not isinstance(event, events.From | events.Disconnected | events.Gone):
             return False
         if isinstance(event, events.From) and isinstance(event.message, p.Vote):
             self._votes.add((event.replica, event.message.step, event.message.epoch))

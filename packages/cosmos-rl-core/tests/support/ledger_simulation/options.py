@@ -78,6 +78,10 @@ class Report:
     """Of the controller."""
     kills: int = 0
     hangs: int = 0
+    goodbyes: int = 0
+    """Workers that left in good order."""
+    accusations: int = 0
+    """Policies that could not reach others of their mesh."""
     cuts: int = 0
     """Connections cut while the process lived on."""
     losses: int = 0

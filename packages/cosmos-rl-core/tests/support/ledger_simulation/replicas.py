@@ -55,11 +55,22 @@ class FakeReplica(ABC):
     def forget(self) -> None: ...
 
     def kill(self) -> None:
-        self.is_alive = False
-        self.process += 1
         if self.world.random.random() < 0.3:
             self.world.files.pop(self.name, None)  # its machine is gone
-        self.world.soon(events.Disconnected(self.name, self.incarnation))
+        is_seen = self.world.random.random() < 0.3  # its launcher reports the end
+        self.end(events.Gone(self.name, self.incarnation) if is_seen else None)
+
+    def leave(self) -> None:
+        """Leave in good order; the words of a worker may be lost with its connection."""
+        if self.is_alive and self.incarnation:
+            self.send(p.Goodbye())
+            self.end(None)
+
+    def end(self, event: events.Gone | None) -> None:
+        """End the process, with this event or with its connection, and start another one later."""
+        self.is_alive = False
+        self.process += 1
+        self.world.soon(event or events.Disconnected(self.name, self.incarnation))
         self.world.after(self.world.random.choice((0.3, 1.0, 4.0, 12.0)), self.start_again, self.process)
 
     def start_again(self, process: int) -> None:
@@ -87,6 +98,9 @@ class FakeReplica(ABC):
         """Return the samples whose groups were not released."""
         return ()
 
+    def waits_for_peers(self) -> bool:
+        return False
+
     @property
     def is_hung(self) -> bool:
         return self.world.now < self.hangs_until
@@ -110,10 +124,11 @@ class FakeReplica(ABC):
     def beat(self, process: int) -> None:
         if process != self.process:
             return
-        if not self.is_hung:
+        waits = self.waits_for_peers()
+        if not self.is_hung and not waits:
             self.progress += 1
         if not self.is_hung or self.beats_while_hung:
-            self.send(p.Heartbeat(self.progress, holding=self.holding()))
+            self.send(p.Heartbeat(self.progress, holding=self.holding(), waits_for_peers=waits))
         self.world.after(HEARTBEAT_S, self.beat, process)
 
     # --- messages it receives -------------------------------------------------------------------------
@@ -174,6 +189,14 @@ class FakeRollout(FakeReplica):
 
     def kept_samples(self) -> tuple[int, ...]:
         return tuple(sample for sample, _ in self.kept)
+
+    def leave(self) -> None:
+        """Return the prompts in work first; what is done by then is delivered."""
+        if self.is_alive and self.incarnation:
+            self.send(p.Return(tuple(self.running)))
+            self.running.clear()
+            self.settle()
+        super().leave()
 
     def works_on(self, sample: int) -> bool:
         return self.is_alive and not self.is_hung and (sample in self.running or sample in self.unsettled)
@@ -326,6 +349,16 @@ class FakePolicy(FakeReplica):
         else:
             self.has_gradients = True
             self.send(p.Vote(batch.step, batch.epoch))
+
+    def waits_for_peers(self) -> bool:
+        return self.has_gradients and len(self.members) > 1
+
+    def accuse(self) -> None:
+        """Report other policies of the mesh as unreachable, or none in particular."""
+        if self.is_alive and self.incarnation and len(self.members) > 1 and not self.is_hung:
+            others = [name for name in self.members if name != self.name]
+            suspects = tuple(name for name in others if self.world.random.random() < 0.5)
+            self.send(p.PeersLost(self.epoch, "no connection", suspects))
 
     def complain(self, batch: p.Batch) -> None:
         """Report the groups that cannot be read; the answer is a new epoch."""

@@ -43,6 +43,8 @@ class World:
             policy_members=1,
             lease_ttl_s=8.0,
             silence_s=6.0,
+            stall_s=12.0,
+            peer_s=2.0,
             max_failed=10**9,
             max_filtered=10**9,
             max_losses=10**9,
@@ -82,7 +84,7 @@ class World:
 
     # --- the network ----------------------------------------------------------------------------------
 
-    def soon(self, event: events.Join | events.Disconnected) -> None:
+    def soon(self, event: events.Join | events.Disconnected | events.Gone) -> None:
         """Connections open and close in order; only a controller that is down misses it."""
         self.after(0.001, self.controller.take, event)
 
@@ -140,7 +142,14 @@ class World:
             self.controller.crashes_at_next_decision = True
         elif luck < 0.5:
             self.kill(victim)
+        elif luck < 0.6:
+            self.leave(victim)
         elif luck < 0.7:
+            self.report.accusations += 1
+            accuser = self.random.choice(self._of_role("policy"))
+            assert isinstance(accuser, FakePolicy)
+            accuser.accuse()
+        elif luck < 0.85:
             self.report.hangs += 1
             victim.hang(self.random.choice((1.0, 5.0, 20.0)), beats=self.random.random() < 0.5)
         else:
@@ -168,6 +177,12 @@ class World:
             if len(lasting) > 1 and self.random.random() < 0.1:
                 replica.is_lost_for_good = True
             replica.kill()
+
+    def leave(self, replica: FakeReplica) -> None:
+        """Let a process leave, unless it hangs."""
+        if replica.is_alive and not replica.is_hung:
+            self.report.goodbyes += 1
+            replica.leave()
 
     def cut(self, replica: FakeReplica) -> None:
         """Close the connection; the process comes back within the grace or after it."""

@@ -18,14 +18,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+from cosmos_rl_core.errors import UserError
+
 _HEADER = struct.Struct("<III")
 _CHECKED = struct.Struct("<II")
 KEPT = 2
 """Number of snapshots kept: if the newest is damaged, the one before and the records since are used."""
 
 
-class JournalError(Exception):
-    """The journal is damaged or cannot be written. It is never repaired by guessing."""
+class JournalError(UserError):
+    """The journal is damaged or cannot be written. It is never repaired by guessing. Ends with the remedy."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text}: continue from the newest checkpoint with --resume auto")
 
 
 def encode_frame(body: bytes, sequence: int) -> bytes:
@@ -66,7 +71,7 @@ def read_segment(path: Path, *, first: int, is_last: bool) -> Iterator[tuple[byt
         if body is None:
             if is_last and not any(_is_header(data, later) for later in range(offset + 1, len(data))):
                 return
-            raise JournalError(f"{path}: record {sequence} at byte {offset} is damaged; resume from a checkpoint")
+            raise JournalError(f"{path}: record {sequence} at byte {offset} is damaged")
         offset += _HEADER.size + len(body)
         sequence += 1
         yield bytes(body), offset
@@ -87,6 +92,19 @@ def cut_off(path: Path, size: int) -> None:
     with path.open("r+b") as file:
         file.truncate(size)
         os.fsync(file.fileno())
+
+
+def renew(path: Path) -> None:
+    """Replace a file, if there is one, by a copy, durably: who has it open writes to the earlier one."""
+    if not path.exists():
+        return
+    copy = path.with_suffix(".copy")
+    with copy.open("wb") as file:
+        file.write(path.read_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    copy.replace(path)
+    sync_directory(path.parent)
 
 
 def sync_directory(directory: Path) -> None:

@@ -34,6 +34,7 @@ from cosmos_rl_core.control.journal.files import (
     latest_snapshot,
     read_segment,
     remove_superseded,
+    renew,
     segment_firsts,
     segment_path,
     sync_directory,
@@ -42,11 +43,12 @@ from cosmos_rl_core.control.journal.files import (
 from cosmos_rl_core.control.ledger.events import Event, Output, Tick
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import AnyRecord, Record
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import TakenOver, UserError
 
 FLUSHES_PER_S, FLUSH_BURST = 200.0, 100
 """Flushes of a ledger that share the events of thousands of workers: at most so many a second, after so many at once. A
 flush takes 0.1 to 0.2 ms of processor time, as much as ten messages."""
+CHECK_S = 1.0
 SNAPSHOT_RECORDS = 250_000
 """Records after which the ledger's state is saved: a controller that takes over replays no more, about a second."""
 
@@ -93,20 +95,23 @@ class Journal:
         segment_bytes: int = 64 * 2**20,
         open_file: Callable[[Path], SegmentFile] = DiskFile,
         check: Callable[[], None] = lambda: None,
+        takes_over: bool = False,
     ) -> None:
         """Open or create the journal in `directory`. Raises JournalError if it is damaged.
 
-        check: called before each write, in the writing thread, and before each snapshot; raises where another process
-        has taken over.
+        check: called before and after each write, in the writing thread, and before each snapshot; raises where another
+        process has taken over. takes_over: whether an earlier process may still have the last segment open.
         """
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._open_file = open_file
-        self._check_owner = check
+        self.check_owner = check
         self._encoder = msgspec.msgpack.Encoder()
         directory.mkdir(parents=True, exist_ok=True)
         self._snapshot_number, self.snapshot = latest_snapshot(directory)
         first, self.num_records, self._size = self._check()
+        if takes_over:
+            renew(segment_path(directory, first))
         self.num_durable = self.num_records
         """Number of records on disk."""
         self._file = open_file(segment_path(directory, first))
@@ -160,7 +165,7 @@ class Journal:
         The two newest snapshots are kept, with the records since the older one.
         """
         self.sync()
-        self._check_owner()
+        self.check_owner()
         try:
             write_snapshot(self._directory, self.num_durable, state)
             self._thread.submit(self._start_segment).result()
@@ -185,10 +190,11 @@ class Journal:
         self._write = self._thread.submit(self._write_out, b"".join(frames), len(frames))
 
     def _write_out(self, data: bytes, count: int) -> None:
-        self._check_owner()
+        self.check_owner()
         try:
             self._file.write(data)
             self._file.sync()
+            self.check_owner()  # a process that took over meanwhile may not have read these records
             self.num_durable += count
             self._size += len(data)
             if self._size >= self._segment_bytes:
@@ -229,7 +235,7 @@ def _failure(error: OSError, directory: Path) -> Exception:
             f"no space left for the journal in {directory}; acknowledged records are safe. "
             "Free some space there and resume"
         )
-    return JournalError(f"the journal in {directory} cannot be written ({error}); the run cannot continue safely")
+    return JournalError(f"the journal in {directory} cannot be written ({error})")
 
 
 class Pace:
@@ -267,8 +273,13 @@ class DurableLedger:
         journal: Journal,
         clock: Callable[[], float],
         dispatch: Callable[[Output], None],
+        fail: Callable[[Exception], None],
     ) -> None:
+        """fail: ends the run with an error, after which events are ignored: the ledger may be ahead of its journal."""
         self.ledger = ledger
+        self._fail = fail
+        self._error: Exception | None = None
+        self._checked_at = -math.inf
         self._journal = journal
         self._clock = clock
         self._dispatch = dispatch
@@ -277,16 +288,51 @@ class DurableLedger:
         self._pace = Pace(FLUSHES_PER_S, burst=FLUSH_BURST)
 
     def feed(self, event: Event) -> list[Record]:
-        """Pass an event to the ledger and return the resulting records."""
-        records, outputs = self.ledger.on(self._clock(), event)
-        for record in records:
-            self._journal.append(record)
+        """Pass an event to the ledger and return the resulting records. Raises any error, which ends the run."""
+        if self._error is not None:
+            return []
+        try:
+            records, outputs = self.ledger.on(self._clock(), event)
+            for record in records:
+                self._journal.append(record)
+        except Exception as error:
+            self._end(error)
+            raise
         self._outputs += outputs
         if records or outputs:
             self._work.set()
         return records
 
+    def check_owner(self) -> None:
+        """Raise TakenOver, which ends the run, if another controller has taken over. It looks once a second.
+
+        A controller that was stopped finds messages of workers when it goes on, whose results are the other one's.
+        """
+        now = self._clock()
+        if isinstance(self._error, TakenOver):
+            raise self._error
+        if now - self._checked_at < CHECK_S:
+            return
+        self._checked_at = now
+        try:
+            self._journal.check_owner()
+        except TakenOver as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: Exception) -> None:
+        self._error = error
+        self._fail(error)
+
     async def run(self) -> None:
+        """Flush and dispatch until cancelled. Raises any error, which ends the run."""
+        try:
+            await self._run()
+        except Exception as error:
+            self._end(error)
+            raise
+
+    async def _run(self) -> None:
         while True:
             await self._work.wait()
             before = self._journal.num_records

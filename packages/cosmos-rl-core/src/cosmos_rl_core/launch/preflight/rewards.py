@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import re
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -84,15 +83,9 @@ def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, w
 
 
 def _is_mistake(cause: BaseException) -> bool:
-    """Whether the code is wrong for every response.
-
-    None is the result of a search that finds nothing in this one. Row and media are those of a real prompt.
-    """
+    """Whether the code is wrong for every response. None is the result of a search that finds nothing in this one."""
     if isinstance(cause, AttributeError | TypeError):
         return "NoneType" not in str(cause)
-    if isinstance(cause, KeyError):
-        line = traceback.extract_tb(cause.__traceback__)[-1].line or ""
-        return ".media[" in line or ".row[" in line
     return isinstance(cause, MISTAKES)
 
 

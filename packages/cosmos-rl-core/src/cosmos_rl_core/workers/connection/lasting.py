@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -42,19 +43,24 @@ class LastingConnection:
     def __init__(
         self, connection: Connection, *, connect: Connect | None, leaving: asyncio.Event, launcher: int = 0
     ) -> None:
-        """connect: opens another one; None: there is only this. leaving: set when the worker shall leave.
+        """connect: opens another one; None: there is only this. leaving: set when the worker shall leave; then it
+        opens others for `leave_s`.
 
         launcher: process without which no other controller comes; 0: there is none.
         """
         self.closed = asyncio.Event()
         """Set once the connection has ended for good."""
         self.unanswered = Unanswered()
-        self._wait_s = 0.0
+        self._wait_s = self._leave_s = 0.0
+        self._leave_by: float | None = None
+        """Time of the event loop until which it tries to connect, once it is known that the worker shall leave."""
         self._run_dir: Path | None = None
         self._current = connection
         self._connect = connect
         self._leaving = leaving
         self._launcher = launcher
+        self._is_stopped = False
+        """Whether the controller has sent a Stop."""
         self._over = False
         """Whether the run is over, or others have taken the worker's place."""
         self._reason = ""
@@ -67,12 +73,13 @@ class LastingConnection:
         """Generation of the controller that sent the last Welcome; -1 before the first."""
         return -1 if self._welcome is None else self._welcome.generation
 
-    def last(self, wait_s: float, *, run_dir: Path | None) -> None:
+    def last(self, wait_s: float, *, leave_s: float, run_dir: Path | None) -> None:
         """From now on, open another connection for at most `wait_s` after one has closed.
 
+        leave_s: the same once the worker shall leave: it has groups to deliver, and a Goodbye.
         run_dir: the run's directory, where this machine shares it; without a controller.json there the run has ended.
         """
-        self._wait_s, self._run_dir = wait_s, run_dir
+        self._wait_s, self._leave_s, self._run_dir = wait_s, leave_s, run_dir
 
     def post(self, message: p.ToController) -> None:
         """Send, or keep the message for the next connection. Raises ConnectionClosed after the end."""
@@ -98,13 +105,15 @@ class LastingConnection:
             elif isinstance(message, p.RolledBack | p.SyncFrom):
                 self._lineage = message.lineage
             elif isinstance(message, p.Stop):
-                self._over = True
+                self._over = self._is_stopped = True
             if message is not None and self.unanswered.received(message):
                 return message
 
     async def leave(self) -> None:
         """Send Goodbye and, before a Stop, wait until the controller has journaled it. Raises ConnectionClosed."""
         self.post(p.Goodbye())
+        if self._is_stopped and self._current.closed.is_set():
+            return self.close()  # nobody waits for it
         if self._over and self._current.closed.is_set():
             raise ConnectionClosed(self._current.reason)
         while not self._over:
@@ -125,9 +134,8 @@ class LastingConnection:
         """Open another connection; return a message that was missed. Raises `error` when it gives up."""
         loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
         deadline = loop.time() + self._wait_s
-        while self._may_return() and loop.time() < deadline:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), random.uniform(0.0, pause_s))
+        while self._may_return() and loop.time() < min(deadline, self._leaves_by(loop.time())):
+            await asyncio.sleep(random.uniform(0.0, pause_s))
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             try:
                 return await self._rejoin()
@@ -139,10 +147,16 @@ class LastingConnection:
         self.closed.set()
         raise error
 
+    def _leaves_by(self, now: float) -> float:
+        """Return the time after which no other connection is opened; infinite unless the worker shall leave."""
+        if self._leave_by is None and self._leaving.is_set():
+            self._leave_by = now + self._leave_s
+        return math.inf if self._leave_by is None else self._leave_by
+
     def _may_return(self) -> bool:
         can = self._connect is not None and self._welcome is not None
         is_orphaned = self._launcher > 0 and not is_alive(self._launcher)
-        return can and not (self._over or self.closed.is_set() or self._leaving.is_set() or is_orphaned)
+        return can and not (self._over or self.closed.is_set() or is_orphaned)
 
     async def _rejoin(self) -> p.ToWorker | None:
         """Connect once. Raises ConnectionClosed and TimeoutError, after which another attempt may succeed."""
@@ -177,6 +191,8 @@ class LastingConnection:
             connection.post(message)
         for group in groups:
             await connection.send(group)
+        if self.unanswered.goodbye is not None:
+            connection.post(self.unanswered.goodbye)
 
     def _address(self, known: p.Welcome) -> str:
         """Return the address of a later controller; empty if there is none. Raises Removed if the run has ended."""

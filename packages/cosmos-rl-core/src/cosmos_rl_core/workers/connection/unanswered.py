@@ -42,7 +42,8 @@ class Unanswered:
         self._reports: list[Report] = []
         self._before_vote = 0
         """Number of reports that were sent before the vote."""
-        self._goodbye: p.Goodbye | None = None
+        self.goodbye: p.Goodbye | None = None
+        """The last message of a worker."""
 
     def rejoin(self) -> p.Rejoin:
         """Return the first message on a new connection."""
@@ -53,8 +54,8 @@ class Unanswered:
         )
 
     def messages(self) -> list[p.ToController]:
-        """Return what to send again, without the groups."""
-        each = (self._ready, *self._reports, self._leases, self._lost, self.vote, self._batch, self._goodbye)
+        """Return what to send again, without the groups, and the Goodbye after them."""
+        each = (self._ready, *self._reports, self._leases, self._lost, self.vote, self._batch)
         return [message for message in each if message is not None]
 
     def sent(self, message: p.ToController) -> None:
@@ -78,7 +79,7 @@ class Unanswered:
             case p.Ready():
                 self._ready = message
             case p.Goodbye():
-                self._goodbye = message
+                self.goodbye = message
             case _:
                 pass
 
