@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from lives import AT, PROMPTS, STEPS, SUPPORT
-from safetensors.torch import load_file
+from lives import AT, PROMPTS, STEPS, SUPPORT, weights_of
 
 from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 
@@ -13,7 +12,7 @@ from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 def recipe(bandit, write_recipe):
     """Write the recipe of a run of the dying domain in a directory, and return the path."""
 
-    def write(directory: Path, *, replicas, **changes):
+    def write(directory: Path, *, replicas, without=(), **changes):
         usual = {
             "run__max_steps": STEPS,
             "sync__max_staleness": 0,
@@ -28,6 +27,8 @@ def recipe(bandit, write_recipe):
             policy__replicas=replicas,
             **{**usual, **changes},
         )
+        for name in without:
+            tables.pop(name, None)
         return write_recipe(directory / "run.toml", tables)
 
     return write
@@ -68,13 +69,6 @@ def dying(tmp_path, monkeypatch, recipe, start):
     return begin
 
 
-def weights(run_dir):
-    folder = run_dir / "checkpoints" / f"step_{STEPS}"
-    assert read_state(folder).step == STEPS
-    files = sorted(Path(folder).rglob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}
-
-
 def trained(run_dir, rows_of):
     """The samples of each step, and the rewards of all its rollouts."""
     steps = [rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl") for step in range(STEPS)]
@@ -88,7 +82,7 @@ def must_equal(rows_of):
     def compare(run_dir, whole):
         assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
         assert trained(run_dir, rows_of) == trained(whole, rows_of)
-        mine, other = weights(run_dir), weights(whole)
+        mine, other = weights_of(run_dir), weights_of(whole)
         assert mine.keys() == other.keys()
         assert max((mine[name] - other[name]).abs().max().item() for name in mine) < 1e-12
         for step in list_steps(run_dir / "checkpoints"):

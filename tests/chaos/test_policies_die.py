@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-from lives import AT, PROMPTS, STEPS, journal_of, processes_of
+from lives import AT, PROMPTS, STEPS, journal_of, processes_of, weights_of
 
 from cosmos_rl_core.control.ledger import records
 
@@ -49,6 +49,19 @@ def test_a_policy_that_dies_at(dying, undisturbed, finished, must_equal, name, p
         assert voters_of(run_dir, AT) == voters
     must_equal(run_dir, undisturbed(**changes))
     assert not any(isinstance(record, records.RolledBack) for record in journal_of(run_dir))
+
+
+@slow
+def test_a_policy_that_dies_in_supervised_fine_tuning(dying, undisturbed, finished, rows_of):
+    supervised = {"algorithm__name": "sft", "without": ("rollout", "reward", "sync")}
+    process, run_dir, died = dying("policy-1", "reduce", replicas=2, **supervised)
+    finished(process, timeout_s=240)
+    assert died.exists(), "it did not die"
+    assert voters_of(run_dir, AT) == ALONE
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    mine, other = weights_of(run_dir), weights_of(undisturbed(**supervised))
+    assert mine.keys() == other.keys()
+    assert max((mine[name] - other[name]).abs().max().item() for name in mine) < 1e-12
 
 
 @slow

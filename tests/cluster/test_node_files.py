@@ -1,12 +1,14 @@
-"""The job files of docs/clusters.md for `cosmos-rl node`: their variables, and SkyPilot's file by its own parser."""
+"""The job files of docs/clusters.md: variables of `cosmos-rl node`, SkyPilot's file by its parser, KubeRay's fields."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SKYPILOT = "skypilot==0.14.1"
@@ -51,6 +53,30 @@ def test_each_file_calls_the_command_with_this_node(title, tmp_path):
     assert words[:8] == ["node", "gsm8k.toml", "--nodes", "4", "--node", "1", "--head", head]
     assert words[8].startswith("checkpoint.path=")
     assert len(words) == 9
+
+
+def test_the_job_of_kuberay_has_its_fields():
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    job = yaml.safe_load(re.search(r"With KubeRay.*?```yaml\n(.*?)```", text, re.DOTALL)[1])
+    assert (job["apiVersion"], job["kind"], set(job)) == (
+        "ray.io/v1",
+        "RayJob",
+        {"apiVersion", "kind", "metadata", "spec"},
+    )
+    spec = job["spec"]
+    assert set(spec) == {"entrypoint", "submissionMode", "shutdownAfterJobFinishes", "rayClusterSpec"}
+    assert spec["submissionMode"] in ("K8sJobMode", "HTTPMode", "SidecarMode")
+    assert shlex.split(spec["entrypoint"])[:2] == ["cosmos-rl", "launch"] and " --on ray " in spec["entrypoint"]
+    head, (workers,) = spec["rayClusterSpec"]["headGroupSpec"], spec["rayClusterSpec"]["workerGroupSpecs"]
+    assert set(head) == {"rayStartParams", "template"}
+    assert set(workers) == {"groupName", "replicas", "rayStartParams", "template"}
+    assert all(isinstance(value, str) for value in head["rayStartParams"].values())
+    for group in (head, workers):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        assert "/shared" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cosmos_rl_core.cli.app import main
+from cosmos_rl_core.storage import hub
 
 LATEST_S = 10.0
-"""Maximum time until an error that needs no model."""
+"""Maximum time until an error that needs no model, in seconds of a processor: other tests must not count."""
 REWARDS = """
 import time
 
@@ -50,6 +53,28 @@ def parses(group):
 def looks_up(group):
     return [{}[rollout.text] for rollout in group.rollouts]
 
+def of_rows(group):
+    return [float(group.prompt.row["answr"]) for _ in group.rollouts]
+
+def without_arguments():
+    return [1.0]
+
+def with_three(group, prompt, response):
+    return [1.0]
+
+def with_keywords(*, group):
+    return [1.0]
+
+def with_an_option(group, *, weight):
+    return [1.0]
+
+class Judge:
+    def __call__(self, prompts, completions):
+        return [1.0]
+
+class NoJudge:
+    pass
+
 def misspells(group):
     return [float(len(rollout.txt)) for rollout in group.rollouts]
 
@@ -77,6 +102,12 @@ def hangs(group):
 """
 
 
+def processor_s():
+    """Seconds of a processor that this process and its children have used."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
 @pytest.fixture
 def walk(tmp_path, monkeypatch, capfd):
     """Run a command line in this process; return its exit code and all that it printed, after a check of its time."""
@@ -84,14 +115,15 @@ def walk(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "newcomers_rewards.py").write_text(REWARDS)
+    (tmp_path / "of_bad_syntax.py").write_text("def reward(group:\n")
     monkeypatch.delitem(sys.modules, "newcomers_rewards", raising=False)
 
     def call(*arguments):
         capfd.readouterr()
-        began = time.monotonic()
+        began = processor_s()
         with pytest.raises(SystemExit) as ended:
             main([str(argument) for argument in arguments])
-        assert time.monotonic() - began < LATEST_S
+        assert processor_s() - began < LATEST_S
         printed = capfd.readouterr()
         assert "Traceback" not in printed.err
         return ended.value.code or 0, printed.out + printed.err
@@ -147,6 +179,20 @@ def test_the_command_line(walk, arguments, code, text):
             {"reward__functions": [{"name": "newcomers_rewards:slow_import"}]},
             "raised NameError: name 'undefined' is not defined",
         ),
+        *(
+            ({"reward__functions": [{"name": f"newcomers_rewards:{name}"}]}, text)
+            for name, text in {
+                "without_arguments": "takes (), and a reward is called with one argument, a RolloutGroup",
+                "with_three": "takes (group, prompt, response), and",
+                "with_keywords": "takes (*, group), and",
+                "with_an_option": "takes (group, *, weight), and",
+                "Judge": "takes (prompts, completions), and",
+                "NoJudge": "is not a function",
+                "of_rows": "raised KeyError: 'answr'",
+            }.items()
+        ),
+        ({"reward__functions": [{"name": "of_bad_syntax:reward"}]}, "cannot be imported: SyntaxError"),
+        ({"policy__microbatch_terms": 2}, "must be large enough for a whole rollout"),
         (
             {"reward__functions": [{"name": "newcomers_rewards:misspells"}]},
             "raised AttributeError: 'Rollout' object has no attribute 'txt'",
@@ -169,6 +215,57 @@ def test_a_recipe_is_refused_with_its_line(walk, small, change, text):
     code, printed = walk("check", "--deep", recipe)
     assert (code, text in printed) == (2, True), printed
     assert f"{recipe}:" in printed and " | " in printed and "^" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("init", "lmm", "new"), "no domain is called 'lmm'; did you mean 'llm'?"),
+        (("reward-server",), "rewards: is required"),
+        (("reward-server", "--reward", "cosmos_rl_core.testing.tiny:hits"), "needs a token: set "),
+        (("eval", "recipe.toml"), "the recipe has no [eval.data], the rows to evaluate on; add it"),
+        (("generate", "recipe.toml", "--prompts", "missing.jsonl"), "missing.jsonl"),
+        (("check", "unquoted.toml"), '= help: write text in quotes: "ok"'),
+        (
+            ("check", "recipe.toml", "rollout.sampling.max_tokens=1000000000"),
+            "must be large enough for a whole rollout",
+        ),
+    ],
+    ids=["init", "no reward", "no token", "no rows", "no prompts", "no quotes", "too long"],
+)
+def test_a_command_says_what_it_lacks(walk, small, tmp_path, monkeypatch, arguments, text):
+    monkeypatch.delenv("WFM_REWARD_TOKEN", raising=False)
+    small()
+    (tmp_path / "unquoted.toml").write_text("[run]\nname = ok\n")
+    code, printed = walk(*arguments)
+    assert (code, text in printed) == (2, True), printed
+
+
+def test_too_many_ranks_for_the_processors_or_gpus_are_a_warning(walk, small, monkeypatch):
+    recipe = small(policy__parallel={"dp_shard": 64})
+    code, printed = walk("check", "--deep", recipe)
+    assert (code, "65 worker processes share" in printed) == (0, True), printed
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    code, printed = walk("check", recipe)
+    assert (code, "on this machine the run could not start: " in printed) == (0, True), printed
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_named(walk, words, monkeypatch):
+    usage = SimpleNamespace(total=10**12, used=10**12, free=100)
+    monkeypatch.setattr("cosmos_rl_core.launch.preflight.machine.shutil.disk_usage", lambda place: usage)
+    code, printed = walk("check", "--deep", words())
+    assert (code, "and the weights of one checkpoint have" in printed) == (2, True), printed
+    usage.free = 300
+    code, printed = walk("check", "--deep", words())
+    assert (code, "checkpoints have" in printed) == (0, True), printed
+
+
+def test_the_command_answers_within_seconds_with_its_imports(small, start):
+    began = processor_s()
+    process = start("check", small(), "rollout.group_sise=4")
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, "= help" in errors or "did you mean" in errors) == (2, True), errors
+    assert processor_s() - began < LATEST_S
 
 
 def test_an_unknown_domain_is_the_only_problem_of_a_recipe_with_an_evaluation(walk, small):
@@ -295,11 +392,14 @@ def test_a_sound_recipe_of_a_language_model_is_ok(walk, words):
         ({"model__max_length": 5}, "exceeds the context of 5, and so does the shortest row"),
         ({"rollout__sampling__max_tokens": 40}, "with up to 40 new ones exceeds the context of 32"),
         ({"model__path": "./nowhere"}, "is not a directory"),
+        ({"model__path": "no_model"}, "has no config.json"),
+        ({"run__domain": "wfm"}, "rollout.sampling.max_tokens = 4: unknown key"),
         ({"data__chat_template": "nowhere.jinja"}, "no such file"),
         ({"teacher": {"path": "./nowhere"}}, "is not a directory"),
     ],
 )
-def test_a_language_model_is_refused_before_it_is_loaded(walk, words, change, text):
+def test_a_language_model_is_refused_before_it_is_loaded(walk, words, tmp_path, change, text):
+    (tmp_path / "no_model").mkdir()
     recipe = words(**change)
     code, printed = walk("check", "--deep", recipe)
     assert (code, text in printed) == (2, True), printed
@@ -389,18 +489,31 @@ def test_rows_that_are_dropped_are_a_note(walk, words, tmp_path):
     ],
     ids=["model", "teacher", "data"],
 )
-def test_a_hub_that_does_not_answer_is_named_within_seconds(walk, words, monkeypatch, change, text):
+def test_a_hub_that_does_not_answer_is_named_within_seconds(walk, words, silent_hub, monkeypatch, change, text):
+    monkeypatch.setattr(hub, "ANSWER_S", 0.5)
+    code, printed = walk("check", "--deep", words(**change))
+    assert (code, text in printed) == (2, True), printed
+
+
+def test_a_hub_is_asked_once_and_for_less_than_five_seconds(walk, words, silent_hub):
+    began = time.monotonic()
+    assert "does not answer" in hub.silence()
+    assert time.monotonic() - began < 5.0
+    began = time.monotonic()
+    assert "does not answer" in hub.silence()
+    assert time.monotonic() - began < 0.1
+
+
+@pytest.fixture
+def silent_hub(monkeypatch):
+    """A hub that accepts connections and never answers."""
     from huggingface_hub import constants
 
-    from cosmos_rl_llm import hub
-
-    with socket.socket() as silent:  # accepts connections, and never answers
+    with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(hub, "ANSWER_S", 0.5)
         hub.silence.cache_clear()
-        code, printed = walk("check", "--deep", words(**change))
+        yield
         hub.silence.cache_clear()
-    assert (code, text in printed) == (2, True), printed

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from cosmos_rl_core.cli.app import main
+from cosmos_rl_core.cli.elastic import error_text
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.status import live_controller
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.record import Outcome, record_outcome
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel
@@ -431,3 +435,14 @@ def test_status_does_not_look_for_the_controller_of_another_machine_here(tmp_pat
     assert live_controller(tmp_path, seen_s=300.0) == ""
     (tmp_path / "run.lock").write_text(f"{os.getpid()}\n")
     assert live_controller(tmp_path) == f"pid {os.getpid()}"
+
+
+def test_errors_have_colours_on_a_terminal_unless_no_color_is_set(monkeypatch):
+    error = UserError("r.toml: 1 problem\n  x = 1\n  ^^^\n      = help: remove it")
+    assert error_text(error) == f"error: {error}"
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", error_text(error)) == f"error: {error}"
+    assert error_text(error).count("\x1b[31m") == 2
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert error_text(error) == f"error: {error}"

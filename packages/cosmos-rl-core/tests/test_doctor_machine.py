@@ -12,6 +12,7 @@ from cosmos_rl_core.cli import app
 from cosmos_rl_core.doctor import collective, limits, machine, network, software
 from cosmos_rl_core.doctor.machine import run_check
 from cosmos_rl_core.doctor.report import Check, is_bad, render
+from cosmos_rl_core.recipe.load import load_config
 
 
 def only(checks):
@@ -143,3 +144,32 @@ def test_the_verb_writes_json_and_ends_with_1_if_something_is_bad(tmp_path, monk
     lines = json.loads(capsys.readouterr().out)
     assert {"level": "bad", "name": "gloo all-reduce", "text": "no", "fix": "mend"} in lines
     assert [line["name"] for line in lines[:3]] == ["python", "cosmos-rl", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "level", "text"),
+    [
+        ({"chronyc": "System time     : 0.000020 seconds slow of NTP time"}, "ok", "2e-05 s behind the time servers"),
+        ({"chronyc": "System time     : 3.200000 seconds fast of NTP time"}, "note", "3.2 s ahead of the time servers"),
+        ({"chronyc": "506 Cannot talk to daemon", "timedatectl": "no\n"}, "note", "is not synchronised"),
+        ({"timedatectl": "yes\n"}, "ok", "is synchronised"),
+    ],
+)
+def test_the_clock(answers, level, text):
+    (found,) = network.clock(run=lambda command: answers.get(command[0], ""))
+    assert (found.level, found.name, found.text) == (level, "clock", text)
+    assert list(network.clock(run=lambda command: "")) == []
+
+
+def test_too_few_gpus_for_a_recipe(monkeypatch):
+    recipe = {
+        "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1},
+        "policy": {"parallel": {"dp_shard": 4}},
+        "reward": {"functions": [{"name": "hits"}]},
+    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    (found,) = machine._assignment(load_config(recipe))
+    assert (found.level, found.name) == ("bad", "recipe")
+    assert "the policy needs 4 GPUs of this machine" in found.text
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list(machine._assignment(load_config(recipe))) == []

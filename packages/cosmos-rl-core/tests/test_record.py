@@ -277,3 +277,18 @@ def test_a_controller_that_was_replaced_reports_nothing(tmp_path):
 
 def test_the_status_of_thousands_of_workers_takes_a_hundredth_of_a_processor():
     assert [status_interval(cpu_s) for cpu_s in (0.0, 0.01, 0.03, 1.0)] == [1.0, 1.0, 3.0, 5.0]
+
+
+def test_a_full_disk_leaves_no_part_of_a_status(tmp_path):
+    reporter = Reporter(
+        tmp_path,
+        status=lambda text: status(phase=text),
+        phase=lambda: "training",
+        events=Events(tmp_path),
+        check=lambda: None,
+        note=lambda text: None,
+        starting=lambda workers: None,
+    )
+    (tmp_path / "status.json").mkdir()  # so that the new one cannot take its place
+    reporter.report("training")
+    assert not (tmp_path / "status.tmp").exists()

@@ -10,6 +10,7 @@ from safetensors.numpy import save_file
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.recipe.load import load
 from cosmos_rl_core.settings.base import ConfigError
+from cosmos_rl_core.storage import hub
 
 RECIPE = files("cosmos_rl_wfm") / "recipe.toml"
 PIPELINE = {
@@ -93,3 +94,9 @@ def test_every_part_that_a_pipeline_lacks_is_named(checked, tmp_path):
     (pipeline / "vae").mkdir()
     save_file({"a": np.zeros(1, np.float32)}, pipeline / "vae" / "model.safetensors")
     assert "has no vae" not in checked(*overrides)
+
+
+def test_a_model_on_a_hub_that_does_not_answer_is_named_before_the_run(checked, monkeypatch):
+    monkeypatch.setattr(hub, "silence", lambda: "the hub does not answer (timed out)")
+    text = checked('model={path="nobody/has-this"}')
+    assert "is no folder here and not in the cache, and the hub does not answer" in text

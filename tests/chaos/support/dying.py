@@ -20,7 +20,7 @@ from cosmos_rl_core.testing.tiny import Tiny
 
 STEP = -1
 """Step of the policy in this process, or deliveries of the rollout worker."""
-PACED_FROM, PACE_S = 6, 5.0
+PACED_FROM, PACE_S = 6, 30.0
 NOBODY = "nobody nowhere 0 never"
 
 
@@ -105,7 +105,7 @@ def count_steps(steps):
         STEP = max(STEP, step)
         await asyncio.sleep(float(os.environ.get("PACE", 0)))
         if "GO" in os.environ and step >= PACED_FROM:
-            deadline = time.monotonic() + min(PACE_S, 0.2 * (step - PACED_FROM))
+            deadline = time.monotonic() + min(PACE_S, 0.5 * (step - PACED_FROM))
             while not os.path.exists(os.environ["GO"]) and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
         return await work(self, step)
@@ -146,10 +146,10 @@ def die_in_the_sum(group):
         finally:
             self.in_sum = False
 
-    def finished(self, operations):
+    def finished(self, operations, **limits):
         if getattr(self, "in_sum", False):
             die_at("reduce")
-        finish(self, operations)
+        finish(self, operations, **limits)
 
     group.sum, group._finish = summed, finished
 

@@ -76,3 +76,15 @@ def journal_of(run_dir):
     [first] = segment_firsts(run_dir / "journal")
     path = segment_path(run_dir / "journal", first)
     return [decoder.decode(body) for body, _ in read_segment(path, first=first, is_last=True)]
+
+
+def weights_of(run_dir, steps=STEPS):
+    """Weights and optimizer state of the checkpoint of a step."""
+    from safetensors.torch import load_file
+
+    from cosmos_rl_core.checkpoint.manifest import read_state
+
+    folder = run_dir / "checkpoints" / f"step_{steps}"
+    assert read_state(folder).step == steps
+    files = sorted(folder.rglob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,13 +26,13 @@ SETTINGS = {
     "RAY_agent_register_timeout_ms": "240000",  # of ray[default], as above
     "OMP_NUM_THREADS": "1",
 }
-AGENT_PORTS = (
-    "metrics-export-port",
-    "runtime-env-agent-port",
-    "dashboard-agent-grpc-port",
-    "dashboard-agent-listen-port",
-)
-"""Given, as the node ends itself where an agent has not chosen one within 15 s; the last is the same for all nodes."""
+AGENT_PORTS = {
+    "metrics-export-port": "metrics_export_port",
+    "runtime-env-agent-port": "runtime_env_agent_port",
+    "dashboard-agent-grpc-port": "metrics_agent_port",
+    "dashboard-agent-listen-port": "dashboard_agent_listen_port",
+}
+"""Ports of a node's agents: option of `ray start`, and file of the session."""
 OBJECT_STORE = 80 << 20
 """Bytes of each node's object store, the smallest that Ray takes; nothing of a run is in it."""
 
@@ -39,8 +40,9 @@ OBJECT_STORE = 80 << 20
 class LoopbackRay:
     """Start with `with LoopbackRay(nodes=2) as ray:`; commands need `ray.environment`."""
 
-    def __init__(self, *, nodes: int, cpus: int = 4, gpus: int = 2) -> None:
-        """gpus: of each node, numbers without devices."""
+    def __init__(self, *, nodes: int, cpus: int = 4, gpus: int = 2, jobs: bool = False) -> None:
+        """gpus: of each node, numbers without devices. jobs: whether `jobs_address` takes `ray job submit`."""
+        self.jobs_address = f"http://127.0.0.2:{_free_port('127.0.0.2')}" if jobs else ""
         self.nodes, self.cpus, self.gpus = nodes, cpus, gpus
         self.port = _free_port("127.0.0.2")
         self.environment = {**os.environ, **SETTINGS, "RAY_ADDRESS": f"127.0.0.2:{self.port}"}
@@ -48,9 +50,9 @@ class LoopbackRay:
         self._daemons: dict[int, subprocess.Popen[bytes]] = {}
 
     @staticmethod
-    def missing() -> bool:
-        """Whether this environment lacks Ray."""
-        return importlib.util.find_spec("ray") is None
+    def missing(*, jobs: bool = False) -> bool:
+        """Whether this environment lacks Ray, or with `jobs` what its dashboard needs."""
+        return any(importlib.util.find_spec(name) is None for name in ("ray", *(("aiohttp_cors",) if jobs else ())))
 
     def __enter__(self) -> LoopbackRay:
         try:
@@ -68,7 +70,10 @@ class LoopbackRay:
 
     def start_node(self, index: int, more: Mapping[str, float] | None = None, timeout_s: float = 300.0) -> None:
         """Start a node and wait until Ray has it; node 0 is the head. more: further resources of the node."""
-        role = ["--head", f"--port={self.port}", "--include-dashboard=false", f"--temp-dir={self._temporary}"]
+        ports = {name: _free_port(address(index)) for name in AGENT_PORTS}
+        role = ["--head", f"--port={self.port}", f"--temp-dir={self._temporary}"]
+        port = self.jobs_address.rpartition(":")[2]
+        role += ["--dashboard-host=127.0.0.2", f"--dashboard-port={port}"] if port else ["--include-dashboard=false"]
         command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
             *(role if index == 0 else [f"--address=127.0.0.2:{self.port}"]),
@@ -76,7 +81,7 @@ class LoopbackRay:
             f"--num-cpus={self.cpus}",
             f"--num-gpus={self.gpus}",
             f"--object-store-memory={OBJECT_STORE}",
-            *(f"--{name}={_free_port(address(index))}" for name in AGENT_PORTS),
+            *(f"--{name}={port}" for name, port in ports.items()),
             f"--resources={json.dumps({f'node{index}': 1, **(more or {})})}",
         ]
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
@@ -89,7 +94,20 @@ class LoopbackRay:
         while "Ray runtime started" not in log.read_text():
             ended = self._daemons[index].poll()
             assert ended is None and time.monotonic() < deadline, f"node {index} did not start: {log.read_text()}"
+            self._write_ports(ports)
             time.sleep(0.1)
+
+    def _write_ports(self, ports: Mapping[str, int]) -> None:
+        """Write the agents' ports, which are given, into the files in which the agents write them.
+
+        A node ends itself after 15 s without one of them, and on a busy machine an agent imports for longer.
+        """
+        for raylet in Path(self._temporary).glob("session_2*/logs/raylet*.out"):
+            for node in re.findall(r"Setting node ID node_id=(\w+)", raylet.read_text()):
+                for name, port in ports.items():
+                    path = raylet.parents[1] / f"{AGENT_PORTS[name]}_{node}"
+                    if not path.exists():
+                        path.write_text(str(port))
 
     def lose_node(self, index: int) -> None:
         """Kill a node and all that runs on it, as a machine that lost its power."""

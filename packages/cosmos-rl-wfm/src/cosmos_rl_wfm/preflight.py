@@ -1,12 +1,13 @@
 """Checks of a world model's recipe before the start: engine options, the parts of the model's folder, sizes, adapters.
 
-No torch, no weights. A model on a hub is left to the run.
+No torch, no weights. Of a model on a hub it is only asked whether it is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +16,20 @@ from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import ConfigError, Problem
-from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package, problems_of
+from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package, neighbour, problems_of
+from cosmos_rl_core.storage import hub
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, is_here, must_be_hub_id, network_of, open_source, vae_of
+from cosmos_rl_wfm.models.folder import (
+    INDEX,
+    NETWORK,
+    ModelFolder,
+    is_here,
+    must_be_hub_id,
+    network_of,
+    open_source,
+    vae_of,
+)
 from cosmos_rl_wfm.parallel.shape import parameter_shapes
 from cosmos_rl_wfm.rewards.ocr import READERS
 from cosmos_rl_wfm.sampling import TorchEngineOptions
@@ -47,6 +58,9 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
     try:
         if not is_here(model):
             must_be_hub_id(model.path)
+            if wrong := hub.model_problem(model.path, model.revision, files=(INDEX, "config.json")):
+                hint = neighbour(Path(model.path)) or "give a folder that diffusers wrote"
+                yield Problem(key="model.path", given=as_toml(model.path), wrong=wrong, suggestion=hint)
             return
         folder = open_source(model)
         class_name, network = network_of(model, folder)

@@ -283,5 +283,5 @@ def main(arguments: list[str] | None = None) -> None:
 
         if not isinstance(error, UserError):
             raise
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(elastic.error_text(error), err=True)
         sys.exit(2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -69,10 +72,20 @@ def train(
     try:
         result = run_supervised(given, resume=resume, overwrite=overwrite, forks=forks)
     except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(error_text(error), err=True)
         raise typer.Exit(1) from error
     if result.interrupted or result.stopped:
         raise typer.Exit(130 if result.interrupted else STOPPED)
+
+
+def error_text(error: Exception) -> str:
+    """Return "error: ...", in colours on a terminal unless NO_COLOR is set."""
+    head, text = "error:", str(error)
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        head = typer.style(head, fg=typer.colors.RED, bold=True)
+        text = re.sub(r"(?m)\^+$", lambda found: typer.style(found[0], fg=typer.colors.RED), text)
+        text = re.sub(r"(?m)^( += )(help:)", lambda found: found[1] + typer.style(found[2], bold=True), text)
+    return f"{head} {text}"
 
 
 def worker(context: typer.Context) -> None:

@@ -5,7 +5,7 @@ What waits for a network or a disk goes on beside the rest. Speeds of transports
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,11 @@ from pathlib import Path
 from cosmos_rl_core import plugins
 from cosmos_rl_core.doctor import collective, limits, network, software
 from cosmos_rl_core.doctor.report import Check
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import import_from
+from cosmos_rl_core.launch.gpus import assignment_text
 from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.run import RunConfig
 
 GROUP = "cosmos_rl.doctors"
 """Entry points of functions without arguments that return lines."""
@@ -27,8 +30,19 @@ def examine_machine_of(recipe: Path | None) -> list[Check]:
     if recipe is None:
         return examine_machine(output_dir=Path("runs"))
     import_from(recipe)
-    run = load_config(recipe).run
-    return examine_machine(output_dir=run.directory, bind=run.bind, port=run.port)
+    config = load_config(recipe)
+    run = config.run
+    found = examine_machine(output_dir=run.directory, bind=run.bind, port=run.port)
+    return [*found, *_assignment(config)]
+
+
+def _assignment(config: RunConfig) -> Iterator[Check]:
+    """Whether this machine's GPUs suffice for the processes of the recipe."""
+    try:
+        if text := assignment_text(config):
+            yield Check("ok", "recipe", text)
+    except UserError as error:
+        yield Check("bad", "recipe", str(error), "lower [policy.parallel] or replicas, or set [run] colocate = true")
 
 
 def examine_machine(*, output_dir: Path, bind: str = "127.0.0.1", port: int = 0) -> list[Check]:
@@ -44,6 +58,7 @@ def examine_machine(*, output_dir: Path, bind: str = "127.0.0.1", port: int = 0)
         "RDMA": network.infiniband,
         "[run] bind": partial(network.listening, bind, port),
         "host name": network.host_name,
+        "clock": network.clock,
         "disk": partial(limits.disk, output_dir),
     }
     names = plugins.names(GROUP)

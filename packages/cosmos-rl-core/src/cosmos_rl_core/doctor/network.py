@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import socket
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -103,3 +106,39 @@ def holder_of(port: int) -> str:
         except OSError:  # it has ended, or is of another user
             continue
     return ""
+
+
+CLOCKS = {
+    "chronyc": ("chronyc", "-n", "tracking"),
+    "timedatectl": ("timedatectl", "show", "--property=NTPSynchronized", "--value"),
+}
+"""Commands that report on the clock, the better one first."""
+CLOCK_S = 5.0
+APART_S = 0.5
+"""Difference from true time that the timeline of several machines shows, and certificates may not forgive."""
+
+
+def clock(run: Callable[[Sequence[str]], str] | None = None) -> Iterator[Check]:
+    """Yield a line about the clock's synchronisation; nothing on a machine without these commands. run: of one."""
+    fix = "ntpd or chronyd keeps the clocks of machines equal, which timelines and certificates need"
+    for name, command in CLOCKS.items():
+        if run is None and shutil.which(name) is None:
+            continue
+        text = (run or _output)(command)
+        if name == "chronyc" and (found := re.search(r"System time\s*:\s*([0-9.]+) seconds (slow|fast)", text)):
+            apart = float(found[1])
+            shown = f"{apart:.3g} s {'behind' if found[2] == 'slow' else 'ahead of'} the time servers"
+            yield Check("ok", "clock", shown) if apart < APART_S else Check("note", "clock", shown, fix)
+            return
+        if name == "timedatectl" and text.strip() in ("yes", "no"):
+            is_equal = text.strip() == "yes"
+            shown = "is synchronised" if is_equal else "is not synchronised"
+            yield Check("ok", "clock", shown) if is_equal else Check("note", "clock", shown, fix)
+            return
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=CLOCK_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -134,11 +134,13 @@ class Reporter:
             self._events.add("worker", *phase_changes(self._phases, status["members"]))
             self._phases = phases
         self._starting(starting)
+        temporary = self._directory / "status.tmp"
         with contextlib.suppress(OSError):
-            temporary = self._directory / "status.tmp"
             temporary.write_bytes(msgspec.json.encode(status))
             temporary.replace(self._directory / "status.json")
             self._log.add(status, states)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # a part of it, on a full disk
 
 
 def status_interval(cpu_s: float) -> float:

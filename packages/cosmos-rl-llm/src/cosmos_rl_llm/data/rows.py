@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
 from cosmos_rl_core.storage.rows import Located, as_json, rows_of
-from cosmos_rl_llm import hub
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.parts import normalise_content, with_base64, with_media
 from cosmos_rl_llm.media.source import LIMITS, shows_media

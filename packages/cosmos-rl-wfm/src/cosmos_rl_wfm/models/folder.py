@@ -16,6 +16,7 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.problems import neighbour
+from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_wfm.models.classes import check_network, check_scheduler, class_of, network_class
 from cosmos_rl_wfm.models.config import FamilyName, WFMModelConfig
@@ -154,6 +155,7 @@ def _safetensors(place: Path) -> list[Path]:
 def _fetch(model_id: str, *, revision: str | None, parts: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
+    hub.must_be_quiet()
     kinds: list[str] = [_SAFETENSORS, *_SMALL_FILES]
     wanted = ["*.json", *(f"{part}/{kind}" for part in parts for kind in kinds)] if parts else kinds
     try:

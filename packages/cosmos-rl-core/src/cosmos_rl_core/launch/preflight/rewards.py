@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import re
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -83,9 +84,15 @@ def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, w
 
 
 def _is_mistake(cause: BaseException) -> bool:
-    """Whether the code is wrong for every response. None is the result of a search that finds nothing in this one."""
+    """Whether the code is wrong for every response.
+
+    None is the result of a search that finds nothing in this one. Row and media are those of a real prompt.
+    """
     if isinstance(cause, AttributeError | TypeError):
         return "NoneType" not in str(cause)
+    if isinstance(cause, KeyError):
+        line = traceback.extract_tb(cause.__traceback__)[-1].line or ""
+        return ".media[" in line or ".row[" in line
     return isinstance(cause, MISTAKES)
 
 

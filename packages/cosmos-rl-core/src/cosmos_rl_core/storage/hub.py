@@ -1,0 +1,109 @@
+"""The Hugging Face hub: whether it answers, asked once and for a few seconds, before libraries retry for a minute.
+
+For domains that require `huggingface_hub`, which is imported by the functions.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+ANSWER_S = 3.0
+"""Maximum wait for an answer of the hub."""
+CONFIG = ("config.json",)
+
+
+@cache
+def silence() -> str:
+    """Return the reason that the hub cannot be asked; "" if it answers."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        _ask(constants.ENDPOINT)
+    except urllib.error.HTTPError:
+        return ""  # an answer
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        return f"the hub {constants.ENDPOINT} does not answer ({reason}); HF_HUB_OFFLINE=1 uses the cache alone"
+    return ""
+
+
+def model_problem(name: str, revision: str | None, *, files: Sequence[str] = CONFIG) -> str:
+    """Return the reason that a model of this id cannot be had; "" if it is in the cache or on the hub.
+
+    files: one of them is in every such model.
+    """
+    if cached_model(name, revision, files=files) is not None:
+        return ""
+    if reason := silence():
+        return f"is no folder here and not in the cache, and {reason}"
+    from huggingface_hub import constants
+
+    try:
+        _ask(f"{constants.ENDPOINT}/api/models/{name}" + (f"/revision/{revision}" if revision else ""))
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403, 404):
+            return f"is no folder here, and {constants.ENDPOINT} has no such model that this machine may read"
+    except (OSError, http.client.HTTPException) as error:
+        return f"is no folder here and not in the cache, and the hub does not answer ({error})"
+    return ""
+
+
+def cached_model(name: str, revision: str | None, *, files: Sequence[str] = CONFIG) -> Path | None:
+    """Return the folder of a model in the hub's cache, or None."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(name, file, revision=revision) for file in files]
+    except HFValidationError:
+        return None
+    return next((Path(file).parent for file in found if isinstance(file, str)), None)
+
+
+def must_be_quiet() -> None:
+    """Let the libraries of this process use the cache alone, without retries, if the hub does not answer."""
+    if not silence():
+        return
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
+    if find_spec("datasets"):
+        from datasets import config
+
+        config.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _ask(address: str) -> None:
+    """Raise OSError without an answer, HTTPError for a refusal. In a thread: a look-up of a name has no time limit."""
+    answers: list[Exception | None] = []
+    thread = threading.Thread(target=lambda: answers.append(_answer(address)), name="hub", daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    if not answers:
+        raise TimeoutError("no answer")
+    if answers[0] is not None:
+        raise answers[0]
+
+
+def _answer(address: str) -> Exception | None:
+    from huggingface_hub import get_token
+
+    request = urllib.request.Request(address)
+    if token := get_token():
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S):
+            return None
+    except (OSError, http.client.HTTPException) as error:
+        return error
