@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from cosmos_rl_core.algorithms.rules import mask_prefixes
 from cosmos_rl_core.types import FinishReason, PolicyOutputs, Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.domain import LLM
+from cosmos_rl_llm.media.item import Item, View
 
 
 def make_rollout(
@@ -151,3 +153,19 @@ def test_routes_lie_beside_the_tokens():
     assert microbatch.inputs["routes"][:, 0, 0].tolist() == [0, 0, 0, 1, 1]
     (mixed,) = collate([group, make_group(rollouts[0])], microbatch_terms=100, share=Share()).microbatches
     assert "routes" not in mixed.inputs
+
+
+@pytest.mark.parametrize("shown", [(0, 1), (0, 2), (0, 3)])
+def test_ranks_get_pictures_evenly(shown):
+    view = View(items=(Item(kind="image", pixels=np.ones((8, 2), np.float32)),), index=np.zeros(8, np.int64))
+    groups = []
+    for number in range(4):
+        rollouts = [make_rollout(range(8), range(2)), make_rollout(range(8), range(3))]
+        if number in shown:
+            rollouts = [replace(each, arrays={**each.arrays, **view.arrays}) for each in rollouts]
+        groups.append(make_group(*rollouts))
+    for index in range(2):
+        batch = collate(groups, microbatch_terms=100, share=Share(index=index, count=2))
+        assert sum("item_shown" in microbatch.inputs for microbatch in batch.microbatches) == 1
+        (microbatch,) = batch.microbatches
+        assert len(microbatch.inputs["item_shown"]) == 2

@@ -26,6 +26,11 @@ Piece = list[int]
 """Members that stay together, ascending."""
 
 
+def time_of(length: int) -> float:
+    """Return the time of a sequence of `length` tokens, in that of a token of a short one."""
+    return length + length * length / QUADRATIC_LENGTH
+
+
 def deal(
     lengths: Sequence[int],
     *,
@@ -52,7 +57,7 @@ def deal(
         whole = _first_fit(_cut(_pieces(groups), lengths, capacity), lengths, capacity)
         return [[index for piece in part for index in piece] for part in whole]
     if costs is None:
-        costs = [length + length * length / QUADRATIC_LENGTH for length in lengths]
+        costs = [time_of(length) for length in lengths]
     pieces = _pieces(groups if groups is not None else range(len(lengths)))
     shares = [_cut(part, lengths, capacity) for part in _evenly(pieces, share.count, costs)]
     filled = [_first_fit(_longest_first(part, lengths), lengths, capacity) for part in shares]

@@ -17,6 +17,7 @@ In supervised training the terms of a row are:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from cosmos_rl_core.errors import MediaError, PromptError, UserError
-from cosmos_rl_core.train.balance import deal
+from cosmos_rl_core.train.balance import deal, time_of
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.items import read_items, side_by_side
@@ -124,7 +125,8 @@ def pack_batch(
     Adds `packing_fraction`: tokens over the capacity of all microbatches, of all ranks.
     """
     lengths = [sequence.length for sequence in sequences]
-    dealt = deal(lengths, capacity=microbatch_terms, share=share, groups=groups)
+    costs = _costs(sequences, groups)
+    dealt = deal(lengths, capacity=microbatch_terms, share=share, costs=costs, groups=groups)
     room = len(dealt) * share.count * microbatch_terms
     if any(sequence.routes is None for sequence in sequences):  # replayed for the whole batch or for none
         sequences = [replace(sequence, routes=None) for sequence in sequences]
@@ -141,6 +143,20 @@ def pack_batch(
         num_rollouts=sum(bool(sequence.loss_mask.any()) for sequence in sequences),
         metrics={**metrics, "packing_fraction": sum(lengths) / room if room else 1.0},
     )
+
+
+def _costs(sequences: Sequence[Sample], groups: Sequence[int] | None) -> list[float] | None:
+    """The time of each sequence with the tower's, for which a token that shows a picture counts once more.
+
+    Towers differ: by parameters and patches a token, that of Qwen2.5-VL costs 0.9 of the decoder for it at 3B, and 0.4
+    at 7B. It runs once for a group's rollouts beside each other. None without pictures.
+    """
+    shown = [0 if s.view.index is None else int((s.view.index >= 0).sum()) for s in sequences]
+    if not any(shown):
+        return None
+    members = Counter(range(len(sequences)) if groups is None else groups)
+    shares = [1 / members[index if groups is None else groups[index]] for index in range(len(sequences))]
+    return [time_of(s.length) + tokens * part for s, tokens, part in zip(sequences, shown, shares, strict=True)]
 
 
 def _with_pixels(sample: Sample) -> Sample:
