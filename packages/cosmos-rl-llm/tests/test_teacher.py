@@ -1,5 +1,6 @@
 """Learning from a teacher: divergences in chunks, over ranks, and equal to TRL's and to plain transformers."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -23,13 +24,14 @@ from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
+from cosmos_rl_llm.media.vision import find_family
 from cosmos_rl_llm.model.causal_lm import Head, make_model
 from cosmos_rl_llm.policy.logprobs import Vocabulary
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.teacher.check import check_length, check_tokens, first_difference
 from cosmos_rl_llm.teacher.divergence import Top, Whole, term_divergence, with_rest
-from cosmos_rl_llm.teacher.teacher import Teacher
+from cosmos_rl_llm.teacher.teacher import Teacher, check_processing
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 TERMS, VOCABULARY, HIDDEN, TEACHERS = 23, 31, 8, 12
@@ -60,7 +62,17 @@ TRL = {  # loss, norm of its gradient, and one element of it
     1.0: (3.5309700941268773, 1.7959249715325898, 0.008037491631847112),
 }
 """By beta: `GKDTrainer.generalized_jsd_loss` of TRL 1.16.0 in float64, temperature 0.7, for the logits of `trl_logits`
-with labels (1, -100, 2, 3)."""
+with labels (1, -100, 2, 3). In the environment that `benchmarks/_peer_env.py` makes for TRL this prints a row again:
+
+    import torch
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+    n = torch.arange(28, dtype=torch.float64).view(1, 4, 7)
+    student, teacher, labels = 2 * torch.sin(n * 1.7), 3 * torch.cos(n * 0.9 + 1), torch.tensor([[1, -100, 2, 3]])
+    student.requires_grad_()
+    loss = GKDTrainer.generalized_jsd_loss(student, teacher, labels=labels, beta=0.5, temperature=0.7)
+    loss.backward()
+    print(loss.item(), student.grad.norm().item(), student.grad[0, 0, 2].item())
+"""
 
 
 def trl_logits():
@@ -390,6 +402,27 @@ def test_rows_longer_than_the_teachers_context_are_refused():
             UserError, match=f"'other' reads up to 100 tokens, and the model {rows}; set model.max_length = 100"
         ):
             check_length(own, 100, path="other")
+
+
+def test_files_that_process_pictures_alike_agree_and_the_first_difference_is_named(tmp_path):
+    pytest.importorskip("PIL")
+    from tiny_vision import family_of, make
+
+    model, families = make("qwen3_vl"), {}
+    changes = {
+        "model": {},
+        "teacher": {"image_processor_type": "Qwen2VLImageProcessorFast", "do_rescale": True, "processor_class": "X"},
+        "other": {"image_mean": [0.5, 0.5, 0.5], "do_rescale": False},
+    }
+    for name, change in changes.items():
+        (tmp_path / name).mkdir()
+        family_of(model, tmp_path / name)
+        file = tmp_path / name / "preprocessor_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        families[name] = find_family(str(tmp_path / name), model.config)
+    check_processing(families["model"], families["teacher"], path="t")
+    with pytest.raises(UserError, match=r"do_rescale is False in the teacher's files and True in the model's"):
+        check_processing(families["model"], families["other"], path="t")
 
 
 def test_a_packed_batch_has_the_divergence_of_plain_transformers():

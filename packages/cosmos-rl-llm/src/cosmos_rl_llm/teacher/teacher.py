@@ -12,9 +12,9 @@ rank's tokens, as the policy's pass reads it while other parts of the teacher ar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -176,15 +176,27 @@ def build_teacher(
     check_sight(sees is not None, taught is not None, path=section.path)
     check_tokens(own.tokenizer.get_vocab(), theirs.tokenizer.get_vocab(), path=section.path)
     check_length(own.max_length, theirs.max_length, path=section.path)
-    if sees is not None and taught is not None and _processing(sees.family) != _processing(taught.family):
-        raise UserError(
-            f"[teacher] path = {section.path!r} processes pictures in another way than the model: compare their "
-            f"{', '.join(sees.family.files)}"
-        )
+    if sees is not None and taught is not None:
+        check_processing(taught.family, sees.family, path=section.path)
     return Teacher(teacher, policy, section)
 
 
-def _processing(family: VisionFamily) -> tuple[object, ...]:
-    """All that decides how a picture becomes patches and placeholders."""
-    files = {name: json.loads(text) for name, text in family.files.items()}
-    return type(family), dict(family.token_ids), files
+def check_processing(family: VisionFamily, teacher: VisionFamily, *, path: str) -> None:
+    """Raise UserError with the first difference in how model and teacher make patches and placeholders of pictures."""
+    own, theirs = _processing(family), _processing(teacher)
+    for name in sorted(own.keys() | theirs.keys()):
+        if own.get(name) != theirs.get(name):
+            raise UserError(
+                f"[teacher] path = {path!r} processes pictures in another way than the model: {name} is "
+                f"{theirs.get(name)} in the teacher's files and {own.get(name)} in the model's; choose a teacher "
+                "of the same family"
+            )
+
+
+def _processing(family: VisionFamily) -> dict[str, Any]:
+    """Values in effect, by name: those of the files and the defaults of what they leave out."""
+    values = {field.name: getattr(family, field.name) for field in fields(cast(Any, family))}
+    del values["files"]
+    processor = values.pop("image_processor").to_dict()
+    named = {name: value for name, value in processor.items() if not name.endswith(("_type", "_class"))}
+    return {"family": type(family).__name__, **values, **named}
