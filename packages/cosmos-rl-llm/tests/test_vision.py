@@ -1,6 +1,7 @@
 """Vision-language models: packed rows and the torch engine compute what transformers computes with a sequence alone."""
 
 import copy
+import hashlib
 import json
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
-from cosmos_rl_llm.media.item import KINDS, View
+from cosmos_rl_llm.media.item import KINDS, Item, View
 from cosmos_rl_llm.media.packed import add_blanks
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.token_model import TermModel
@@ -207,6 +208,14 @@ def test_a_group_has_its_pictures_once(family, shown, tmp_path):
     for each in found:
         assert [item.digest for item in each.items] == [item.digest for item in view.items]
         assert np.array_equal(each.index, view.index) and np.array_equal(each.positions, view.positions)
+
+
+def test_pixels_are_hashed_once(monkeypatch):
+    hashed, inner = [], hashlib.blake2b
+    monkeypatch.setattr(hashlib, "blake2b", lambda data, **options: hashed.append(1) or inner(data, **options))
+    item = Item(kind="image", pixels=np.ones((2, 3), np.float32))
+    assert item.digest == item.digest == Item(kind="image", pixels=item.pixels).digest
+    assert len(hashed) == 2
 
 
 @pytest.mark.ci

@@ -6,7 +6,6 @@ The files of vLLM for all but Idefics3 import torchvision, which the CPU's envir
 import asyncio
 import copy
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,15 +15,16 @@ from transformers import PreTrainedTokenizerFast
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
-from cosmos_rl_llm.engines.vllm.media import SUPPORTED, VllmMedia, placeholders
-from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.media import placeholders
+from cosmos_rl_llm.engines.vllm.options import PICTURES, VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
-from cosmos_rl_llm.media.item import View
+from cosmos_rl_llm.media.item import Item, View
 from cosmos_rl_llm.model.parts import freeze
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
@@ -60,7 +60,7 @@ SYNCS = 10
 
 @pytest.fixture(
     scope="module",
-    params=["idefics3", *(pytest.param(name, marks=pytest.mark.slow) for name in SUPPORTED if name != "idefics3")],
+    params=["idefics3", *(pytest.param(name, marks=pytest.mark.slow) for name in PICTURES if name != "idefics3")],
 )
 def name(request):
     return request.param
@@ -106,11 +106,14 @@ def family(directory, name):
 
 @pytest.fixture
 def prompts(family, directory):
-    """Encoded prompts: of one text with different pictures, of several pictures, and of text."""
+    """Encoded prompts: of one text with different pictures, of several pictures, of text, and of videos."""
     first, second, other = (
         family.image(picture(*size, seed=seed)) for seed, size in enumerate([(32, 40), (12, 30), (32, 40)])
     )
     shown = [[first], [other], [second, first], [first, first], []]
+    if "video" in family.token_ids:
+        film = family.video(video(frames=6))
+        shown += [[film], [film, first], [family.video(video(frames=6, seed=1))]]
     made = [prompt(items, family, directory) for items in shown]
     return [Encoded(text="", tokens=tokens, view=view) for tokens, view in made]
 
@@ -181,38 +184,49 @@ def test_log_probabilities_are_those_of_transformers(llm, runner, family, prompt
             assert not np.isin(drawn, [*family.token_ids.values()]).any()
 
 
+def test_a_groups_pictures_are_put_into_requests_once(llm, runner, family, prompts, name):
+    engine, made = engine_of(llm, family, prompts), []
+    inner = engine._media.prompt
+    engine._media.prompt = lambda *args, **options: made.append(args) or inner(*args, **options)
+    check(runner.run(draw(engine, 0, num_samples=3)), tiny(name), family)
+    assert len(made) == 1
+
+
 def test_a_picture_of_more_tokens_than_vllm_keeps_is_an_error_of_its_row(llm, runner, family, prompts, monkeypatch):
     size = family.num_tokens(prompts[0].view.items[0])
     monkeypatch.setattr(llm.input_processor, "mm_encoder_cache_size", size - 1)
-    reason = f"rows:0: a picture of {size} tokens, and vLLM takes up to {size - 1}; raise max_num"
+    reason = f"rows:0: a picture or video of {size} tokens, and vLLM takes up to {size - 1}; raise max_num"
     with pytest.raises(PromptError, match=reason):
         runner.run(draw(engine_of(llm, family, prompts), 0))
 
 
 def test_it_takes_no_other_familys_pictures(tmp_path):
-    for name in set(NAMES) - set(SUPPORTED):
+    for name in set(NAMES) - set(PICTURES):
         make(name).save_pretrained(tmp_path / name)
-        with pytest.raises(UserError, match=f"and not of {name}; set it to"):
+        with pytest.raises(UserError, match=rf"and not of {name} \(vLLM expects .*; set it to"):
             model = LLM.Model(path=str(tmp_path / name))
             LLM.build_engine(model, data=LLM.Data(path="x"), name="vllm", options={})
-
-
-def test_it_takes_no_videos(tmp_path):
-    make("qwen3_vl").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"data\.video_column = 'film': rollout\.engine = \"vllm\" takes no videos"):
-        data = LLM.Data(path="x", video_column="film")
-        LLM.build_engine(LLM.Model(path=str(tmp_path)), data=data, name="vllm", options={})
-    family = family_of(make("qwen3_vl"), tmp_path)
-    encoded = prompt([family.video(video())], family, tmp_path)[1]
-    with pytest.raises(PromptError, match=r"rows:0: .* takes no videos"):
-        VllmMedia.check(SimpleNamespace(), encoded, where="rows:0")
+        config = load_config({
+            "run": {"domain": "llm", "max_steps": 1},
+            "model": {"path": str(tmp_path / name)},
+            "data": {"path": "x"},
+            "algorithm": {"name": "grpo"},
+            "rollout": {"engine": "vllm", "sampling": {"max_tokens": 4}},
+            "reward": {"functions": [{"name": "math"}]},
+        })  # fmt: skip
+        problems = [problem.wrong for problem in LLM.problems(config, [], []) if problem.key == "rollout.engine"]
+        assert len(problems) == 1 and f"not of {name} (vLLM expects" in problems[0]
 
 
 def test_placeholders_span_what_lies_between_the_tokens_of_an_item():
-    view = View(items=(None, None), index=np.array([-1, 0, 0, -1, 0, -1, 1, 1]))
+    items = tuple(Item(kind=kind, pixels=np.zeros((1, 1), np.float32)) for kind in ("video", "image"))
+    view = View(items=items, index=np.array([-1, 0, 0, -1, 0, -1, 1, 1]))
     first, second = placeholders(view)
     assert (first.offset, first.length, first.is_embed.tolist()) == (1, 4, [True, True, False, True])
     assert (second.offset, second.length, second.is_embed) == (6, 2, None)
+    first, second = placeholders(view, leads=1)
+    assert (first.offset, first.length, first.is_embed.tolist()) == (0, 5, [False, True, True, False, True])
+    assert (second.offset, second.length) == (6, 2)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share,
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
-from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, no_pictures, shared, spread
 from cosmos_rl_llm.model.checkpoint import (
     legacy_template,
     read_shape,
@@ -360,15 +360,14 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
         raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
     quiet_torchao()
     from cosmos_rl_llm.engines.vllm.engine import VllmEngine
-    from cosmos_rl_llm.engines.vllm.media import check_supported
     from cosmos_rl_llm.engines.vllm.start import read_config, start
     from cosmos_rl_llm.model.causal_lm import sees
 
     source = resolve(_checkpoint(model))
     config, generation = read_config(source)
     pictures = sees(config)
-    if pictures:
-        check_supported(config.model_type, video_column=data.video_column)
+    if pictures and (why := no_pictures(config.model_type)):
+        raise UserError(f'rollout.engine = "vllm" {why}; set it to "torch"')
     chat = _chat(
         source,
         data,

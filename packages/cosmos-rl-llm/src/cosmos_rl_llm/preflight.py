@@ -21,6 +21,7 @@ from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.engines.vllm.options import no_pictures
 from cosmos_rl_llm.media.preflight import media_problems
 from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import legacy_template, read_context, read_specs, resolve
@@ -47,6 +48,7 @@ def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Pro
         yield from _of_hub("model", config.model.path, config.model.revision)
         return
     yield from _of_folder(config.model, directory)
+    yield from _of_pictures(config, directory)
     yield from media_problems(config.data, directory, rows=rows, held_out=held_out)
     yield from adapter_problems(config.model, directory)
     template = _template(directory, config.data)
@@ -118,6 +120,15 @@ def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
     if model.max_length is not None and own is not None and model.max_length > own:
         wrong = f"is above the model's own limit of {own} tokens"
         yield Problem(key="model.max_length", given=str(model.max_length), wrong=wrong)
+
+
+def _of_pictures(config: RunConfig, directory: Path) -> Iterator[Problem]:
+    """A family of vision-language models that the engine does not take."""
+    if config.is_sft or config.rollout.engine != "vllm":
+        return
+    found = read_json_object(directory / "config.json", hint="see model.path")
+    if "vision_config" in found and (why := no_pictures(str(found.get("model_type")))):
+        yield Problem(key="rollout.engine", given='"vllm"', wrong=why, suggestion='set it to "torch"')
 
 
 def adapter_problems(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ Kind = Literal["image", "video"]
 KINDS = get_args(Kind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Item:
     """One picture or video, processed."""
 
@@ -38,7 +38,7 @@ class Item:
     duration: float = 0.0
     """Seconds of the whole video."""
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """63 bits of a hash of everything that the tower sees."""
         found = hashlib.blake2b(np.ascontiguousarray(self.pixels).data, digest_size=8)

@@ -13,6 +13,7 @@ exact at whatever time an output is read. Prompts share keys and values only wit
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from itertools import count
@@ -202,9 +203,10 @@ class VllmEngine:
         encoded = await self._encode(prompt)
         self._check(prompt, encoded, sampling)
         samples = [Sample(encoded, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
+        shown = self._input(encoded)  # once a group: pictures are cast and split by item
         tasks = [
             asyncio.create_task(
-                self._generate_one(sample, parameters(sampling, seed, number, self._stop_ids, self._banned))
+                self._generate_one(sample, shown, parameters(sampling, seed, number, self._stop_ids, self._banned))
             )
             for number, sample in enumerate(samples)
         ]
@@ -320,13 +322,13 @@ class VllmEngine:
         if self._media is not None:
             self._media.check(encoded.view, where=where)
 
-    async def _generate_one(self, sample: Sample, params: Any) -> None:
+    async def _generate_one(self, sample: Sample, shown: EngineInput, params: Any) -> None:
         """Fill `sample` with vLLM's outputs."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         name = f"sample-{next(self._names)}"
         try:
-            async with aclosing(self._llm.generate(self._input(sample.prompt), params, name)) as answers:
+            async with aclosing(self._llm.generate(copy.copy(shown), params, name)) as answers:
                 async for answer in answers:
                     self._progress += 1
                     if sample.add(answer.outputs[0], first_version=self._first_version):

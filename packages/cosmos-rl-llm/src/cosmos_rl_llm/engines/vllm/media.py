@@ -4,6 +4,8 @@
     Encoded.view     items, and the item of each token    --->   placeholders: offset, length, and which tokens of these
                      pixels, grids                        --->   mm_kwargs, batched as the model's class in vLLM says
 
+A video of tiles (SmolVLM, InternVL) is for vLLM a picture with as many tiles, whose tokens have text between them.
+
 The name under which vLLM caches a tower's output, and keys and values after it, is a hash of the pixels and the version
 of the weights: equal texts with other pictures differ, and so do equal pictures after the weights have changed.
 """
@@ -16,27 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.errors import PromptError
 from cosmos_rl_llm.media.item import View, VisionFamily
+from cosmos_rl_llm.media.qwen import QwenVision
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import EngineInput
     from vllm.v1.engine.async_llm import AsyncLLM
-
-SUPPORTED = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
-"""The model_type of families whose pictures vLLM is tested with."""
-
-
-def check_supported(kind: str, *, video_column: str | None) -> None:
-    """Raise UserError for a family whose pictures vLLM is not given, and for videos."""
-    if video_column is not None:
-        raise UserError(
-            f'data.video_column = {video_column!r}: rollout.engine = "vllm" takes no videos; set it to "torch"'
-        )
-    if kind not in SUPPORTED:
-        raise UserError(
-            f'rollout.engine = "vllm" takes pictures of {", ".join(SUPPORTED)}, and not of {kind}; set it to "torch"'
-        )
 
 
 class VllmMedia:
@@ -54,14 +42,12 @@ class VllmMedia:
         return tuple(self._family.token_ids.values())
 
     def check(self, view: View, *, where: str) -> None:
-        """Raise PromptError for a video, and for a picture with more tokens than vLLM keeps of a tower's outputs."""
-        if any(item.kind == "video" for item in view.items):
-            raise PromptError(f'{where}: rollout.engine = "vllm" takes no videos; set it to "torch"')
+        """Raise PromptError for a picture or video with more tokens than vLLM keeps of a tower's outputs."""
         most = max(map(self._family.num_tokens, view.items), default=0)
         limit = self._llm.input_processor.mm_encoder_cache_size
         if most > limit:
             raise PromptError(
-                f"{where}: a picture of {most} tokens, and vLLM takes up to {limit}; raise "
+                f"{where}: a picture or video of {most} tokens, and vLLM takes up to {limit}; raise "
                 "max_num_batched_tokens in rollout.options.extra"
             )
 
@@ -71,14 +57,20 @@ class VllmMedia:
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
-        given = {name: self._cast(name, value) for name, value in self._family.vllm_inputs(view.items).items()}
+        family, items = self._family, view.items
+        given = {name: self._cast(name, value) for name, value in family.vllm_inputs(items).items()}
+        leads, kinds = 0, ["image"] * len(items)
+        if isinstance(family, QwenVision):
+            leads, kinds = int(family.timestamps), [item.kind for item in items]
+            if family.tokens_per_second is not None and "video" in kinds:
+                seconds = [item.seconds for item in items if item.kind == "video"]
+                given["second_per_grid_ts"] = torch.tensor(seconds)
         fields = self._processor._get_mm_fields_config(BatchFeature(given), {})
-        kinds = [item.kind for item in view.items]
         return mm_input(
             tokens.tolist(),
             mm_kwargs=MultiModalKwargsItems.from_hf_inputs(BatchFeature(given), fields),
             mm_hashes=_by_kind(kinds, [f"{item.digest:x}-{version}" for item in view.items]),
-            mm_placeholders=_by_kind(kinds, placeholders(view)),
+            mm_placeholders=_by_kind(kinds, placeholders(view, leads=leads)),
             cache_salt=str(version),
         )
 
@@ -86,15 +78,19 @@ class VllmMedia:
         return value.to(self._dtype) if name.startswith("pixel_values") else value
 
 
-def placeholders(view: View) -> list[Any]:
-    """Return the tokens of each picture of a view in vLLM's form: first token, length, mask of its own tokens."""
+def placeholders(view: View, *, leads: int = 0) -> list[Any]:
+    """Return the tokens of each item of a view in vLLM's form: first token, length, mask of its own tokens.
+
+    leads: tokens before those of a video that belong to it. vLLM looks for the start of Qwen3-VL's steps there.
+    """
     from vllm.multimodal.inputs import PlaceholderRange
 
     assert view.index is not None
     found = []
-    for number in range(len(view.items)):
+    for number, item in enumerate(view.items):
         places = np.flatnonzero(view.index == number)
-        first, length = int(places[0]), int(places[-1] - places[0]) + 1
+        first = int(places[0]) - (leads if item.kind == "video" else 0)
+        length = int(places[-1]) + 1 - first
         shown = torch.from_numpy(view.index[first : first + length] == number)
         found.append(PlaceholderRange(offset=first, length=length, is_embed=None if shown.all() else shown))
     return found

@@ -32,8 +32,23 @@ OURS = frozenset({
     "weight_transfer_config",
 })  # fmt: skip
 """Arguments of vLLM that the engine sets itself, or that would move the live weights."""
+PICTURES = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+"""The model_type of families whose pictures and videos vLLM is tested with."""
+_WHY_NOT = {
+    "llava": "vLLM expects other names of its weights than those of transformers",
+    "gemma3": "vLLM expects other names of its weights than those of transformers",
+    "qwen3_vl_moe": "vLLM expects another layout of its experts than that of transformers",
+}
 OTHER_AXES = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """Arguments of vLLM that multiply the GPUs of an engine, beside tensor_parallel_size."""
+
+
+def no_pictures(kind: str) -> str | None:
+    """Return why vLLM takes no pictures of a family, or None if it does."""
+    if kind in PICTURES:
+        return None
+    why = f" ({_WHY_NOT[kind]})" if kind in _WHY_NOT else ""
+    return f"takes pictures of {', '.join(PICTURES)}, and not of {kind}{why}"
 
 
 class VllmEngineOptions(Strict):

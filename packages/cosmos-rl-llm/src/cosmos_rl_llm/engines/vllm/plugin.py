@@ -33,7 +33,7 @@ def register() -> None:
     register_quantization_config(PLAIN_WEIGHTS)(PlainWeights)
     WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, "cosmos_rl_llm.engines.vllm.weights", "TransferWeights")
     owner = int(os.environ.get(OWNER, "0"))
-    if owner and towers.needed():
+    if owner:
         towers.register()
     if owner not in (0, os.getpid()) and sys.platform == "linux":
         threading.Thread(target=_end_with, args=(owner,), name="owner-watch", daemon=True).start()

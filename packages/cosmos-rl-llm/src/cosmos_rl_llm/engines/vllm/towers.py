@@ -5,18 +5,24 @@
 Our requests have processed pictures (`media`), so that vLLM's processors never run. During the import of such a file
 `torchvision` is an empty stand-in, each of whose names raises an error when it is used; afterwards it is gone. A
 processor's answer to one question is replaced: the most tokens of a picture, which are those of the context.
+
+With torchvision too, Qwen2-VL and Qwen2.5-VL number positions as transformers does: after a video vLLM counts on from
+the largest along time, height and width, and transformers from the largest along height and width.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar
+
+import numpy as np
+import torch
 
 MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen2VLForConditionalGeneration": ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
@@ -27,6 +33,8 @@ MODELS: Mapping[str, tuple[str, str]] = {
 }
 """Architecture -> file and class in vLLM."""
 
+RENUMBERED = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+"""Architectures whose positions after a video are replaced."""
 _ABSENT = "torchvision"
 _NAMES = (_ABSENT, *(f"{_ABSENT}.transforms{rest}" for rest in ("", ".functional", ".v2", ".v2.functional")))
 
@@ -37,10 +45,10 @@ def needed() -> bool:
 
 
 def register() -> None:
-    """Register the models with vLLM."""
+    """Register the models with vLLM whose own class cannot be imported, or is changed."""
     from vllm import ModelRegistry
 
-    for architecture in MODELS:
+    for architecture in MODELS if needed() else RENUMBERED:
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
 
 
@@ -56,17 +64,34 @@ def _model(architecture: str) -> type:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     file, name = MODELS[architecture]
-    with stand_in():
+    with stand_in() if needed() else nullcontext():
         theirs = getattr(import_module(f"vllm.model_executor.models.{file}"), name)
     made = theirs._processor_factory
+    changed = {"get_mrope_input_positions": _positions} if architecture in RENUMBERED else {}
 
     def info(ctx: Any) -> Any:
         found = made.info(ctx)
-        found.get_mm_max_tokens_per_item = _whole_context
+        if needed():
+            found.get_mm_max_tokens_per_item = _whole_context
         return found
 
-    own = type(name, (theirs,), {"__module__": __name__})
+    own = type(name, (theirs,), {"__module__": __name__, **changed})
     return MULTIMODAL_REGISTRY.register_processor(made.processor, info=info, dummy_inputs=made.dummy_inputs)(own)
+
+
+def _positions(self: Any, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
+    """Replaces a model's `get_mrope_input_positions`: return [3, L], and what later tokens' indices are shifted by."""
+    blocks, at, start = [], 0, 0
+    for first, time, height, width, spacing in self.iter_mm_grid_thw(mm_features):
+        block = np.indices((time, height, width)).reshape(3, -1)
+        block[0] = (block[0] * spacing).astype(np.int64)
+        blocks.append(np.broadcast_to(np.arange(start, start + first - at), (3, first - at)))
+        start += first - at
+        blocks.append(start + block)
+        at, start = first + block.shape[1], start + max(height, width)
+    rest = len(input_tokens) - at
+    blocks.append(np.broadcast_to(np.arange(start, start + rest), (3, rest)))
+    return torch.from_numpy(np.concatenate(blocks, axis=1)), start + rest - len(input_tokens)
 
 
 def _whole_context(seq_len: int, mm_counts: Mapping[str, int]) -> dict[str, int]:
