@@ -33,6 +33,7 @@ from cosmos_rl_llm.model.checkpoint import (
     torch_engine_parts,
     while_loading,
 )
+from cosmos_rl_llm.model.tower_memory import policy_parts
 from cosmos_rl_llm.rewards import REWARDS
 from cosmos_rl_llm.teacher.check import check_teacher, held_by_teacher
 
@@ -237,9 +238,8 @@ class LLMDomain(DomainBase):
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
         """The start of a rank of several, a teacher, pictures. Implements `cosmos_rl_core.optional.CountsMemory`."""
-        shape = self.model_shape(config.model, data=config.data, sampling=None)
-        sees = shape is not None and bool(shape.tower)
-        pictures = [Held(name="activations of the vision tower", bytes=None)] if sees else []
+        directory = Path(resolve(config.model.path))
+        pictures = policy_parts(directory, config) if directory.is_dir() else ()
         return (*while_loading(config, rank), *held_by_teacher(config, rank), *pictures)
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:

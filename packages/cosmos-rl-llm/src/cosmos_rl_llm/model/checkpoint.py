@@ -22,6 +22,7 @@ from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.config import LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.model.parts import part_of
+from cosmos_rl_llm.model.tower_memory import engine_parts
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 
@@ -229,6 +230,7 @@ def torch_engine_parts(
             bytes=2 * BYTES["float32"] * options.max_sequences * vocabulary,
             at=(PROMPTS, TERMS),
         ),
+        *engine_parts(directory, model, prompt_tokens=prompt_tokens, at=PROMPTS),
     )
 
 
