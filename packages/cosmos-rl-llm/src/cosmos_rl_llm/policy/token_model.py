@@ -226,7 +226,7 @@ class TermModel(nn.Module):
 
         Returns:
             Hidden states [1, l, H]; of the last stage log-probabilities [T] float32, entropies [T] if asked for, and
-            the results of `compare`; with `returns_hidden` the hidden states of this rank's terms [t, H].
+            the results of `compare`, or with `returns_hidden` the terms' hidden states [t, H].
         """
         hidden = self._decode(hidden, row)
         if not self.last:
@@ -236,8 +236,7 @@ class TermModel(nn.Module):
         terms = hidden[0, row.term_rows].to(self.autocast or hidden.dtype)
         if self.returns_hidden:
             return terms
-        own, vocabulary = self._own_head()
-        head = own.cast(self.autocast)
+        head, vocabulary = self._own_head()
         logprobs, entropy = term_logprobs(
             terms,
             head,
@@ -250,9 +249,9 @@ class TermModel(nn.Module):
         compared = self.compare(terms, head, row) if self.compare and row.teacher else {}
         if row.context is None:
             return logprobs, entropy, compared
-        everyone = row.context.all_terms
-        found = {name: everyone(values) for name, values in compared.items()}
-        return everyone(logprobs), None if entropy is None else everyone(entropy), found
+        gather = row.context.all_terms
+        compared = {name: gather(values) for name, values in compared.items()}
+        return gather(logprobs), None if entropy is None else gather(entropy), compared
 
     def _decode(self, hidden: Tensor | None, row: Row) -> Tensor:
         """Tokens, or hidden states [1, l, H] of the previous stage -> hidden states [1, l, H]."""
@@ -300,7 +299,7 @@ class TermModel(nn.Module):
         """The output head: this rank's part of it over tp, and the vocabulary of that part."""
         head = Head.of(self.causal_lm)
         if self.axis is None:
-            return head.without(self.banned), None
+            return head.without(self.banned).cast(self.autocast), None
         assert isinstance(head.weight, DTensor) and isinstance(head.bias, DTensor | None)
         bias = None if head.bias is None else own_slice(self.axis)(head.bias)
         own = replace(head, weight=own_part(head.weight), bias=bias)

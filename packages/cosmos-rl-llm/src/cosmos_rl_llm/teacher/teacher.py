@@ -13,9 +13,10 @@ rank's tokens, as the policy's pass reads it while other parts of the teacher ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -198,5 +199,9 @@ def _processing(family: VisionFamily) -> dict[str, Any]:
     values = {field.name: getattr(family, field.name) for field in fields(cast(Any, family))}
     del values["files"]
     processor = values.pop("image_processor").to_dict()
-    named = {name: value for name, value in processor.items() if not name.endswith(("_type", "_class"))}
-    return {"family": type(family).__name__, **values, **named}
+    values |= {name: value for name, value in processor.items() if not name.endswith(("_type", "_class"))}
+    for name, part in [(name, value) for name, value in values.items() if is_dataclass(value)]:
+        del values[name]
+        values |= {f"{name}.{field.name}": getattr(part, field.name) for field in fields(part)}
+    plain = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+    return {"family": type(family).__name__, **plain}
