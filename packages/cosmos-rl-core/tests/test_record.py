@@ -285,7 +285,8 @@ def test_a_full_disk_leaves_no_part_of_a_status(tmp_path):
         status=lambda text: status(phase=text),
         phase=lambda: "training",
         events=Events(tmp_path),
-        check=lambda: None,
+        checks=(),
+        is_taken_over=lambda: False,
         note=lambda text: None,
         starting=lambda workers: None,
     )
