@@ -54,7 +54,7 @@ async def open_lasting(
             return await connect(address, token=token, hello=hello, decode=decoder, timeout_s=JOIN_TIMEOUT_S)
 
     lasting = LastingConnection(await again(address, 0), connect=again, leaving=asyncio.Event())
-    lasting.last(WAIT_S, run_dir=None)
+    lasting.last(WAIT_S, leave_s=0.0, run_dir=None)
     return lasting
 
 

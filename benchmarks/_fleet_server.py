@@ -96,7 +96,8 @@ async def serve_controller(directory: Path, token: bytes, port: int) -> None:
             status=lambda phase: status_of(controller, phase=phase),
             phase=lambda: "training",
             events=Events(directory),
-            check=lambda: None,
+            checks=(),
+            is_taken_over=lambda: controller.outcome.is_taken_over,
             note=Silent().note,
             starting=lambda _: None,
         )

@@ -236,7 +236,7 @@ def find_runs(paths: Iterable[Path], known: Mapping[str, Run] | None = None) -> 
 
 
 def _free_name(folder: Path, taken: Mapping[str, Run]) -> str:
-    """Return the folder's name, behind the names of as many folders above it as tell it from the others."""
+    """Return the folder's name, behind the names of as many folders above it as make it differ from the others."""
     name = folder.name
     for parent in folder.parents:
         if name not in taken:

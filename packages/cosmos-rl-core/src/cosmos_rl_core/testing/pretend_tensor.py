@@ -157,7 +157,7 @@ def _target(args: tuple, options: dict[str, Any]) -> tuple[torch.device | None, 
 class Operation:
     """One operator call on tensors of which some may be on the pretend device."""
 
-    def __init__(self, record: Record, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, record: Record, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.record, self.func, self.args, self.kwargs = record, func, args, kwargs
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.on_gpu = any(isinstance(tensor, PretendTensor) for tensor in tensors)
@@ -213,8 +213,10 @@ class Operation:
             self._count_index()
         elif self.on_gpu and (self.on_host or (self.func in _JOINING and self._joins_devices())):
             record.count(record.mismatches, name)
-        if self.func is _aten._grouped_mm.default and self.on_gpu and not _has_grouped_kernel(self.args[0].dtype):
-            record.count(record.synchronisations, f"{name} in {self.args[0].dtype}")
+        if self.func is _aten._grouped_mm.default and self.on_gpu:
+            dtype = next(iter(self.args)).dtype
+            if not _has_grouped_kernel(dtype):
+                record.count(record.synchronisations, f"{name} in {dtype}")
         if self.on_gpu and self.func in _SYNCHRONISING and self.kwargs.get("output_size") is None:
             record.count(record.synchronisations, name)
 

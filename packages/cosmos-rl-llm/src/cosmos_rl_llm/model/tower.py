@@ -9,7 +9,7 @@ transformers computes all of these from the grids, where they are, and reads the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def media_to_device(media: Mapping[str, Tensor], device: torch.device) -> dict[s
 def read_grids_on_host(model: PreTrainedModel) -> None:
     """Let the tower of a Qwen-VL `model` compute places and ends on the host. Other towers take no grids."""
     if model.config.model_type in _FAMILIES:
-        model.base_model.visual.register_forward_pre_hook(_with_places, with_kwargs=True)
+        cast(Any, model.base_model).visual.register_forward_pre_hook(_with_places, with_kwargs=True)
 
 
 _FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")

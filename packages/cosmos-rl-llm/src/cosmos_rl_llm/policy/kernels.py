@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -309,7 +309,7 @@ def _flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     # Past the limit, or with a break in its graph, it would run uncompiled with its scores [heads, L, L]: an error.
-    return torch.compile(flex_attention, fullgraph=True, recompile_limit=_FLEX_VERSIONS)
+    return cast(Any, torch.compile)(flex_attention, fullgraph=True, recompile_limit=_FLEX_VERSIONS)
 
 
 @cache
