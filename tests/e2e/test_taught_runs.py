@@ -134,7 +134,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference(t
 
 
 def test_a_teacher_that_is_not_there_is_refused_before_the_run(tmp_path, taught):
-    with pytest.raises(ConfigError, match=r"teacher\.path = '/nowhere/teacher' is not a directory"):
+    with pytest.raises(ConfigError, match=r'teacher\.path = "/nowhere/teacher": is not a directory'):
         check(load_config(taught(tmp_path, {"path": "/nowhere/teacher"})))
 
 

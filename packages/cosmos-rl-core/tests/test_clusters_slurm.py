@@ -171,7 +171,7 @@ IMAGE = """#!/bin/bash
 echo "$*" >> calls
 [ -e {hidden}/recipes/run.toml ] && [ -d {hidden}/runs/run/launch ] && [ -d {hidden}/saved ] || exit 9
 [ ! -e {hidden}/bin ] || exit 9
-[ $1 = worker ] || until [[ $(<calls) = *worker* ]]; do sleep 0.05; done
+[ $1 = worker ] || until [[ $(<calls) = *worker* ]]; do :; done  # the image has no sleep
 """
 
 
@@ -236,15 +236,15 @@ def test_a_controller_is_started_again_after_a_crash_alone(cluster, slurm, code,
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_a_job_that_was_queued_again_starts_crashed_workers_again(cluster, slurm, monkeypatch, restarts, run_in_bash):
-    run = cluster(
-        program=f'[ "$1" = worker ] && exit 1; while [ $(grep -c ^worker {slurm}/calls) -lt 4 ]; do sleep 0.05; done'
-    )
+    controller = f"until [ $(grep -c ^worker.*policy-0 {slurm}/calls) -ge 4 ]; do sleep 0.05; done"
+    program = f'case "$*" in *policy-1*) ;; *policy-0*) exit 1;; *) {controller};; esac'
+    run = cluster("policy.replicas=2", program=program)
     (run.directory / "controller.json").write_text("{}")
     (run.directory / "launch" / "7.pid.ended").touch()
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     job = run_in_bash(run_script(run).replace("sleep 1", "true").replace("sleep 600", "true"))
     assert job.wait(60) == 0
-    assert len(calls(slurm, "worker")) == 4
+    assert len([line for line in calls(slurm, "worker") if "policy-0" in line]) == 4
     assert (run.directory / "controller.json").exists() == (restarts == "0")
 
 

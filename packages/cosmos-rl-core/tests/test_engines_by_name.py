@@ -65,7 +65,10 @@ def test_a_run_takes_an_engine_that_a_package_offers(tmp_path, folder, monkeypat
 @pytest.mark.parametrize(
     ("engine", "why"),
     [
-        ("fast", r"\[rollout\] engine: no engine is called 'fast'; known: tiny, torch; one of your own is module:attr"),
+        (
+            "fast",
+            r"rollout.engine = \"fast\": no engine is called 'fast'; known: tiny, torch; one of your own is module",
+        ),
         ("own_engine:NOT_ONE", r"\[rollout\] engine = 'own_engine:NOT_ONE' is 3, not a function that makes an engine"),
         ("own_engine:other", r"engine 'own_engine:other': own_engine .* has no attribute 'other'"),
     ],

@@ -178,7 +178,7 @@ def test_the_checkpoint_of_another_model_is_a_users_error(finished, tmp_path):
         ((), {"instances": Instances(num_gpus=2, tp_size=2)}, "--tp-size 2: the engine 'torch' of the tiny domain"),
         ((), {"num_samples": 2}, "all samples are equal with .* add eval.temperature=1.0"),
         ((), {"num_samples": 0}, "--num-samples 0: must be at least 1"),
-        (("rollout.engine=fast",), {}, r"\[rollout\] engine: no engine is called 'fast'; known: tiny, torch"),
+        (("rollout.engine=fast",), {}, r"\[rollout\] engine = 'fast': no engine is called 'fast'; known: tiny"),
         ((), {"step": 3}, "--step 3 needs the directory of a run"),
     ],
 )

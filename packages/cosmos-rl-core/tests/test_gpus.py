@@ -93,7 +93,7 @@ def test_the_gpus_of_a_replica_by_the_recipe_alone():
 
 
 def test_another_size_in_the_options_is_an_error_of_the_recipe():
-    with pytest.raises(ConfigError, match=r"\[rollout.parallel\] tp = 4: the options have size 2"):
+    with pytest.raises(ConfigError, match=r"rollout.parallel.tp = 4: the options have size 2"):
         check(recipe(size=2, parallel={"tp": 4}))
 
 

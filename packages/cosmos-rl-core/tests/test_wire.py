@@ -19,7 +19,14 @@ from cosmos_rl_core.wire import frames
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.channel import MAX_UNAUTHENTICATED, Connection, ConnectionClosed, Hello, adopt, connect, serve
 from cosmos_rl_core.wire.frames import HEADER_BYTES, FrameReader, FrameSealer
-from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, Violation, WrongTag, make_preamble, session_keys
+from cosmos_rl_core.wire.handshake import (
+    PREAMBLE_BYTES,
+    PROTOCOL_VERSION,
+    Violation,
+    WrongTag,
+    make_preamble,
+    session_keys,
+)
 
 TOKEN = bytes(range(32))
 OTHER_TOKEN = bytes(range(1, 33))
@@ -509,14 +516,17 @@ def test_a_server_that_echoes_the_client_proves_nothing():
 def test_another_protocol_version_is_named_on_the_client():
     async def scenario():
         async def newer(reader, writer):
-            writer.write(make_preamble(version=3))
+            writer.write(make_preamble(version=PROTOCOL_VERSION + 1))
             await reader.read()
             writer.close()
 
         server = await asyncio.start_server(newer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         own = f"\\(cosmos-rl-core {re.escape(metadata.version('cosmos-rl-core')[:16])}\\)"
-        with pytest.raises(UserError, match=f"version 2 {own}, the peer has version 3 {own}: install the same"):
+        versions = (
+            f"version {PROTOCOL_VERSION} {own}, the peer has version {PROTOCOL_VERSION + 1} {own}: install the same"
+        )
+        with pytest.raises(UserError, match=versions):
             await connect(f"tcp://127.0.0.1:{port}", token=TOKEN, hello=HELLO, decode=Message)
         server.close()
         await server.wait_closed()
@@ -539,14 +549,16 @@ def test_a_client_of_another_version_is_told_the_servers_and_gets_nothing_else(c
     async def scenario():
         server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
         raw = await RawClient.connect(server)
-        ours = make_preamble(version=3)
+        newer = PROTOCOL_VERSION + 1
+        ours = make_preamble(version=newer)
         raw.writer.write(ours)
         theirs = await raw.until_closed()
-        with pytest.raises(UserError, match=r"version 3 .*, the peer has version 2 "):
+        with pytest.raises(UserError, match=f"version {newer} .*, the peer has version {PROTOCOL_VERSION} "):
             session_keys(TOKEN, ours=ours, theirs=theirs, client=True)
         await server.close()
         assert re.search(
-            "protocol version 2 .*, the peer has version 3 .*: install the same cosmos-rl-core", caplog.text
+            f"protocol version {PROTOCOL_VERSION} .*, the peer has version {newer} .*: install the same cosmos-rl-core",
+            caplog.text,
         )
 
     run(scenario())

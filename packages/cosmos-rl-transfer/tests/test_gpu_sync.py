@@ -158,7 +158,7 @@ def test_a_fence_takes_its_copies_without_waiting_for_readers(record):
 def test_publishing_waits_for_the_event_of_the_compute_thread(record, monkeypatch):
     trained = on_gpu(weights_at(1))
     waited = []
-    stream = torch.cuda.Stream
+    stream = torch.cuda.Stream.func  # of the pretend device
     monkeypatch.setattr(stream, "wait_event", lambda self, event: waited.append((self.name, event)))
 
     async def publish(ready):

@@ -42,7 +42,12 @@ def _assignment(config: RunConfig) -> Iterator[Check]:
         if text := assignment_text(config):
             yield Check("ok", "recipe", text)
     except UserError as error:
-        yield Check("bad", "recipe", str(error), "lower [policy.parallel] or replicas, or set [run] colocate = true")
+        yield Check(
+            "bad",
+            "recipe",
+            str(error),
+            "lower sizes in [policy.parallel], or replicas, or set [run] colocate = true",
+        )
 
 
 def examine_machine(*, output_dir: Path, bind: str = "127.0.0.1", port: int = 0) -> list[Check]:

@@ -91,7 +91,7 @@ def problems_of(error: Exception, *, key: str, section: str = "") -> list[Proble
 
 _LEADING_KEY = re.compile(
     r"(?:\[(?P<table>[a-z_.]+)\] (?P<name>[a-z_]+)|(?P<dotted>[a-z_]+(?:\.[a-z_0-9]+)+))"
-    r"(?: = (?P<given>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\s:;,'\"]+))?(?:: | )"
+    r"(?: = (?P<given>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|[^\s:;,'\"]+))?(?:: | (?!and |or |x |= ))"
 )
 """The beginning of a message about a key: "model.path = 'x' is ...", "[policy.parallel] tp = 3: ..."."""
 
