@@ -267,7 +267,7 @@ def test_a_run_with_pictures(tmp_path, kind, frozen):
 
 def test_frozen_parts_stay_as_they_were_loaded(llm, runner, family, prompts, name):
     """Nothing of tower and projector is sent; the weights of the language model arrive."""
-    model, engine = tiny(name), engine_of(llm, family, prompts)
+    model, engine = copy.deepcopy(tiny(name)), engine_of(llm, family, prompts)
     freeze(model, ["tower", "projector"])
 
     async def work():
