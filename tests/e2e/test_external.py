@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from cosmos_rl_core.checkpoint.manifest import read_state
+from cosmos_rl_core.wire.handshake import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.ci
 
@@ -96,9 +97,8 @@ def test_workers_that_cannot_join_say_why_and_leave_the_run_unharmed(
     assert "a live worker has the name policy-0: give this one another by --name" in errors
     earlier = subprocess.run([sys.executable, "-c", OF_AN_EARLIER_VERSION, *rollout], capture_output=True, text=True)
     assert earlier.returncode == 2
-    assert re.search(
-        r"version 1.*, the peer has version 2 \(cosmos-rl-core [\w.+]+\): install the same", earlier.stderr
-    )
+    versions = rf"version {PROTOCOL_VERSION - 1} .*, the peer has version {PROTOCOL_VERSION} \(cosmos-rl-core [\w.+]+\)"
+    assert re.search(f"{versions}: install the same", earlier.stderr)
     _, errors = finished(start(*policy, "--name", "policy-1", "--ranks-per-node", "2"), 2)
     assert "this policy has 2 ranks, and that of the recipe 1: start it with --ranks-per-node 1" in errors
     steps = len(rows_of(run_dir / "metrics.jsonl"))
