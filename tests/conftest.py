@@ -134,6 +134,7 @@ def start():
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            pipesize=1 << 20,  # nobody reads before the end, and a full pipe stops the run
             **options,
         )
         started.append(process)

@@ -35,11 +35,11 @@ def two_policies(tmp_path, bandit, write_recipe, start, rows_of, wait_for, monke
     monkeypatch.setenv("PYTHONPATH", str(Path(faults.__file__).parent))
     monkeypatch.setenv("FAULTS_OF", str(run_dir))
 
-    def begin(steps):
+    def begin():
         tables = bandit(
             run_dir,
             run__domain="faults:DOMAIN",
-            run__max_steps=steps,
+            run__max_steps=10_000,  # it is stopped
             policy__prompts_per_step=PROMPTS,
             policy__replicas=2,
             policy__minibatches=2,
@@ -64,15 +64,45 @@ def two_policies(tmp_path, bandit, write_recipe, start, rows_of, wait_for, monke
 
 
 @pytest.fixture
-def trained_once(rows_of):
-    """Check that every sample was trained exactly once, in the order of a run that nobody disturbed."""
+def wait_for_steps(rows_of, wait_for):
+    """Wait until a run has trained more steps; return the seconds that took."""
 
-    def check(run_dir, steps):
+    def wait(process, run_dir, what, *, more=1):
+        before, since = len(rows_of(run_dir / "metrics.jsonl")), time.monotonic()
+
+        def there():
+            assert process.poll() is None, process.communicate()
+            return len(rows_of(run_dir / "metrics.jsonl")) >= before + more
+
+        try:
+            wait_for(there, what)
+        except AssertionError:
+            for name in ("events.jsonl", "status.json", *(f"logs/policy-{number}.log" for number in range(2))):
+                print(f"--- {name}\n{(run_dir / name).read_text()[-4000:]}")
+            raise
+        return time.monotonic() - since
+
+    return wait
+
+
+@pytest.fixture
+def trained_once(rows_of):
+    """Stop a run; check that every sample was trained exactly once, in the order of a run that nobody disturbed.
+
+    Returns what it printed.
+    """
+
+    def check(process, run_dir):
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=240)
+        assert process.returncode == 130, errors
+        steps = len(rows_of(run_dir / "metrics.jsonl"))
         assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(steps))
         for step in range(steps):
             rows = rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")
             assert {row["sample"] for row in rows} == set(range(step * PROMPTS, (step + 1) * PROMPTS))
         assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
+        return " ".join(output.split())
 
     return check
 
@@ -82,58 +112,60 @@ def trained_once(rows_of):
     "points", [POINTS[2:4], pytest.param(POINTS + WHILE_HEALING, marks=pytest.mark.slow)], ids=["two", "all"]
 )
 def test_a_policy_that_dies_at_a_named_point_leaves_no_trace(
-    two_policies, trained_once, wait_for, rows_of, pid_of, points
+    two_policies, trained_once, wait_for, wait_for_steps, pid_of, points
 ):
     begin, both_train = two_policies
-    process, run_dir = begin(10_000)
+    process, run_dir = begin()
     for point, victim in points:
         both_train(process)
         faults.arm(run_dir, point, victim)
         if (point, victim) in WHILE_HEALING:
             os.kill(pid_of(run_dir, "policy-1"), signal.SIGKILL)  # what starts again is healed by the other one
         wait_for(lambda: faults.fired(run_dir), point)
-        before, died = len(rows_of(run_dir / "metrics.jsonl")), time.monotonic()
-        wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before, "the next step")  # noqa: B023
-        print(f"{point}: metrics of the next step {time.monotonic() - died:.2f} s later")
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 130, errors
-    trained_once(run_dir, len(rows_of(run_dir / "metrics.jsonl")))
+        waited_s = wait_for_steps(process, run_dir, "the next step")
+        print(f"{point}: metrics of the next step {waited_s:.2f} s later")
+    trained_once(process, run_dir)
 
 
-def test_a_policy_that_hangs_with_heartbeats_is_removed_and_ends(two_policies, trained_once, wait_for, rows_of):
+def test_a_policy_that_hangs_with_heartbeats_is_removed_and_ends(two_policies, trained_once, wait_for, wait_for_steps):
     begin, both_train = two_policies
-    process, run_dir = begin(60)
+    process, run_dir = begin()
     both_train(process)
     faults.arm(run_dir, faults.HANG, faults.LEADER)
     wait_for(lambda: faults.fired(run_dir), "the hang")
-    before, hung = len(rows_of(run_dir / "metrics.jsonl")), time.monotonic()
-    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before, "a step without it")
-    waited_s = time.monotonic() - hung
+    waited_s = wait_for_steps(process, run_dir, "a step without it")
     print(f"the next step came {waited_s:.2f} s after the hang, the limit is {LIMIT_S:g} s")
     assert waited_s < LIMIT_S + 5.0
     both_train(process)
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    said = " ".join(output.split())
+    said = trained_once(process, run_dir)
     assert re.search(r"policy-\d is removed from the run: it made no progress for 10 s", said)
     assert re.search(r"policy-\d died \(exit code 1\); starting it again", said)
-    trained_once(run_dir, 60)
 
 
-def test_two_policies_that_are_cut_off_go_on_without_the_newer_one(two_policies, trained_once, wait_for, rows_of):
+def test_two_policies_that_are_cut_off_go_on_without_the_newer_one(two_policies, trained_once, wait_for_steps):
     begin, both_train = two_policies
-    process, run_dir = begin(80)
+    process, run_dir = begin()
     both_train(process)
     faults.cut(run_dir)
-    before, since = len(rows_of(run_dir / "metrics.jsonl")), time.monotonic()
-    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before + 2, "steps of one alone")
-    waited_s = time.monotonic() - since
+    waited_s = wait_for_steps(process, run_dir, "steps of one alone", more=3)
     print(f"the next steps came {waited_s:.2f} s after the cut, the limit is {PEER_S:g} s")
     assert waited_s < PEER_S + 5.0
     faults.mend(run_dir)
     both_train(process)
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    assert re.search(r"policy-(\d) is removed from the run: policy-(?!\1)\d cannot reach it", " ".join(output.split()))
-    trained_once(run_dir, 80)
+    said = trained_once(process, run_dir)
+    assert re.search(r"policy-(\d) is removed from the run: policy-(?!\1)\d cannot reach it", said)
+
+
+def test_a_policy_that_hangs_while_the_other_one_dies_is_removed_and_the_run_goes_on(
+    two_policies, trained_once, wait_for, wait_for_steps, pid_of
+):
+    begin, both_train = two_policies
+    process, run_dir = begin()
+    both_train(process)
+    faults.arm(run_dir, faults.HANG, "policy-0")
+    wait_for(lambda: faults.fired(run_dir), "the hang")
+    os.kill(pid_of(run_dir, "policy-1"), signal.SIGKILL)
+    waited_s = wait_for_steps(process, run_dir, "a step of the one that started again")
+    print(f"the next step came {waited_s:.2f} s after the hang, the limit is {LIMIT_S:g} s")
+    both_train(process)
+    assert "policy-0 is removed from the run: it made no progress for 10 s" in trained_once(process, run_dir)

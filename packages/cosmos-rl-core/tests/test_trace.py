@@ -52,6 +52,24 @@ def test_a_finished_span_is_a_line_with_its_time_and_values(tmp_path):
     ]
 
 
+def test_processes_that_were_interrupted_between_two_readings_of_their_clocks_agree(tmp_path):
+    """The clocks of a process that waits for a processor are read some milliseconds apart."""
+    clock = Clock(2.0)
+    pauses = iter([0.5, 0.0, 0.25])
+
+    def wall():
+        clock.now += next(pauses, 0.125)
+        return clock.now + 1000.0
+
+    timeline = Timeline("policy-0", clock=clock, wall=wall)
+    clock.now = 4.0
+    with timeline.span("optim_step"):
+        pass
+    timeline.stream(tmp_path / "p.jsonl")
+    timeline.close()
+    assert lines(tmp_path / "p.jsonl")[0]["at"] == 1004.0
+
+
 def test_a_span_that_fails_is_recorded_with_its_error(tmp_path):
     timeline = Timeline("policy-0", clock=Clock(), wall=Clock())
     timeline.stream(tmp_path / "p.jsonl")

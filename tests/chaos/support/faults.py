@@ -65,9 +65,10 @@ class _Policy:
             return
         run_dir = cls.run_dir()
         fault = run_dir / "fault"
-        if not fault.exists():
+        try:
+            armed, victim = fault.read_text().split("\n")
+        except FileNotFoundError:
             return
-        armed, victim = fault.read_text().split("\n")
         leads = cls.mesh.leads and len(cls.mesh.members) > 1
         if armed == point and (leads if victim == LEADER else cls.mesh._context.name == victim):
             fault.rename(run_dir / "fired")
