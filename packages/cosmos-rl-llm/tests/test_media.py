@@ -18,7 +18,7 @@ from cosmos_rl_llm.media.vision import Vision, find_family
 pytest.importorskip("av")
 Image = pytest.importorskip("PIL.Image")
 
-from tiny_vision import family_of, make, mp4, picture, video  # noqa: E402  it needs both
+from tiny_vision import family_of, make, mp4, picture, turned, video  # noqa: E402  it needs both
 
 
 def png(image=None):
@@ -82,6 +82,41 @@ def test_frames_of_a_video_are_taken_at_the_rate_of_the_recipe():
     np.testing.assert_allclose(few.times, [0, 1, 2, 2.875], atol=0.13)
     assert decode_video(mp4(frames=2), MediaSection(min_frames=4)).frames.shape[0] == 2
     assert decode_video(mp4(frames=1), MediaSection(min_frames=4)).frames.shape[0] == 1
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_video_of_a_phone_held_sideways_is_turned_upright(turns):
+    """Clockwise, as players do."""
+    corner = np.zeros((24, 32, 3), np.uint8)
+    corner[:8, :8] = 250
+    given = turned(mp4(frames=2, shown=corner), turns)
+    seen = []
+    found = decode_video(given, MediaSection(), lambda *size: seen.append(size) or (lambda frame: frame))
+    assert found.frames.shape[1:] == ((24, 32, 3) if turns % 2 == 0 else (32, 24, 3))
+    assert found.stored == seen[0][1:] == found.frames.shape[1:3]
+    first = found.frames[0, ..., 0].astype(int)
+    assert np.abs(first - np.rot90(corner[..., 0], -turns)).mean() < 8
+    assert first[[0, 0, -1, -1], [0, -1, -1, 0]].argmax() == turns  # corners in clockwise order
+
+
+@pytest.mark.parametrize("tag", range(1, 9))
+def test_a_picture_is_turned_as_its_exif_data_says(tag):
+    """Equal to the upright one, stored in each of the eight ways of EXIF 2.32, 4.6.4 A."""
+    upright = np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)
+    ways = {  # by where the first row and the first column are seen
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.transpose(1, 0, 2),
+        6: upright[:, ::-1].transpose(1, 0, 2),
+        7: upright[::-1, ::-1].transpose(1, 0, 2),
+        8: upright[::-1].transpose(1, 0, 2),
+    }
+    stored, exif, file = Image.fromarray(np.ascontiguousarray(ways[tag])), Image.Exif(), io.BytesIO()
+    exif[0x0112] = tag
+    stored.save(file, format="png", exif=exif)
+    np.testing.assert_array_equal(np.asarray(decode_picture(file.getvalue(), MediaSection())), upright)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Clips are cut out of videos at the right frames, scaled and cropped; what gives no clip is named."""
 
+import struct
 from pathlib import Path
 
 import av
@@ -89,6 +90,22 @@ def test_a_video_with_exactly_the_frames_is_a_clip(video, keys):
 
 def test_bytes_are_a_video_too(video):
     assert numbers(read_clip(video.read_bytes(), frames=2, sizes=SIZE)) == [0, 1]
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_video_of_a_phone_held_sideways_is_turned_upright(tmp_path, turns):
+    """Clockwise, as players do; the size nearest to the upright shape is taken."""
+    shown = steps(2)
+    shown[:, :8, :8] = 250
+    write_video(tmp_path / "video.mp4", shown, fps=8)
+    data = (tmp_path / "video.mp4").read_bytes()
+    a, b = [(1, 0), (0, 1), (-1, 0), (0, -1)][turns]
+    matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
+    at = data.index(b"tkhd") + 4 + 40  # after the box's type, in version 0 (ISO/IEC 14496-12, 8.3.2)
+    clip = read_clip(data[:at] + matrix + data[at + 36 :], frames=2, sizes=((32, 48), (48, 32)))
+    assert clip.video.shape[1:3] == ((32, 48) if turns % 2 == 0 else (48, 32))
+    corners = clip.video[0, [4, 4, -4, -4], [4, -4, -4, 4], 0]
+    assert corners.argmax() == turns  # in clockwise order
 
 
 def test_frames_behind_later_keyframes_are_those_of_decoding_from_the_start(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -249,8 +250,8 @@ def video(*, frames: int = 5, seed: int = 0) -> Video:
     return Video(frames=shown, times=np.arange(frames) / 2, fps=2.0, duration=frames / 2)
 
 
-def mp4(*, frames: int = 24, rate: int = 8) -> bytes:
-    """A file with frames of 24 x 32 pixels that grow brighter."""
+def mp4(*, frames: int = 24, rate: int = 8, shown: np.ndarray | None = None) -> bytes:
+    """A file with frames of 24 x 32 pixels that grow brighter, or that are all `shown`."""
     import av
 
     file = io.BytesIO()
@@ -258,10 +259,18 @@ def mp4(*, frames: int = 24, rate: int = 8) -> bytes:
         stream = container.add_stream("mpeg4", rate=rate)
         stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
         for number in range(frames):
-            shade = np.full((24, 32, 3), 10 * number, np.uint8)
+            shade = np.full((24, 32, 3), 10 * number, np.uint8) if shown is None else shown
             container.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+def turned(data: bytes, turns: int) -> bytes:
+    """An mp4 file that players turn by `turns` clockwise quarter turns, as of a phone that was held sideways."""
+    a, b = [(1, 0), (0, 1), (-1, 0), (0, -1)][turns % 4]
+    matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
+    at = data.index(b"tkhd") + 4 + 40  # after the box's type, in version 0 (ISO/IEC 14496-12, 8.3.2)
+    return data[:at] + matrix + data[at + len(matrix) :]
 
 
 def prompt(items: Sequence[Item], family: VisionFamily, directory: Path) -> tuple[np.ndarray, object]:

@@ -211,6 +211,15 @@ class VideoFile:
             raise self.error(f"{reason}") from error
 
 
+def quarter_turns(frame: VideoFrame) -> int:
+    """Return the counterclockwise quarter turns (`np.rot90`) that show a frame upright: phones store videos sideways.
+
+    The file's display matrix (ISO/IEC 14496-12, `tkhd`) gives the angle, which players apply too; 0 without one. Other
+    angles are rounded.
+    """
+    return round(frame.rotation / 90) % 4
+
+
 def open_container(source: Source) -> InputContainer:
     """Return PyAV's container of a file or of the content of one; raises what PyAV raises."""
     file = io.BytesIO(source) if isinstance(source, bytes) else str(source)

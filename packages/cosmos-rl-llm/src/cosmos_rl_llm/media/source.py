@@ -51,7 +51,7 @@ class Video:
     """Frames of a video."""
 
     frames: np.ndarray
-    """[T, H, W, 3] uint8, as stored or resized while they were decoded."""
+    """[T, H, W, 3] uint8, upright, as stored or resized while they were decoded."""
     times: np.ndarray
     """[T] float64: seconds from the video's start."""
     fps: float
@@ -59,7 +59,7 @@ class Video:
     duration: float
     """Seconds of the whole video."""
     stored: tuple[int, int] | None = None
-    """Height and width of the frames in the file; None: those of `frames`."""
+    """Height and width of the upright frames before resizing; None: those of `frames`."""
 
 
 Fit = Callable[[int, int, int], Callable[[np.ndarray], np.ndarray]]
@@ -243,12 +243,12 @@ def _opened(data: bytes) -> Image:
 
 
 def decode_video(data: bytes, limits: MediaSection, fit: Fit = unresized) -> Video:
-    """Return frames at `limits.fps`. Raises MediaError if there are none, or if they are damaged or too large.
+    """Return upright frames at `limits.fps`. Raises MediaError if there are none, or if they are damaged or too large.
 
     fit: resizes each frame as it is decoded, so that a long video takes the memory of what is kept alone.
     """
     try:
-        from cosmos_rl_core.data.video import VideoFile
+        from cosmos_rl_core.data.video import VideoFile, quarter_turns
     except ImportError as error:
         raise UserError(f"videos need a package (pip install 'cosmos-rl-core[media]'): {error}") from error
 
@@ -257,7 +257,7 @@ def decode_video(data: bytes, limits: MediaSection, fit: Fit = unresized) -> Vid
             _check_frame(*video.size, limits)
         places, spacing, duration = _choose(video.table.seconds - video.table.seconds[0], limits)
         kept = _Frames(places, limits, fit)
-        video.read(places, kept.take)
+        video.read(places, lambda frame, place: kept.take(frame, place, turns=quarter_turns(frame)))
         times = video.table.seconds[places] - video.table.seconds[0]
     assert kept.frames is not None
     return Video(frames=kept.frames, times=times, fps=1 / spacing, duration=duration, stored=kept.stored)
@@ -273,13 +273,15 @@ class _Frames:
         self.stored = (0, 0)
         self.frames: np.ndarray | None = None
 
-    def take(self, frame: VideoFrame, place: int) -> None:
+    def take(self, frame: VideoFrame, place: int, *, turns: int) -> None:
+        """turns: counterclockwise quarter turns that show it upright."""
         _check_frame(frame.height, frame.width, self._limits)
         if self.frames is None:
-            self.stored = (frame.height, frame.width)
+            self.stored = (frame.width, frame.height) if turns % 2 else (frame.height, frame.width)
             self._resize = self._fit(len(self._row), *self.stored)
-        height, width = self.stored
-        shown = self._resize(frame.to_ndarray(format="rgb24", height=height, width=width))
+        height, width = self.stored[::-1] if turns % 2 else self.stored
+        pixels = frame.to_ndarray(format="rgb24", height=height, width=width)
+        shown = self._resize(np.ascontiguousarray(np.rot90(pixels, turns)))
         if self.frames is None:
             self.frames = self._room(shown)
         self.frames[self._row[place]] = shown

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from cosmos_rl_core.data.video import Source, VideoFile
+from cosmos_rl_core.data.video import Source, VideoFile, quarter_turns
 
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
@@ -130,7 +130,7 @@ def _read(file: VideoFile, chosen: np.ndarray, sizes: Sequence[tuple[int, int]])
     def take(frame: VideoFrame, place: int) -> None:
         nonlocal video
         if not len(video):
-            turned = abs(frame.rotation) == 90
+            turned = quarter_turns(frame) % 2
             shown = (frame.width, frame.height) if turned else (frame.height, frame.width)
             video = np.empty((len(chosen), *nearest_size(*shown, sizes), 3), np.uint8)
         first, stop = np.searchsorted(chosen, [place, place + 1])
@@ -143,7 +143,7 @@ def _read(file: VideoFile, chosen: np.ndarray, sizes: Sequence[tuple[int, int]])
 
 def _fit(frame: VideoFrame, image: np.ndarray, scaler: VideoReformatter) -> None:
     """Scale a frame to cover `image` [H, W, 3], rotate it upright, and copy its centre."""
-    turns = round(frame.rotation / 90)
+    turns = quarter_turns(frame)
     height, width = image.shape[:2] if turns % 2 == 0 else image.shape[1::-1]
     scale = max(height / frame.height, width / frame.width)
     scaled = scaler.reformat(
