@@ -44,8 +44,8 @@ def three_ports():
             return port
 
 
-def lose(process):
-    """Kill a process and all that it has started: a machine that lost its power."""
+def tree_of(process):
+    """The number of a process and those of all that it has started."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -54,7 +54,12 @@ def lose(process):
     tree = [process.pid]
     for pid in tree:
         tree += [child for child, parent in parents.items() if parent == pid]
-    for pid in tree:
+    return tree
+
+
+def lose(process):
+    """Kill a process and all that it has started: a machine that lost its power."""
+    for pid in tree_of(process):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.communicate()
@@ -125,3 +130,16 @@ def test_sigterm_takes_a_machine_out_of_the_run_and_at_node_0_ends_it(tmp_path, 
         finished(process, 130, timeout_s=170)
     steps = len(rows_of(run_dir / "metrics.jsonl"))
     assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
+
+
+@pytest.mark.slow
+def test_a_part_of_the_only_policy_without_restarts_left_ends_all_nodes_alike(tmp_path, machine, wait_for, rows_of):
+    run_dir = tmp_path / "machine-0" / "run"
+    layout = {**ENDLESS, "policy__num_nodes": 2, "policy__ranks_per_node": 1, "elastic__restart_workers": 0}
+    machines = [machine(index, **layout) for index in range(3)]
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=170)
+    (rank,) = (pid for pid in tree_of(machines[1]) if "rank_main" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(rank, signal.SIGKILL)
+    outputs = [process.communicate(timeout=120) for process in machines]
+    codes = {process.returncode for process in machines}
+    assert len(codes) == 1 and codes.isdisjoint({0, 2}), (codes, outputs)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cosmos_rl_core.clusters.launcher import ClusterRun
-from cosmos_rl_core.clusters.node import Begin, ClusterNode, Join, Meeting, Over, gpus_of, parts_of
+from cosmos_rl_core.clusters.meeting import Begin, GivenUp, Join, Meeting, Over
+from cosmos_rl_core.clusters.node import ClusterNode, gpus_of, parts_of
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect, serve
 
@@ -78,17 +79,17 @@ def test_several_nodes_need_the_token(recipe, monkeypatch):
         ClusterNode(recipe=recipe(), nodes=2, node=2, head="127.0.0.1")
 
 
-def meet(recipe, talk):
+def meet(recipe, talk, *, policies=1):
     """Run `talk(meeting, join)`; `join(node)` connects a node."""
 
     async def go():
-        run = recipe("policy.replicas=1", "policy.num_nodes=2", "policy.ranks_per_node=1", "rollout.replicas=1")
-        meeting = Meeting(parts_of(run, 3))
-        server = await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Join, on_connect=meeting.on_connect)
+        several = (f"policy.replicas={policies}", "policy.num_nodes=2", "policy.ranks_per_node=1")
+        meeting = Meeting(parts_of(recipe(*several, "rollout.replicas=1"), policies * 2 + 1))
+        server = await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Join | GivenUp, on_connect=meeting.on_connect)
 
-        async def join(node, *, nodes=3, address="10.0.0.1", process="a"):
+        async def join(node, *, nodes=policies * 2 + 1, address="10.0.0.1", process="a"):
             hello = Hello(name=f"node-{node}", role="node")
-            connection = await connect(server.address, token=TOKEN, hello=hello, decode=Begin | Over)
+            connection = await connect(server.address, token=TOKEN, hello=hello, decode=Begin | GivenUp | Over)
             await connection.send(Join(node=node, nodes=nodes, address=address, process=process))
             return connection
 
@@ -134,6 +135,37 @@ def test_the_exit_code_reaches_all_nodes_also_of_a_run_that_never_began(recipe):
     meet(recipe, talk)
 
 
+def test_without_its_only_policy_a_run_is_lost_and_reports_of_an_earlier_life_are_ignored(recipe):
+    async def talk(meeting, join):
+        second = await join(1)
+        await second.send(GivenUp("an earlier life", "policy-0", 7))
+        await second.send(GivenUp(meeting.life, "policy-0", 8))
+        assert await meeting.lost == 8
+
+    meet(recipe, talk)
+
+
+def test_of_several_policies_the_other_parts_of_one_that_is_given_up_end_until_all_are_lost(recipe):
+    async def talk(meeting, join):
+        meeting.begun.set()
+        meeting.join(0, "head")
+        other, first, second = await join(1), await join(2, address="10.0.0.3"), await join(3)
+        for connection in (other, first, second):
+            assert isinstance(await connection.receive(), Begin)
+        await second.send(GivenUp(meeting.life, "policy-1", 7))
+        for connection in (first, second):
+            assert await connection.receive() == GivenUp(meeting.life, "policy-1", 7)
+        again = await join(3, process="b")  # its machine was started again, and with it the replica
+        assert isinstance(await again.receive(), Begin)
+        await other.send(GivenUp(meeting.life, "policy-0", 9))
+        assert await other.receive() == GivenUp(meeting.life, "policy-0", 9)
+        assert not meeting.lost.done()
+        await first.send(GivenUp(meeting.life, "policy-1", 5))
+        assert await meeting.lost == 5
+
+    meet(recipe, talk, policies=2)
+
+
 def test_a_node_of_another_number_of_nodes_is_refused(recipe):
     async def talk(meeting, join):
         answer = await (await join(1, nodes=4)).receive()
@@ -170,28 +202,41 @@ def test_a_node_says_once_that_it_waits(recipe, capfd):
 
 
 @pytest.fixture
-def alone(recipe, tmp_path, monkeypatch):
-    """The only machine of a run. `program` is what its workers run; the controller ends when there is a file `end`."""
+def together(recipe, tmp_path, monkeypatch):
+    """All machines of a run; returns their exit codes.
+
+    `program` is what its workers run. The controller ends when there is a file `end`, and makes a file `over`.
+    """
     monkeypatch.setattr("cosmos_rl_core.clusters.restarted.PAUSE_S", 0.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def run(program, *overrides, folders=()):
+    def run(program, *overrides, folders=(), nodes=1):
         (tmp_path / "cosmos-rl").write_text(
             "#!/bin/bash\n"
             f"if [ $1 != controller ]; then {program}; exit 0; fi\n"
-            "trap 'exit 130' TERM; mkdir -p run; echo here > run/controller.json\n"
-            "while [ ! -e end ]; do sleep 0.01; done\n"
+            "trap 'touch over; exit 130' TERM; mkdir -p run; echo here > run/controller.json\n"
+            "while [ ! -e end ]; do sleep 0.01; done; touch over\n"
         )
         (tmp_path / "cosmos-rl").chmod(0o755)
         command = f'cluster.command="{tmp_path}/cosmos-rl"'
         given = replace(recipe(command, "elastic.restart_workers=1", *overrides), folders=folders)
+        port = free_port()
+        all_nodes = [
+            ClusterNode(recipe=given, nodes=nodes, node=node, head="127.0.0.1", port=port) for node in range(nodes)
+        ]
 
         async def go():
-            return await ClusterNode(recipe=given, nodes=1, node=0, head="127.0.0.1", port=free_port()).run()
+            return await asyncio.gather(*(node.run() for node in all_nodes))
 
         return asyncio.run(asyncio.wait_for(go(), 60))
 
     return run
+
+
+@pytest.fixture
+def alone(together):
+    """As `together`, with one machine."""
+    return lambda program, *overrides, folders=(): together(program, *overrides, folders=folders)[0]
 
 
 def free_port():
@@ -209,6 +254,36 @@ def test_node_0_ends_the_run_when_its_only_policy_is_given_up(alone, capfd):
         "controller: exit code 130",
         "rollout-0: signal SIGTERM",
     ]
+
+
+WORK = "until [ -e over ]; do sleep 0.05; done"
+TWO_MACHINES = ("policy.num_nodes=2", "policy.ranks_per_node=1", "rollout.replicas=1")
+
+
+def test_a_part_of_the_only_policy_that_another_node_gives_up_ends_the_run_with_its_code(together, capfd):
+    program = 'case "$*" in *"--node 1"*) exit 7;; esac; ' + WORK
+    assert together(program, *TWO_MACHINES, nodes=3) == [7, 7, 7]
+    out = capfd.readouterr().out.splitlines()
+    assert out[:3] == [
+        "policy-0: exit code 7",
+        "policy-0: exit code 7",
+        "policy-0: not started again, after 2 starts ([elastic] restart_workers)",
+    ]
+    assert out[3] == "controller: exit code 130"  # it was asked to end, and the other part did not crash before
+
+
+def test_one_of_several_policies_that_is_given_up_ends_its_other_part_alone(together):
+    crash = 'case "$*" in *"policy-1 "*"--node 1"*) exit 7;; esac'
+    other = 'case "$*" in *"policy-1 "*) echo $$ > other ;; esac'
+    gone = "until [ -e other ] && ! kill -0 $(cat other) 2>/dev/null; do sleep 0.05; done; touch end"
+    rollout = f'case "$*" in *rollout*) {gone} ;; esac'
+    codes = together(f"{crash}; {other}; {rollout}; {WORK}", "policy.replicas=2", *TWO_MACHINES, nodes=5)
+    assert codes == [0, 0, 137, 7, 0]
+
+
+def test_a_run_ends_when_the_last_of_several_policies_is_given_up(together):
+    program = 'case "$*" in *policy*) exit 7;; esac; ' + WORK
+    assert together(program, "policy.replicas=2", "rollout.replicas=1", nodes=3) == [7, 7, 7]
 
 
 def test_a_rollout_that_is_given_up_does_not_end_the_run(alone, capfd):

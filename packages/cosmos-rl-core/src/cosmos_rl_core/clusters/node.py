@@ -1,7 +1,7 @@
 """N equal machines with the same command line: `cosmos-rl node FILE --nodes 3 --node 1 --head HOST`.
 
     node 0        the controller, the first machine of the first policy replica, and a port where the other nodes meet
-    other nodes   --Join--> node 0 --Begin--> their workers start ... --Over--> they end with the run's exit code
+    other nodes   join there, start their workers when the controller listens, and end with the run's exit code
 
 Policy machines come first, then the rollouts, spread over the remaining nodes; without remaining nodes, over all. A
 node that was lost and is started again joins again. If that is node 0, the run continues from its newest checkpoint,
@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from cosmos_rl_core.clusters.launcher import ClusterRun, Replica
+from cosmos_rl_core.clusters.launcher import ClusterRun
+from cosmos_rl_core.clusters.meeting import INTERRUPTED, Begin, GivenUp, Join, Meeting, Over, Part, Reports
 from cosmos_rl_core.clusters.restarted import Processes
 from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
-from cosmos_rl_core.control.protocol import Message
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.placement import STOP_GRACE_S
 from cosmos_rl_core.observe.record import STOPPED
@@ -39,45 +39,6 @@ of a policy replica over several machines."""
 ROLE = "node"
 """Role in a node's Hello."""
 CHECK_S = 0.2
-INTERRUPTED = 130
-
-
-class Join(Message, frozen=True):
-    """A node is there."""
-
-    node: int
-    nodes: int
-    address: str
-    """Its address for the other nodes."""
-    process: str
-    """Random digits of its process."""
-
-
-class Begin(Message, frozen=True):
-    """Start the workers. Sent again to a node that returns."""
-
-    life: str
-    """Changes with each start of node 0: workers of an earlier life end."""
-    first: str
-    """Address of the first machine of the node's policy replica."""
-
-
-class Over(Message, frozen=True):
-    """The run has ended, or the node cannot join."""
-
-    code: int
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One machine of a replica."""
-
-    replica: Replica
-    index: int
-    """Of the machine in the replica."""
-    first_node: int
-    """The node of the replica's first machine."""
 
 
 def parts_of(run: ClusterRun, nodes: int) -> list[list[Part]]:
@@ -114,96 +75,12 @@ def gpus_of(parts: Sequence[Part], *, gpus: Sequence[str]) -> list[Sequence[str]
     return found
 
 
-class Meeting:
-    """Node 0's side of the connections to the other nodes."""
-
-    def __init__(self, parts: Sequence[Sequence[Part]]) -> None:
-        self.begun = asyncio.Event()
-        """Set when the controller listens."""
-        self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """The run's exit code."""
-        self._parts = parts
-        self._life = secrets.token_hex(8)
-        self._addresses: dict[int, str] = {}
-        self._joined = [asyncio.Event() for _ in parts]
-        self._open: dict[int, tuple[str, Connection]] = {}
-        """Process and connection of each node."""
-
-    def join(self, node: int, address: str) -> None:
-        """Note the address of a node. Nodes that had another one of it connect again."""
-        if self._addresses.get(node, address) != address:
-            for other, (_, connection) in self._open.items():
-                if other != node and self._first_node(other) == node:
-                    connection.close()
-        self._addresses[node] = address
-        self._joined[node].set()
-
-    async def on_connect(self, connection: Connection) -> None:
-        """Let a node begin, and send it the run's exit code in the end."""
-        join = await connection.receive()
-        assert isinstance(join, Join)
-        if join.nodes != len(self._parts):
-            reason = f"--nodes {join.nodes}: node 0 was started with --nodes {len(self._parts)}"
-            connection.post(Over(INTERRUPTED, reason))
-            await connection.closed.wait()
-            return
-        self._replace(join)
-        self._open[join.node] = join.process, connection
-        self.join(join.node, join.address)
-        ready = asyncio.create_task(self._ready(join.node))
-        await asyncio.wait([ready, self.over], return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            _post(connection, Begin(self._life, ready.result()))
-        ready.cancel()
-        _post(connection, Over(await asyncio.shield(self.over)))
-        await connection.closed.wait()
-
-    async def all_gone(self, *, timeout_s: float) -> None:
-        """Wait until the nodes have their exit code and have closed their connections."""
-        closed = [asyncio.create_task(connection.closed.wait()) for _, connection in self._open.values()]
-        if closed:
-            _, late = await asyncio.wait(closed, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-
-    def _replace(self, join: Join) -> None:
-        """End the node's earlier connection. An earlier process of the node ends: it would connect again and again."""
-        process, connection = self._open.get(join.node, (join.process, None))
-        if connection is None:
-            return
-        if process != join.process:
-            _post(
-                connection,
-                Over(
-                    INTERRUPTED,
-                    f"--node {join.node}: another process has joined as this node, at {join.address}; "
-                    "each machine needs a number of its own",
-                ),
-            )
-        connection.close()
-
-    def _first_node(self, node: int) -> int:
-        return self._parts[node][0].first_node
-
-    async def _ready(self, node: int) -> str:
-        """Wait for the controller and the node's first machine; return the address of the latter."""
-        await self.begun.wait()
-        first = self._first_node(node)
-        await self._joined[first].wait()
-        return self._addresses[first]
-
-
 def _read(path: Path) -> bytes:
     """Return the content of a file; empty if there is none."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
         return b""
-
-
-def _post(connection: Connection, message: Message) -> None:
-    if not connection.closed.is_set():
-        connection.post(message)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -218,8 +95,8 @@ class ClusterNode:
     token: bytes = field(init=False)
     _parts: list[list[Part]] = field(init=False)
     _processes: Processes = field(init=False)
-    _lost: asyncio.Future[int] = field(init=False)
-    """Exit code of the run's only policy, when it is not started again."""
+    _report: Callable[[str, int], None] = field(init=False)
+    """Called with a policy replica that has a part here, and its exit code, when it is not started again."""
     _leaving: asyncio.Event = field(default_factory=asyncio.Event)
     _process: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -242,7 +119,6 @@ class ClusterNode:
     async def run(self) -> int:
         """Run this node's processes to the end of the run, and return the exit code. Raises UserError."""
         loop = asyncio.get_running_loop()
-        self._lost = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._leave)
         try:
@@ -263,18 +139,19 @@ class ClusterNode:
         gpus_of(self._parts[0], gpus=machine_gpus(os.environ))  # raises before anything starts
         section = self.recipe.config.run
         bind = section.bind if "bind" in section.model_fields_set else "0.0.0.0"
-        meeting = Meeting(self._parts)
+        meeting = Meeting(self._parts, end_replica=self._end_replica)
+        self._report = meeting.give_up
         server = await serve(
             f"tcp://{bind}:{self.port}",
             token=self.token,
-            decode=Join,
+            decode=Join | GivenUp,
             on_connect=meeting.on_connect,
             allow_remote=not is_loopback(bind),
         )
         try:
             controller = asyncio.create_task(self._control())
             workers = asyncio.create_task(self._work_beside(controller, meeting))
-            code = await self._end_of(controller, workers)
+            code = await self._end_of(controller, workers, meeting.lost)
             meeting.over.set_result(code)
             await meeting.all_gone(timeout_s=STOP_GRACE_S)
             await self._processes.end(grace_s=STOP_GRACE_S)
@@ -283,18 +160,22 @@ class ClusterNode:
         finally:
             await server.close()
 
-    async def _end_of(self, controller: asyncio.Task[int], workers: asyncio.Task[None]) -> int:
-        """Return the run's exit code. It ends without its only policy, and after an error of this node."""
-        await asyncio.wait([controller, workers, self._lost], return_when=asyncio.FIRST_COMPLETED)
+    async def _end_of(
+        self, controller: asyncio.Task[int], workers: asyncio.Task[None], lost: asyncio.Future[int]
+    ) -> int:
+        """Return the run's exit code. It ends without a policy, and after an error of this node."""
+        await asyncio.wait([controller, workers, lost], return_when=asyncio.FIRST_COMPLETED)
         failed = workers.done() and workers.exception() is not None
-        if controller.done() or self._leaving.is_set() or not (failed or self._lost.done()):
+        if not failed:
+            await asyncio.wait([controller, lost], return_when=asyncio.FIRST_COMPLETED)
+        if controller.done() or self._leaving.is_set():
             return await controller
         self._processes.terminate(["controller"])
         code = await controller
         self._processes.terminate()  # those that have not connected yet would wait for it
         if code not in (INTERRUPTED, 128 + signal.SIGTERM):  # it ended by itself, with the error of a worker
             return code
-        return self._lost.result() if self._lost.done() else 1
+        return lost.result() if lost.done() else 1
 
     async def _control(self) -> int:
         """Run the controller to its end and return its exit code."""
@@ -333,8 +214,12 @@ class ClusterNode:
         return max(await asyncio.gather(*running), default=0)
 
     def _given_up(self, part: Part, code: int) -> None:
-        if part.replica.role == "policy" and len(self.recipe.policies()) == 1 and not self._lost.done():
-            self._lost.set_result(code)
+        if part.replica.role == "policy":
+            self._report(part.replica.name, code)
+
+    def _end_replica(self, replica: str) -> None:
+        """End this node's part of a policy replica that is given up, if it has one."""
+        self._processes.kill([replica])
 
     def _command(self, part: Part, first: str) -> list[str]:
         arguments = self.recipe.worker_arguments(part.replica, controller=f"tcp://{self.head}:{self.port + 1}")
@@ -348,32 +233,47 @@ class ClusterNode:
 
     async def _follow(self) -> int:
         gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ))  # raises before anything starts
-        begins: asyncio.Queue[Begin] = asyncio.Queue()
-        link = asyncio.create_task(self._follow_head(begins.put_nowait))
+        messages: asyncio.Queue[Begin | GivenUp] = asyncio.Queue()
+        reports = Reports()
+        link = asyncio.create_task(self._follow_head(messages.put_nowait, reports))
         left = asyncio.create_task(self._leaving.wait())
         begun, workers = None, left  # until there are workers, the node ends when it shall leave
         while True:
-            begin = asyncio.create_task(begins.get())
-            await asyncio.wait([link, workers, begin, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            message = asyncio.create_task(messages.get())
+            await asyncio.wait([link, workers, message], return_when=asyncio.FIRST_COMPLETED)
             if link.done():
                 await self._processes.end(grace_s=STOP_GRACE_S)
                 return link.result()
-            if begin.done():
-                if begin.result() != begun:
+            if message.done():
+                arrived = message.result()
+                if isinstance(arrived, GivenUp):
+                    self._end_replica(arrived.replica)
+                    reports.answered.set()
+                elif arrived != begun:
                     await self._processes.end(grace_s=0.0)
-                    begun = begin.result()
-                    workers = asyncio.create_task(self._work(begun.first))
+                    workers.cancel()
+                    begun, left = arrived, asyncio.create_task(self._leaving.wait())
+                    self._report = reports.begin(arrived.life)
+                    workers = asyncio.create_task(self._work_and_report(arrived, reports))
                 continue
-            begin.cancel()
-            if self._lost.done():
-                return self._lost.result()
+            message.cancel()
             if self._leaving.is_set():
                 return INTERRUPTED
             if workers.result():
                 return workers.result()
             workers = left  # they were dismissed: the node waits for the end of the run
 
-    async def _follow_head(self, begin: Callable[[Begin], None]) -> int:
+    async def _work_and_report(self, begin: Begin, reports: Reports) -> int:
+        """As `_work`, and until node 0 knows of a policy that is given up: it may end the run."""
+        code = await self._work(begin.first)
+        if reports.unanswered is not None:
+            waits = [asyncio.create_task(event.wait()) for event in (reports.answered, self._leaving)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in waits:
+                task.cancel()
+        return code
+
+    async def _follow_head(self, arrived: Callable[[Begin | GivenUp], None], reports: Reports) -> int:
         """Stay connected to node 0, and return the run's exit code. Raises UserError if it does not return in time."""
         wait_s = self.recipe.config.cluster.start_wait_s
         while True:
@@ -383,8 +283,9 @@ class ClusterNode:
                 address = worker_address(f"tcp://{self.head}:{self.port}")
                 join = Join(node=self.node, nodes=self.nodes, address=address, process=self._process)
                 await connection.send(join)
-                while isinstance(message := await connection.receive(), Begin):
-                    begin(message)
+                reports.send_over(connection)
+                while not isinstance(message := await connection.receive(), Over):
+                    arrived(message)
             except ConnectionClosed:
                 continue
             connection.close()
@@ -398,7 +299,7 @@ class ClusterNode:
         while True:
             try:
                 return await connect(
-                    f"tcp://{self.head}:{self.port}", token=self.token, hello=hello, decode=Begin | Over
+                    f"tcp://{self.head}:{self.port}", token=self.token, hello=hello, decode=Begin | GivenUp | Over
                 )
             except ConnectionClosed as error:
                 if loop.time() > deadline:

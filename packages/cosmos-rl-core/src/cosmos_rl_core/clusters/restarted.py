@@ -195,10 +195,11 @@ class Processes:
             else:
                 process.last()
 
-    def kill(self) -> None:
-        """Kill all processes, and start none again."""
-        for process in self._by_name.values():
-            process.kill()
+    def kill(self, names: Sequence[str] | None = None) -> None:
+        """Kill the processes of these names, by default all, and start them not again."""
+        for name, process in self._by_name.items():
+            if names is None or name in names:
+                process.kill()
 
     async def end(self, *, grace_s: float) -> None:
         """Wait for all processes, and kill those that still run after `grace_s`. None is started again."""
