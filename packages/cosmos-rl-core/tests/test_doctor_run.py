@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -306,6 +307,25 @@ def test_03_weights_that_do_not_arrive(written):
         in found.text
     )
     assert "[sync] timeout_s = 120.0" in found.fix
+
+
+def test_03_the_port_of_the_weights_is_tried_from_this_machine(written):
+    with closing(listen(Address(host="127.0.0.1"), allow_remote=False)) as listener:
+        port = listener.getsockname()[1]
+        with closing(socket.socket()) as bound:  # a port at which nothing listens, and nothing else will
+            bound.bind(("127.0.0.1", 0))
+            closed = bound.getsockname()[1]
+            policy = {**member("policy-0"), "weights_at": f"127.0.0.1:{port},127.0.0.1:{closed}"}
+            written.status(members=(policy, "rollout-0"))
+            found = [check for check in written.examine().checks if check.name == "weight port"]
+            assert {(check.level, check.text) for check in found} == {
+                ("ok", f"policy-0: 127.0.0.1:{port} accepts connections of this machine"),
+                ("note", f"policy-0: 127.0.0.1:{closed}: connection refused"),
+            }
+            written.status(LOADS, members=(policy, member("rollout-0", version=-1)))
+            found = [check for check in written.examine().checks if check.name == "weight port"]
+            assert [check.level for check in found] == ["bad", "ok"]  # a rollout waits for them
+            assert "firewall" in found[0].fix
 
 
 LOADS = "rollout-0 waits for weights: it loads them"

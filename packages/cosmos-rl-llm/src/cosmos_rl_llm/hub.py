@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cosmos_rl_core.doctor.report import Check
-from cosmos_rl_core.storage.hub import silence
+from cosmos_rl_core.storage.hub import seconds_ahead, silence
+
+APART_S = 5.0
+"""Difference from the hub's clock that is reported."""
 
 
 def checks() -> Iterator[Check]:
@@ -17,6 +20,9 @@ def checks() -> Iterator[Check]:
     reason = silence()
     fix = "runs with local models and data need no hub; else set HTTPS_PROXY or HF_ENDPOINT"
     yield Check("note", "hub", reason, fix) if reason else Check("ok", "hub", f"{constants.ENDPOINT} answers")
+    if abs(ahead := seconds_ahead() or 0.0) > APART_S:
+        shown = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the hub's"
+        yield Check("note", "clock", shown, "ntpd or chronyd: certificates and timelines of several machines need it")
     cache = Path(constants.HF_HUB_CACHE)
     if cache.is_dir():
         models = len([*cache.glob("models--*")])

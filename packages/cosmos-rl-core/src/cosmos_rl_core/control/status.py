@@ -56,6 +56,7 @@ def _members(controller: Controller) -> list[Member]:
             phase=peer.phases.current,
             phase_s=round(now - peer.phases.since, 1) if peer.phases.current else 0.0,
             started=peer.phases.seconds,
+            weights_at=peer.address if peer.role == "policy" else "",
         )
         for peer in controller.peers.by_name.values()
     ]
@@ -99,6 +100,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since that phase began."""
     started: dict[str, float] = {}
     """Seconds of each phase of its start that has ended."""
+    weights_at: str = ""
+    """Addresses of a policy from which rollout workers pull weights, "host:port,host:port"."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

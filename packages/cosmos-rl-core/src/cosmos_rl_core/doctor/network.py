@@ -7,9 +7,11 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from cosmos_rl_core.doctor.report import Check
 from cosmos_rl_core.errors import UserError
@@ -105,6 +107,36 @@ def holder_of(port: int) -> str:
                 return f"process {pid} ({b' '.join(words).decode(errors='replace').strip()[:80]})"
         except OSError:  # it has ended, or is of another user
             continue
+    return ""
+
+
+CONNECT_S = 3.0
+
+
+def weight_ports(members: Sequence[Mapping[str, Any]], *, awaited: bool) -> Iterator[Check]:
+    """Yield whether this machine reaches the ports from which the policies of a live run publish weights.
+
+    members: of a status. awaited: whether a rollout worker waits for weights, which makes a silent port bad.
+    """
+    ports = [(each["name"], at) for each in members for at in each.get("weights_at", "").split(",") if at]
+    with ThreadPoolExecutor(max(1, min(32, len(ports)))) as pool:
+        for (name, at), reason in zip(ports, pool.map(lambda port: _refusal(port[1]), ports), strict=True):
+            if not reason:
+                yield Check("ok", "weight port", f"{name}: {at} accepts connections of this machine")
+            else:
+                fix = "rollout workers need it: open it in the firewall, or set [run] bind to an address they reach"
+                yield Check("bad" if awaited else "note", "weight port", f"{name}: {at}: {reason}", fix)
+
+
+def _refusal(at: str) -> str:
+    """Return why a TCP connection to "host:port" is not made; "" if it is."""
+    host, _, port = at.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except TimeoutError:
+        return f"no answer within {CONNECT_S:g} s, as of a firewall that drops packets"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
     return ""
 
 

@@ -17,6 +17,7 @@ from cosmos_rl_core.dashboard.health import Finding
 from cosmos_rl_core.dashboard.lines import Rows
 from cosmos_rl_core.dashboard.run import Run
 from cosmos_rl_core.doctor.activity import Activity, Spans
+from cosmos_rl_core.doctor.network import weight_ports
 from cosmos_rl_core.doctor.report import Check, Level, render
 from cosmos_rl_core.doctor.stacks import WorkerProcess, stacks_of, worker_processes
 from cosmos_rl_core.doctor.symptoms import Facts, symptoms
@@ -103,6 +104,8 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
         )
         waits = chain(waits_of(status), status.get("members", ()))
         found = [verdict(waits, at), *_stalls(at, waits), *_clocks(spans), *found]
+        awaited = any(wait.awaited == WEIGHTS for wait in waits)
+        found += weight_ports(status.get("members", ()), awaited=awaited)
         if status["life"] == "silent":
             found.insert(0, _silent(status, host=lost_host(run_dir)))
         text = _stacks(waits, at, processes, run_dir) if stacks else ""

@@ -8,9 +8,12 @@ from __future__ import annotations
 import http.client
 import os
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from email.message import Message
+from email.utils import parsedate_to_datetime
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,26 +87,58 @@ def must_be_quiet() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def _ask(address: str) -> None:
-    """Raise OSError without an answer, HTTPError for a refusal. In a thread: a look-up of a name has no time limit."""
-    answers: list[Exception | None] = []
+def seconds_ahead() -> float | None:
+    """Return by how many seconds this machine's clock is ahead of the hub's, negative if behind, at the least.
+
+    The hub writes whole seconds, and its answer takes some time: 0 where these explain the difference. None without an
+    answer, or for one without a date.
+    """
+    from huggingface_hub import constants
+
+    if silence():
+        return None
+    before = time.time()
+    try:
+        headers = _ask(constants.ENDPOINT)
+    except urllib.error.HTTPError as error:
+        headers = error.headers
+    except (OSError, http.client.HTTPException):
+        return None
+    after = time.time()
+    try:
+        date = parsedate_to_datetime(headers.get("Date", "")).timestamp()
+    except ValueError:
+        return None
+    return max(0.0, before - date - 1) + min(0.0, after - date)
+
+
+def _ask(address: str) -> Message:
+    """Return the headers of the answer. Raises OSError without one, HTTPError for a refusal.
+
+    In a thread: a look-up of a name has no time limit.
+    """
+    answers: list[Message | Exception] = []
     thread = threading.Thread(target=lambda: answers.append(_answer(address)), name="hub", daemon=True)
     thread.start()
     thread.join(ANSWER_S)
     if not answers:
         raise TimeoutError("no answer")
-    if answers[0] is not None:
+    if isinstance(answers[0], Exception):
         raise answers[0]
+    return answers[0]
 
 
-def _answer(address: str) -> Exception | None:
+def _answer(address: str) -> Message | Exception:
     from huggingface_hub import get_token
 
     request = urllib.request.Request(address)
     if token := get_token():
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S):
-            return None
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            return answer.headers
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error
     except (OSError, http.client.HTTPException) as error:
         return error
