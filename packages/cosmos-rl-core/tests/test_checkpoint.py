@@ -18,6 +18,7 @@ from cosmos_rl_core.checkpoint import restore
 from cosmos_rl_core.checkpoint.manifest import MANIFEST, Origin, TrainState, list_steps, read_origin, read_state, verify
 from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.trace import Timeline, read_spans
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
@@ -393,13 +394,17 @@ def test_what_is_written_beside_training_is_the_step_it_was_asked_for(tmp_path):
 
 
 def test_only_due_steps_are_saved_and_the_last(tmp_path):
-    trainer = make()
-    saver = saver_of(trainer, tmp_path, section=CheckpointSection(every_steps=2, keep=9))
+    trainer, timeline = make(), Timeline("policy-0")
+    saver = saver_of(trainer, tmp_path, section=CheckpointSection(every_steps=2, keep=9), timeline=timeline)
     for step in (1, 2, 3, 4, 5):
         trainer.version = step
         saver.after_step(TrainState(step=step))
     assert saver.finish().name == "step_5"
     assert list_steps(tmp_path) == [2, 4, 5]
+    timeline.stream(tmp_path / "spans.jsonl")
+    timeline.close()
+    spans = read_spans((tmp_path / "spans.jsonl").read_bytes().splitlines())
+    assert [(span.name, span.args) for span in spans] == [("save", {"step": 2}), ("save", {"step": 4})]
 
 
 def test_in_the_middle_of_a_step_nothing_is_saved(tmp_path):

@@ -134,14 +134,22 @@ def shared(tables: Mapping[str, Any]) -> dict[str, Any]:
 class Running:
     """`cosmos-rl run` in a process group of its own, with what it printed in a file."""
 
-    def __init__(self, hour: Hour, tables: Mapping[str, Any], *, gpus: Sequence[int] | None = None) -> None:
-        """gpus: those that it sees; None: all."""
+    def __init__(
+        self,
+        hour: Hour,
+        tables: Mapping[str, Any],
+        *,
+        gpus: Sequence[int] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """gpus: those that it sees, None for all; arguments: more of `cosmos-rl run`."""
         self.directory = Path(tables["run"]["output_dir"])
         self.printed = hour.directory / f"{self.directory.name}.log"
         environment = {**os.environ, "COLUMNS": "160"}
         if gpus is not None and not hour.rehearsal:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        command = [*COMMAND, "run", str(written(hour.directory / f"{self.directory.name}.toml", tables))]
+        recipe = written(hour.directory / f"{self.directory.name}.toml", tables)
+        command = [*COMMAND, "run", str(recipe), *arguments]
         with self.printed.open("w") as out:
             self.process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -152,14 +160,16 @@ class Running:
         """Most memory in use, by GPU."""
         self.training: set[str] = set()
         """GPUs that a process of the policy was on."""
+        self.resident_gib = 0.0
+        """Most resident memory of a process of the policy."""
         self.processes_of_a_gpu = 0
 
-    def turns(self) -> list[tuple[float, float, str]]:
-        """Start and end, in Unix time, and role of each turn on the GPUs ([run] colocate)."""
+    def spans(self, name: str) -> list[tuple[float, float, str]]:
+        """Start and end, in Unix time, and role of each span of this name in the timeline."""
         timeline = json.loads((self.directory / "timeline.json").read_text())
         events, zero = timeline["traceEvents"], timeline["otherData"]["wall_s"]
         names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-        found = [event for event in events if event["name"] == "turn"]
+        found = [event for event in events if event["name"] == name]
         return [
             (zero + one["ts"] / 1e6, zero + (one["ts"] + one["dur"]) / 1e6, names[one["pid"]].partition("-")[0])
             for one in found
@@ -198,6 +208,7 @@ class Running:
         processes = gpu_processes()
         self.processes_of_a_gpu = max([self.processes_of_a_gpu, *map(len, processes.values())])
         policy = {str(pid) for pid, words in self.workers() if any(word.startswith("policy") for word in words)}
+        self.resident_gib = max([self.resident_gib, *map(_resident_gib, policy)])
         self.training |= {gpu for gpu, pids in processes.items() if pids & policy}
 
     def finish(self, *, timeout_s: float) -> list[dict[str, Any]]:
@@ -234,6 +245,15 @@ class Running:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def _resident_gib(pid: str) -> float:
+    """The largest resident memory of a process so far; 0 after its end."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", (Path("/proc") / pid / "status").read_text())
+    except OSError:
+        return 0.0
+    return int(found[1]) * 1024 / GIB if found else 0.0
 
 
 def pytest_passes(hour: Hour, *arguments: str, gpus: str = "0") -> None:
@@ -322,14 +342,14 @@ def in_turns(hour: Hour) -> None:
     for engine in engines:
         tables = sums(hour.directory / engine, algorithm="grpo", steps=hour.size(6, 2))
         if not hour.rehearsal:
-            _write_large(Path(tables["model"]["path"]))
+            write_large(Path(tables["model"]["path"]))
         tables["run"] |= {"name": engine, "output_dir": str(hour.directory / f"{engine}-turns"), "colocate": True}
         tables["rollout"] |= {"engine": engine}
         tables["rollout"] |= {"options": {"gpu_memory_utilization": 0.5}} if engine == "vllm" else {}
         tables["sync"] = {"max_staleness": 0}
         run = Running(hour, tables, gpus=[0])
         run.finish(timeout_s=600)
-        turns = sorted(run.turns())
+        turns = sorted(run.spans("turn"))
         overlaps = sum(begun < ended for (_, ended, one), (begun, _, other) in pairwise(turns) if one != other)
         hour.measured(f"{engine}: turns that overlap one of the other side", overlaps, "", "<= 0", always=True)
         least = min(Counter(role for _, _, role in turns).get(role, 0) for role in ("policy", "rollout"))
@@ -342,7 +362,7 @@ def in_turns(hour: Hour) -> None:
             hour.measured(f"{engine}: memory in the turns of the {role}", used, "GiB", f"<= {most}")
 
 
-def _write_large(directory: Path) -> None:
+def write_large(directory: Path) -> None:
     """Replace the model of `sums` by one with 1.3 billion parameters."""
     import torch
     from gpu_alone import QWEN2_5_1_5B

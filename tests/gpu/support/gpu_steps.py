@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 import gpu_alone as alone
+import gpu_limits as limits
 import gpu_runs as runs
 from gpu_hour import Hour, Step
 
@@ -24,6 +25,10 @@ STEPS = (
     Step(number=10, name="world model and robot", perform=runs.other_domains, starts_processes=True),
     Step(number=11, name="two nodes", perform=runs.two_nodes, timeout_s=1200, starts_processes=True),
     Step(number=12, name="turns on one GPU", perform=runs.in_turns, timeout_s=1500, starts_processes=True),
+    Step(number=13, name="a full GPU", perform=limits.full_gpu, gpus=2, starts_processes=True),
+    Step(number=14, name="weights between processes", perform=limits.between_processes, gpus=2, starts_processes=True),
+    Step(number=15, name="checkpoints", perform=limits.checkpoints, gpus=2, timeout_s=1800, starts_processes=True),
+    Step(number=16, name="rendering", perform=limits.rendering, starts_processes=True),
 )
 
 IMPORTS = ("transformers.modeling_utils", "cosmos_rl_llm.policy.policy", "cosmos_rl_transfer.publish.publisher")

@@ -24,6 +24,7 @@ from cosmos_rl_core.checkpoint.weights_name import weights_name
 from cosmos_rl_core.checkpoint.writer import CheckpointWriter, SaveFailed
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.device import use_device
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.recipe.sections import CheckpointSection
@@ -56,15 +57,17 @@ class CheckpointSaver:
         scores: Callable[[], Mapping[int, float]] = dict,
         healthy: Callable[[], int | None] = lambda: None,
         readable: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+        timeline: Timeline | None = None,
         on_saved: Callable[[int, str], None] = _ignore,
         on_failed: Callable[[str], None] = _ignore,
     ) -> None:
         """Start at `state`, which was read from the checkpoint `resumed_from` where that is not empty.
 
         `scores` returns step -> metric, higher better, for keep_best; `healthy` the last step that the monitor found
-        healthy, whose checkpoint is kept; `readable` the live tensors with values that can be read now. `on_saved` gets
-        the step and the folder of each checkpoint written during training, `on_failed` an error message; both are
-        called in rank 0, in the writing thread.
+        healthy, whose checkpoint is kept; `readable` the live tensors with values that can be read now. `timeline`
+        gets a span "save" for the time in which a save keeps training waiting. `on_saved` gets the step and the folder
+        of each checkpoint written during training, `on_failed` an error message; both are called in rank 0, in the
+        writing thread.
         """
         self._section = section
         self._trainer = trainer
@@ -73,6 +76,7 @@ class CheckpointSaver:
         self._scores = scores
         self._healthy = healthy
         self._readable = readable
+        self._timeline = timeline or Timeline("saver")
         self._on_saved = on_saved
         self._on_failed = on_failed
         beside = files_beside(trainer.policy) if self._ranks.leads else {}
@@ -98,14 +102,15 @@ class CheckpointSaver:
         due = self._section.every_steps > 0 and state.step % self._section.every_steps == 0
         if not leads or not (due or now):
             return
-        self.settle()
-        self._must_go_on()
-        snapshot = self._snapshot(copy=self._section.asynchronous)
-        if self._section.asynchronous:
-            self._writing = self._thread.submit(self._try_to_write, snapshot)
-        else:
-            self._try_to_write(snapshot)
+        with self._timeline.span("save", step=state.step):
+            self.settle()
             self._must_go_on()
+            snapshot = self._snapshot(copy=self._section.asynchronous)
+            if self._section.asynchronous:
+                self._writing = self._thread.submit(self._try_to_write, snapshot)
+            else:
+                self._try_to_write(snapshot)
+                self._must_go_on()
 
     def _must_go_on(self) -> None:
         """Raise UserError after too many failures. All ranks have counted the same."""

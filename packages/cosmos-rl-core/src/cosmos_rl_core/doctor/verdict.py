@@ -26,6 +26,7 @@ PARTS = {
     "optim_step": "is in the optimizer step",
     "fence": "copies weights that engines still read",
     "publish": "publishes weights",
+    "save": "copies a checkpoint, after the one before is written",
     "generate": "generates",
     "score": "scores rollouts with the rewards",
     "switch weights": "switches to new weights",
@@ -40,6 +41,7 @@ FIXES = {
     "generate": "rollout.engine, rollout.replicas, rollout.sampling.max_tokens",
     "forward_backward": "[policy] collective_timeout_s = {policy.collective_timeout_s} and [elastic] stall_s = "
     "{elastic.stall_s} end a rank that hangs",
+    "save": "the storage of the checkpoints hangs or is slow: [checkpoint] path; every_steps saves less often",
     "wait for turn": "the other side of [run] colocate holds the GPU",
     "wait for weights": "[sync] timeout_s = {sync.timeout_s}; with a firewall between the machines, open the port",
 }

@@ -61,6 +61,7 @@ _PARTS = {
     "optim_step": "the optimizer step",
     "fence": "copying weights for rollouts",
     "publish": "publishing weights",
+    "save": "copying a checkpoint",
 }
 """Parts of a worker's work, by the span of its timeline."""
 

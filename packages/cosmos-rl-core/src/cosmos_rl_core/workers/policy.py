@@ -158,6 +158,7 @@ class PolicyRole:
             scores=partial(read_scores, at.run_dir, section.best_metric),
             healthy=partial(read_healthy, at.run_dir) if at.config.monitor.rolls_back else lambda: None,
             readable=self._residence.readable,
+            timeline=at.context.timeline,
             on_saved=partial(_saved, at, loop, link),
             on_failed=partial(_failed, at, loop, link),
         )
