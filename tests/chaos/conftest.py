@@ -1,8 +1,11 @@
 """Runs of the dying domain, and the run that nobody killed, which they must equal."""
 
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
+from live import LiveRun, recipe_of_live_run
 from lives import AT, PROMPTS, STEPS, SUPPORT, weights_of
 
 from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
@@ -67,6 +70,30 @@ def dying(tmp_path, monkeypatch, recipe, start):
         return start("run", recipe(tmp_path, replicas=replicas, **changes)), tmp_path / "run", died
 
     return begin
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory, bandit, write_recipe, start, rows_of, wait_for):
+    """A run with faults, for all tests of a module in turn."""
+    folder = tmp_path_factory.mktemp("live")
+    directory = folder / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", SUPPORT)
+        patch.setenv("FAULTS_OF", str(directory))
+        process = start("run", write_recipe(folder / "run.toml", recipe_of_live_run(bandit, directory)))
+    return LiveRun(process, directory, rows_of=rows_of, wait_for=wait_for)
+
+
+@pytest.fixture
+def print_pause(rows_of):
+    """Print the longest time between two steps of a run: of the one with the death."""
+
+    def measure(run_dir):
+        times = [row["time_s"] for row in rows_of(run_dir / "metrics.jsonl")]
+        steps_s = sorted(after - before for before, after in pairwise(times))
+        print(f"the longest step took {steps_s[-1]:.2f} s, the median {median(steps_s):.2f} s")
+
+    return measure
 
 
 def trained(run_dir, rows_of):

@@ -40,11 +40,12 @@ ALONE, BOTH = ("policy-0",), ("policy-0", "policy-1")
         pytest.param("policy-0", "saving", None, {}, id="while it saves", marks=slow),
     ],
 )
-def test_a_policy_that_dies_at(dying, undisturbed, finished, must_equal, name, point, voters, changes):
+def test_a_policy_that_dies_at(dying, undisturbed, finished, must_equal, print_pause, name, point, voters, changes):
     process, run_dir, died = dying(name, point, replicas=2, **changes)
     out, _ = finished(process, timeout_s=240)
     assert died.exists(), "it did not die"
     assert f"{name} died (signal SIGKILL); starting it again" in out
+    print_pause(run_dir)
     if voters is not None:
         assert voters_of(run_dir, AT) == voters
     must_equal(run_dir, undisturbed(**changes))

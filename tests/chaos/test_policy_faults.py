@@ -131,7 +131,7 @@ def test_a_policy_that_hangs_with_heartbeats_is_removed_and_ends(two_policies, t
     begin, both_train = two_policies
     process, run_dir = begin()
     both_train(process)
-    faults.arm(run_dir, faults.HANG, faults.LEADER)
+    faults.arm(run_dir, "in the forward pass", faults.LEADER, faults.HANG)
     wait_for(lambda: faults.fired(run_dir), "the hang")
     waited_s = wait_for_steps(process, run_dir, "a step without it")
     print(f"the next step came {waited_s:.2f} s after the hang, the limit is {LIMIT_S:g} s")
@@ -162,7 +162,7 @@ def test_a_policy_that_hangs_while_the_other_one_dies_is_removed_and_the_run_goe
     begin, both_train = two_policies
     process, run_dir = begin()
     both_train(process)
-    faults.arm(run_dir, faults.HANG, "policy-0")
+    faults.arm(run_dir, "in the forward pass", "policy-0", faults.HANG)
     wait_for(lambda: faults.fired(run_dir), "the hang")
     os.kill(pid_of(run_dir, "policy-1"), signal.SIGKILL)
     waited_s = wait_for_steps(process, run_dir, "a step of the one that started again")

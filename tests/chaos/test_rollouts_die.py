@@ -25,11 +25,12 @@ SILENCE_S, GRACE_S = 4.0, 1.0
         pytest.param("delivered", SPOOLED, id="row 3: with the group in its spool", marks=pytest.mark.slow),
     ],
 )
-def test_a_rollout_worker_that_dies(dying, undisturbed, finished, must_equal, point, changes):
+def test_a_rollout_worker_that_dies(dying, undisturbed, finished, must_equal, print_pause, point, changes):
     process, run_dir, died = dying("rollout-0", point, rollout__replicas=2, **changes)
     out, _ = finished(process, timeout_s=240)
     assert died.exists(), "it did not die"
     assert "rollout-0 died (signal SIGKILL); starting it again" in out
+    print_pause(run_dir)
     must_equal(run_dir, undisturbed())
 
 

@@ -1,7 +1,9 @@
-"""The tiny domain, with faults in its policies: a recipe's `domain = "faults:DOMAIN"`.
+"""The tiny domain, with faults in its processes: a recipe's `domain = "faults:DOMAIN"`.
 
-arm(run_dir, "before the vote", "policy-1")       the policy dies at this point, once; `fired` is True afterwards
-arm(run_dir, HANG, "policy-1")                    it hangs in its forward pass, with its heartbeats going on
+arm(run_dir, "before the vote", "policy-1")       this process dies at this point, once; `fired` is True afterwards
+arm(run_dir, "in the forward pass", "policy-1", HANG)     it hangs there, with its heartbeats going on
+arm(run_dir, "while it generates", "rollout-0", STOP)     it is stopped there, as by SIGSTOP
+arm(run_dir, "before Grant is sent", CONTROLLER)          the controller dies
 cut(run_dir) / mend(run_dir)                      no byte passes between policies, while connections stay open
 """
 
@@ -20,14 +22,15 @@ from cosmos_rl_core.testing.tiny import Tiny
 
 LEADER = "leader"
 """Instead of a name: the first of a mesh of several."""
-HANG = "hang"
+CONTROLLER = "controller"
+KILL, STOP, HANG = "SIGKILL", "SIGSTOP", "hang"
 ADDRESS = re.compile(rb"\x02\x00(..)(\x7f\x00\x00\x01)", re.DOTALL)
 """A socket address of gloo's: IPv4, port, 127.0.0.1."""
 
 
-def arm(run_dir, point, victim):
+def arm(run_dir, point, victim, fault=KILL):
     partial = run_dir / "fault.partial"
-    partial.write_text(f"{point}\n{victim}")
+    partial.write_text(f"{point}\n{victim}\n{fault}")
     partial.rename(run_dir / "fault")
 
 
@@ -44,45 +47,71 @@ def mend(run_dir):
 
 
 class Faulty(Tiny):
+    def load_rows(self, data):
+        if not is_worker():
+            _plant_in_controller()
+        return super().load_rows(data)
+
     def build_policy(self, model, **options):
-        _plant()
+        _plant_in_policy()
         return super().build_policy(model, **options)
+
+    def build_engine(self, model, **options):
+        _plant_in_rollout()
+        return super().build_engine(model, **options)
 
 
 DOMAIN = Faulty()
 
 
-class _Policy:
-    """This process."""
+@functools.cache
+def words_of_process():
+    return Path("/proc/self/cmdline").read_text().split("\0")
 
-    mesh = None
-    """Its PolicyMesh."""
 
-    @classmethod
-    def strike(cls, point, *, last_words=lambda: None):
-        """Die or hang here if this point is armed for this process."""
-        if cls.mesh is None:
-            return
-        run_dir = cls.run_dir()
-        fault = run_dir / "fault"
+def is_worker():
+    return "--role" in words_of_process()
+
+
+class _Mesh:
+    mine = None
+    """The PolicyMesh of this process."""
+
+
+def strike(point, *, last_words=lambda: None):
+    """Die, stop or hang here if this point is armed for this process."""
+    fault = _run_dir() / "fault"
+    try:
+        armed, victim, kind = fault.read_text().split("\n")
+    except FileNotFoundError:
+        return
+    if armed == point and _is_me(victim):
         try:
-            armed, victim = fault.read_text().split("\n")
-        except FileNotFoundError:
+            fault.rename(_run_dir() / "fired")
+        except FileNotFoundError:  # another thread of this process was faster
             return
-        leads = cls.mesh.leads and len(cls.mesh.members) > 1
-        if armed == point and (leads if victim == LEADER else cls.mesh._context.name == victim):
-            fault.rename(run_dir / "fired")
-            while point == HANG:
-                time.sleep(1.0)
-            last_words()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    @classmethod
-    def run_dir(cls):
-        return Path(os.environ["FAULTS_OF"])
+        while kind == HANG:
+            time.sleep(1.0)
+        last_words()
+        os.kill(os.getpid(), getattr(signal, kind))
 
 
-def _plant():
+def _is_me(victim):
+    if victim == LEADER:
+        return _Mesh.mine is not None and _Mesh.mine.leads and len(_Mesh.mine.members) > 1
+    return not is_worker() if victim == CONTROLLER else victim in words_of_process()
+
+
+def _run_dir():
+    return Path(os.environ["FAULTS_OF"])
+
+
+def at(point):
+    """Return a hook of `_wrap` that strikes."""
+    return lambda *args, **options: strike(point)
+
+
+def _plant_in_policy():
     """Wrap the methods at the named points."""
     from cosmos_rl_core.checkpoint.saver import CheckpointSaver
     from cosmos_rl_core.control import protocol as p
@@ -94,26 +123,22 @@ def _plant():
     from cosmos_rl_transfer.publish.delivery import Delivery
 
     def remember(mesh, /, *args, **options):
-        _Policy.mesh = mesh
+        _Mesh.mine = mesh
 
     def voted(link, message, /):
         if isinstance(message, p.Vote):
-            _Policy.strike("after the vote")
+            strike("after the vote")
 
     def reducing(group, tensors, /):
-        if (_Policy.run_dir() / "fault").exists():
-            _Policy.strike("in the reduce", last_words=lambda: group._group.allreduce([tensors[0].clone()]))
+        if (_run_dir() / "fault").exists():
+            strike("in the reduce", last_words=lambda: group._group.allreduce([tensors[0].clone()]))
 
     def updated(trainer, /, *, last=True):
         if not last:
-            _Policy.strike("between updates")
-
-    def at(point):
-        return lambda *args, **options: _Policy.strike(point)
+            strike("between updates")
 
     _wrap(PolicyMesh, "__init__", after=remember)
     _wrap(Trainer, "forward_backward", before=at("in the forward pass"))
-    _wrap(Trainer, "forward_backward", before=at(HANG))
     _wrap(ReplicaGroup, "sum", before=reducing)
     _wrap(PolicySteps, "commit", before=at("before the vote"))
     _wrap(DirectLink, "send", after=voted)
@@ -124,6 +149,43 @@ def _plant():
     _wrap(Delivery, "_serve", before=at("while it serves weights"))
     _wrap(CheckpointSaver, "_write", before=at("while it saves"))
     _wrap_get(ChannelStore)
+
+
+def _plant_in_rollout():
+    from cosmos_rl_core.rollout.worker import RolloutWorker
+    from cosmos_rl_core.testing.tiny_model import TinyEngine
+    from cosmos_rl_core.workers.client import RemoteLeases
+
+    _wrap(TinyEngine, "_sample", before=at("while it generates"))
+    _wrap(TinyEngine, "switch", before=at("before it switches weights"))
+    _wrap(RemoteLeases, "deliver", before=at("before it delivers"), after=at("after it has delivered"))
+    _wrap(RolloutWorker, "_begin_idle", after=at("while it is idle"))
+
+
+def _plant_in_controller():
+    """Before each kind of record is written, and before and after each kind of message of the ledger is sent."""
+    from cosmos_rl_core.control.journal.journal import Journal
+    from cosmos_rl_core.control.server import Controller
+
+    if Controller in _PLANTED:
+        return
+    _PLANTED.add(Controller)
+
+    def writing(journal, record, /):
+        strike(f"before {type(record).__name__} is written")
+
+    def sending(controller, output, /):
+        strike(f"before {type(getattr(output, 'message', output)).__name__} is sent")
+
+    def sent(controller, output, /):
+        strike(f"after {type(getattr(output, 'message', output)).__name__} is sent")
+
+    _wrap(Journal, "append", before=writing)
+    _wrap(Controller, "_dispatch", before=sending, after=sent)
+
+
+_PLANTED = set()
+"""Classes with faults in them: rows are loaded twice."""
 
 
 def _wrap(owner, name, *, before=lambda *args, **options: None, after=lambda *args, **options: None):
@@ -180,7 +242,7 @@ def _listener_beside(port):
 
 
 def _pass_on(source, sink):
-    stopped = _Policy.run_dir() / "cut"
+    stopped = _run_dir() / "cut"
     try:
         while data := source.recv(1 << 16):
             while stopped.exists():

@@ -1,0 +1,112 @@
+"""A run that goes on while tests kill and stop its processes at the points of `faults`."""
+
+import json
+import signal
+import time
+
+import faults
+from lives import num_lines
+
+from cosmos_rl_core.checkpoint.manifest import read_state
+
+PROMPTS, GROUP, SILENCE_S = 4, 4, 4.0
+POLICIES = ROLLOUTS = 2
+
+
+def recipe_of_live_run(bandit, directory):
+    return bandit(
+        directory,
+        run__domain="faults:DOMAIN",
+        run__max_steps=100_000,  # it is stopped
+        policy__prompts_per_step=PROMPTS,
+        policy__replicas=POLICIES,
+        sync__max_staleness=0,
+        checkpoint__every_steps=5,
+        rollout__group_size=GROUP,
+        rollout__replicas=ROLLOUTS,
+        rollout__options={"delay_s": 0.01},
+        elastic={
+            "restart_workers": 100,
+            "restart_controller": 100,
+            "suspect_grace_s": 0.5,
+            "silence_s": SILENCE_S,
+        },
+        logging__sinks=["console", "jsonl"],
+    )
+
+
+class LiveRun:
+    def __init__(self, process, directory, *, rows_of, wait_for):
+        self.process, self.directory = process, directory
+        self._rows_of, self._wait_for = rows_of, wait_for
+
+    def metrics(self):
+        return self._rows_of(self.directory / "metrics.jsonl")
+
+    def wait(self, condition, what):
+        def holds():
+            assert self.process.poll() is None, self.process.communicate()
+            return condition()
+
+        return self._wait_for(holds, what)
+
+    def wait_for_step(self):
+        done = num_lines(self.directory / "metrics.jsonl")
+        self.wait(lambda: num_lines(self.directory / "metrics.jsonl") > done, "a step")
+
+    def wait_for_members(self, role, count):
+        """Wait until so many of a role are ready, those that are suspected or start again not counted."""
+
+        def ready():
+            members = json.loads((self.directory / "status.json").read_text())["members"]
+            return sum(member["role"] == role and member["state"] == "ready" for member in members) == count
+
+        self.wait(lambda: (self.directory / "status.json").exists() and ready(), f"{count} of {role}")
+
+    def strike(self, point, victim, fault=faults.KILL):
+        """Let a process die at a point, and wait for the next step."""
+        faults.arm(self.directory, point, victim, fault)
+        self.wait(lambda: faults.fired(self.directory), point)
+        died_at = time.monotonic()
+        self.wait_for_step()
+        print(f"{point}: a step {time.monotonic() - died_at:.2f} s later")
+
+    def strike_policy(self, point, victim):
+        """The same, with the other policy there: otherwise the run would go back to a checkpoint."""
+        self.wait_for_members("policy", POLICIES)
+        self.strike(point, victim)
+
+    def strike_rollout(self, point, victim, fault=faults.KILL):
+        """The same, with the other rollout worker there, which takes the prompts."""
+        self.wait_for_members("rollout", ROLLOUTS)
+        self.strike(point, victim, fault)
+
+    def strike_controller(self, point, *, meanwhile=lambda: None):
+        """Let the controller die at a point, and wait for the next one and a step."""
+        before = self._generation()
+        faults.arm(self.directory, point, faults.CONTROLLER)
+        meanwhile()
+        self.wait(lambda: faults.fired(self.directory), point)
+        died_at = time.monotonic()
+        self.wait(lambda: self._generation() == before + 1, "the next controller")
+        serving_s = time.monotonic() - died_at
+        self.wait_for_step()
+        print(f"{point}: the next controller {serving_s:.2f} s later, a step {time.monotonic() - died_at:.2f} s")
+
+    def _generation(self):
+        return json.loads((self.directory / "controller.json").read_text())["generation"]
+
+    def must_have_trained_once(self):
+        """Stop the run; check that every sample was trained once, at the step of a run that nobody disturbed."""
+        self.wait_for_step()
+        self.process.send_signal(signal.SIGINT)
+        _, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == 130, errors
+        steps = len(self.metrics())
+        assert [row["step"] for row in self.metrics()] == list(range(steps))
+        for step in range(steps):
+            rows = self._rows_of(self.directory / f"rollouts/step_{step:06d}.jsonl")
+            assert len(rows) == PROMPTS * GROUP
+            assert {row["sample"] for row in rows} == set(range(step * PROMPTS, (step + 1) * PROMPTS))
+        assert read_state(self.directory / f"checkpoints/step_{steps}").step == steps
+        return steps
