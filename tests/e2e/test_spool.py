@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -94,13 +95,27 @@ def test_what_a_killed_process_had_delivered_is_trained_on(held, tmp_path, rows_
     assert not (run_dir / "spool").exists()
 
 
-def test_a_group_whose_file_is_gone_is_generated_again_and_trained_once(held, tmp_path, rows_of):
+def flip(path):
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        pytest.param(Path.unlink, "tcp://127.0.0.1:", id="gone"),
+        pytest.param(flip, "{file} is damaged: tcp://127.0.0.1:", id="a bit flipped"),
+    ],
+)
+def test_a_group_whose_file_is_damaged_is_generated_again_and_trained_once(held, tmp_path, rows_of, damage, said):
     run_dir = tmp_path / "run"
     first = (tmp_path / "go.first").read_text().split()
     [file] = [f for f in (run_dir / "spool" / "rollout-0").iterdir() if f.name.partition("-")[0] not in first][:1]
-    file.unlink()
+    damage(file)
     told = finish(held, tmp_path)
-    assert "groups lost and generated again: 1 (policy-0: tcp://127.0.0.1:" in told
+    assert f"groups lost and generated again: 1 (policy-0: {said.format(file=file)}" in "".join(told.split("\n"))
     must_have_trained_each_sample_once(run_dir, rows_of)
     assert [line["spool_lost"] for line in rows_of(run_dir / "metrics.jsonl")] == [0, 1, 0, 0]
 
