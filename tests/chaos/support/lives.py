@@ -1,10 +1,12 @@
 """Runs in processes of their own, and what they leave behind. A module, as the processes import it."""
 
 import contextlib
+import json
 import os
 import signal
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -88,3 +90,15 @@ def weights_of(run_dir, steps=STEPS):
     assert read_state(folder).step == steps
     files = sorted(folder.rglob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}
+
+
+def must_have_equal_weights(digests):
+    """The policies of a mesh have the same weights after a step, to the bit. Return the number of comparisons."""
+    found = defaultdict(list)
+    for file in digests.iterdir():
+        for line in file.read_text().splitlines():
+            epoch, step, digest = json.loads(line)
+            found[epoch, step].append(digest)
+    mixed = [key for key, each in found.items() if len(set(each)) > 1]
+    assert not mixed, f"different weights in one mesh: {mixed}"
+    return sum(len(each) - 1 for each in found.values())
