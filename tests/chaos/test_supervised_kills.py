@@ -1,7 +1,8 @@
 """The controller of `cosmos-rl run` is killed while its workers live: another one takes the run over.
 
 The run ends with exit code 0, every sample is trained once, metrics have neither doubles nor holes, and with
-max_staleness = 0 weights and optimizer state equal those of a run that nobody disturbed, to the bit.
+max_staleness = 0 weights and optimizer state equal those of a run of as many policies that nobody disturbed, to the
+bit.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ from lives import num_lines, processes_of
 from cosmos_rl_core.checkpoint.manifest import read_state
 from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.control.ledger import records
-from cosmos_rl_core.launch.run import run
 from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.workers.directory import lock_holder
 
@@ -71,7 +71,7 @@ def kill_controller(run_dir):
 
 
 @pytest.fixture
-def left_no_trace(rows_of, journal_of, bits_of, tmp_path):
+def left_no_trace(rows_of, journal_of, bits_of, write_recipe, start, finished, tmp_path):
     """Compare a run whose controller was killed with one that nobody disturbed."""
 
     def compare(run_dir, tables, *, generations):
@@ -81,11 +81,13 @@ def left_no_trace(rows_of, journal_of, bits_of, tmp_path):
         assert sorted({row["sample"] for rows in rollouts for row in rows}) == list(range(steps * PROMPTS))
         journal = journal_of(run_dir)
         assert [record.generation for record in journal if isinstance(record, records.Restarted)] == generations
-        if tables["policy"].get("replicas", 1) == 1:  # the sums of two have another order
-            whole = tmp_path / "whole"
-            run({**tables, "run": {**tables["run"], "output_dir": str(whole), "placement": "inline"}})
-            last = f"checkpoints/step_{steps}"
-            assert bits_of(run_dir / last) == bits_of(whole / last)
+        policies = tables["policy"].get("replicas", 1)
+        assert {len(record.voters) for record in journal if isinstance(record, records.Commit)} == {policies}
+        whole, placement = tmp_path / "whole", "inline" if policies == 1 else "local"
+        run = {**tables["run"], "output_dir": str(whole), "placement": placement}
+        finished(start("run", write_recipe(tmp_path / "whole.toml", {**tables, "run": run})), timeout_s=300)
+        last = f"checkpoints/step_{steps}"
+        assert bits_of(run_dir / last) == bits_of(whole / last)
 
     return compare
 
