@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import json
 from contextlib import asynccontextmanager, closing
 from typing import ClassVar
 
@@ -104,7 +105,8 @@ class Observer:
 @asynccontextmanager
 async def running(tmp_path, *, observer=None, ledger=None, supervised=False, **job):
     """A controller of a run of two groups a step, and the task in which it runs."""
-    source = PromptSource([{"n": n} for n in range(10)], origin="rows", shuffle=False)
+    rows = [{"n": n} for n in range(10)]
+    source = PromptSource(rows, origin="rows", shuffle=False, is_slow=lambda row: row["n"] != 2)
     job = Job(
         config_toml="",
         run_dir=tmp_path,
@@ -240,6 +242,20 @@ async def test_a_supervised_run_refuses_a_rollout_worker(tmp_path):
         rollout = Worker(controller, "rollout", "a-spot-machine")
         assert (await rollout.hears(p.Refused)).reason == "a supervised run has no rollout workers"
         assert not controller.peers.by_name
+
+
+@in_a_loop
+async def test_a_supervised_batch_names_the_slow_rows_that_come_next(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, rollouts=False))
+    async with running(tmp_path, supervised=True, ledger=ledger) as (controller, _):
+        policy = Worker(controller, "policy", "policy-0")
+        await policy.hears(p.Welcome)
+        policy.says(p.Ready())
+        epoch = (await policy.hears(p.Remesh)).epoch
+        policy.says(p.RequestBatch(step=0, epoch=epoch))
+        batch = await policy.hears(p.Batch)
+    assert batch.samples == (0, 1)
+    assert [(sample, json.loads(row)) for sample, row in batch.upcoming] == [(3, ["rows:4", {"n": 3}])]
 
 
 @in_a_loop

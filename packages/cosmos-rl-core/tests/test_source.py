@@ -63,3 +63,12 @@ def test_the_origin_is_the_line_of_the_row():
 def test_no_rows_are_refused_with_their_origin():
     with pytest.raises(UserError, match=r"empty.jsonl has no rows"):
         PromptSource([], origin="empty.jsonl")
+
+
+def test_the_slow_prompts_that_come_next_end_with_the_stream():
+    stream = source(epochs=2, shuffle=False, is_slow=lambda row: row is not ROWS[1])
+    assert [prompt.sample_id for prompt in stream.upcoming(-1, 3)] == [0, 2]
+    last = 2 * len(ROWS) - 1
+    assert [prompt.sample_id for prompt in stream.upcoming(last - 1, 3)] == [last]
+    assert stream.upcoming(last, 3) == []
+    assert source(epochs=2).upcoming(-1, 3) == []  # nothing is slow unless the domain says so

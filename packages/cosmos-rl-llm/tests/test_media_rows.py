@@ -3,6 +3,7 @@
 import io
 import json
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_llm.config import LLMDataConfig, MediaSection
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.collate import collate_sft, encode_row, pack_batch
+from cosmos_rl_llm.data.items import begin_reading
+from cosmos_rl_llm.data.reading import Ahead
 from cosmos_rl_llm.data.rows import load_rows, normalise
 from cosmos_rl_llm.data.turns import encode_turns
 from cosmos_rl_llm.media.source import LIMITS, PromptMedia
@@ -237,6 +240,40 @@ def test_rows_are_read_side_by_side(chat):
         torch.testing.assert_close(batch.microbatches[0].inputs[key], value, rtol=0, atol=0)
 
 
+def test_rows_that_were_read_ahead_are_not_read_again(chat, tmp_path):
+    (tmp_path / "words.txt").write_text("no picture")
+    prompts = prompts_of(chat_row("a.png"), chat_row("words.txt"), chat_row("b.png"))
+    counted = Counted(chat.vision)
+    reading = replace(chat, vision=counted, ahead=Ahead())
+    begin_reading(prompts, reading)
+    batch = collate_sft(prompts, chat=reading, microbatch_terms=1000, share=Share())
+    assert (counted.decoded, set(counted.threads)) == (3, {"row-ahead"})
+    alone = collate_sft(prompts, chat=chat, microbatch_terms=1000, share=Share())
+    assert [reason[:31] for reason in batch.rows_dropped] == ["rows.jsonl:2: image: words.txt:"]
+    for key, value in alone.microbatches[0].inputs.items():
+        torch.testing.assert_close(batch.microbatches[0].inputs[key], value, rtol=0, atol=0)
+    collate_sft(prompts, chat=reading, microbatch_terms=1000, share=Share())
+    assert counted.decoded == 6  # what is taken is not kept
+
+
+def test_other_rows_than_those_read_ahead_are_read(chat):
+    counted = Counted(chat.vision)
+    reading = replace(chat, vision=counted, ahead=Ahead())
+    begin_reading(prompts_of(chat_row("a.png")), reading)
+    others = prompts_of(chat_row("b.png"), chat_row("a.png"))  # the first has the number of the one above
+    batch = collate_sft(others, chat=reading, microbatch_terms=1000, share=Share())
+    alone = collate_sft(others, chat=chat, microbatch_terms=1000, share=Share())
+    assert batch.microbatches[0].inputs["item_digest"].tolist() == alone.microbatches[0].inputs["item_digest"].tolist()
+    assert sum(name != "row-ahead" for name in counted.threads) == 2
+
+
+def test_an_error_of_reading_ahead_is_raised_where_the_row_is_taken():
+    ahead, (prompt,) = Ahead(), prompts_of({"prompt": "x"})
+    ahead.begin([prompt], lambda prompt: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ahead.take(prompt, str)
+
+
 def read_together(rank, world_size, *, directory):
     """Pictures of this rank's share, the number that it has decoded, and the reasons of dropped rows."""
     directory = Path(directory)
@@ -263,7 +300,7 @@ class Counted:
     """A `Vision` that counts the pictures it decodes."""
 
     def __init__(self, vision):
-        self.vision, self.decoded = vision, 0
+        self.vision, self.decoded, self.threads = vision, 0, []
 
     def __getattr__(self, name):
         return getattr(self.vision, name)
@@ -273,6 +310,7 @@ class Counted:
 
     def item(self, part, *, where):
         self.decoded += 1
+        self.threads.append(threading.current_thread().name)
         return self.vision.item(part, where=where)
 
 
@@ -400,7 +438,15 @@ def brightness(group):
 
 
 @pytest.mark.ci
-def test_chats_with_pictures_train_beside_damaged_rows(tmp_path):
+def test_chats_with_pictures_train_beside_damaged_rows(tmp_path, monkeypatch):
+    threads = []
+    item = Vision.item
+
+    def noted(self, part, *, where):
+        threads.append(threading.current_thread().name)
+        return item(self, part, where=where)
+
+    monkeypatch.setattr(Vision, "item", noted)
     base = tmp_path / "base"
     make("qwen3_vl").save_pretrained(base)
     write_processing(base)
@@ -427,6 +473,8 @@ def test_chats_with_pictures_train_beside_damaged_rows(tmp_path):
     })  # fmt: skip
     assert taught.metrics[-1]["loss"] < 0.2 * taught.metrics[0]["loss"]
     assert sum(step["rows_dropped"] for step in taught.metrics) == 10  # once an epoch of two steps
+    assert Counter(threads)["row-ahead"] == 19 * 6  # of all steps but the first, beside the step before
+    assert sum(name.startswith("row-media") for name in threads) == 6
     (line,) = (tmp_path / "sft" / "rows_dropped.jsonl").read_text().splitlines()
     assert json.loads(line)["reason"] == "rows.jsonl:6: image: gone.png: No such file or directory"
     drawn = run({

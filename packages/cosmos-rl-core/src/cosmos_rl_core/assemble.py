@@ -16,7 +16,14 @@ from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.optional import HasTeachers, HasTokens, PutsEnginesToSleep, ShowsPrompts, SpreadsEngines
+from cosmos_rl_core.optional import (
+    HasTeachers,
+    HasTokens,
+    PutsEnginesToSleep,
+    ReadsAhead,
+    ShowsPrompts,
+    SpreadsEngines,
+)
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_domain
@@ -57,13 +64,15 @@ def look_up_engine(name: str, domain: Domain) -> None:
 
 def build_source(config: RunConfig) -> PromptSource:
     """The training prompts, in the controller."""
-    rows, origin = load_domain(config.run.domain).load_rows(config.data)
+    domain = load_domain(config.run.domain)
+    rows, origin = domain.load_rows(config.data)
     return PromptSource(
         rows,
         origin=origin,
         shuffle=config.prompts.shuffle,
         seed=config.run.seed,
         epochs=config.prompts.epochs,
+        is_slow=domain.reads_slowly if isinstance(domain, ReadsAhead) else lambda row: False,
     )
 
 

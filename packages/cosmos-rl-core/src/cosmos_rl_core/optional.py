@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
-    from cosmos_rl_core.types import Rollout, RolloutGroup
+    from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 
 @runtime_checkable
@@ -215,6 +215,23 @@ class ShowsRows(Protocol):
         """Return a row's `Rollout.media`, cut as `data` (the [data] section it was loaded by) defines.
 
         Called in several threads. Raises SampleError for a row without media.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A domain whose supervised rows may take long to read, such as videos: read while the step before trains."""
+
+    def reads_slowly(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row takes long to read. Called by the controller."""
+        ...
+
+    def read_ahead(self, prompts: Sequence[Prompt], *, policy: Any) -> None:
+        """Begin to read the rows that the next batch is expected to have, and return at once.
+
+        policy: the result of `Domain.build_policy`. Every rank calls it with the same prompts; `collate_sft` gets any
+        others too.
         """
         ...
 

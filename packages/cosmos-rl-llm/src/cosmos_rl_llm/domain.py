@@ -25,6 +25,7 @@ from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptio
 from cosmos_rl_llm.data.parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, no_pictures, shared, spread
+from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import (
     legacy_template,
     read_shape,
@@ -283,6 +284,16 @@ class LLMDomain(DomainBase):
         from cosmos_rl_llm.data.collate import collate_sft
 
         return collate_sft(prompts, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)
+
+    def reads_slowly(self, row: Mapping[str, Any]) -> bool:
+        """Whether it shows pictures or videos. Implements `cosmos_rl_core.optional.ReadsAhead`."""
+        return shows_media(row["prompt"] if "prompt" in row else row.get("messages"))
+
+    def read_ahead(self, prompts: Sequence[Prompt], *, policy: TextPolicy) -> None:
+        """Decode pictures and videos beside the step. Implements `cosmos_rl_core.optional.ReadsAhead`."""
+        from cosmos_rl_llm.data.items import begin_reading
+
+        begin_reading(prompts, policy.chat)
 
     def export_weights(
         self, model: LLMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool

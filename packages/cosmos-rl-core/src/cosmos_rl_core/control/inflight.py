@@ -22,6 +22,7 @@ from cosmos_rl_core.control.ledger.samples import ASSIGNED, READY, Sample
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.rollout.spool.store import Spooled
+from cosmos_rl_core.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,13 @@ class Batches:
         self._assigned[batch.step] = batch.samples
         part = None if self.supervised else self._part(batch.samples, policy)
         given = batch.samples if part is None else part
-        return msgspec.structs.replace(batch, payloads=[self._payload(sample) for sample in given], part=part)
+        upcoming = self.source.upcoming(max(batch.samples), len(batch.samples)) if self.supervised else []
+        return msgspec.structs.replace(
+            batch,
+            payloads=[self._payload(sample) for sample in given],
+            part=part,
+            upcoming=[(prompt.sample_id, _encode_row(prompt)) for prompt in upcoming],
+        )
 
     def _part(self, samples: tuple[int, ...], policy: Peer) -> tuple[int, ...] | None:
         """Return the samples of one policy replica; all have nearly equal numbers of terms.
@@ -148,8 +155,7 @@ class Batches:
 
     def _payload(self, sample: int) -> p.Payload:
         if self.supervised:
-            prompt = self.source[sample]
-            return json.dumps([prompt.origin, dict(prompt.row)]).encode()
+            return _encode_row(self.source[sample])
         held = self._held[sample]
         if isinstance(held.payload, bytes):
             return held.payload
@@ -177,6 +183,10 @@ class Batches:
             if peer is not None and peer.is_welcome:
                 files = [path for held in released for path in held.files]
                 peer.post(p.Release(files, tuple(held.group for held in released)))
+
+
+def _encode_row(prompt: Prompt) -> bytes:
+    return json.dumps([prompt.origin, dict(prompt.row)]).encode()
 
 
 def _is_content_of(there: Held, held: Held) -> bool:

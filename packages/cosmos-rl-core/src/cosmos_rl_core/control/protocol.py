@@ -257,6 +257,8 @@ class Batch(Message, frozen=True):
     """One per sample of `given`: its group, or [origin, row] (JSON) in a supervised run."""
     part: tuple[int, ...] | None = None
     """Samples of this policy replica, ascending, where each replica gets a part of the batch; None: all."""
+    upcoming: list[tuple[int, bytes]] = []
+    """In a supervised run, samples that the next batch is expected to have and that take long to read, with rows."""
 
     @property
     def given(self) -> tuple[int, ...]:

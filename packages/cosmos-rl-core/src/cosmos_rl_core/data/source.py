@@ -6,7 +6,7 @@ The prompt stream is a pure function from sample id to row, so that the position
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,9 @@ class PromptSource:
         shuffle: bool = True,
         seed: int = 0,
         epochs: int | None = None,
+        is_slow: Callable[[Mapping[str, Any]], bool] = lambda row: False,
     ) -> None:
+        """is_slow: whether a row takes long to read, for `upcoming`."""
         if not len(rows):
             raise UserError(f"{origin} has no rows: there are no prompts. Check [data] path, split and limit.")
         self._rows = rows
@@ -37,6 +39,7 @@ class PromptSource:
         self._shuffle = shuffle
         self._seed = seed
         self._epochs = epochs
+        self._is_slow = is_slow
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
@@ -54,6 +57,11 @@ class PromptSource:
             raise IndexError(f"sample {sample_id} is after the last epoch ({self._epochs})")
         index = int(self._epoch_order(epoch)[place])
         return Prompt(sample_id=sample_id, row=self._rows[index], origin=f"{self._origin}:{index + 1}")
+
+    def upcoming(self, after: int, count: int) -> list[Prompt]:
+        """Return the prompts that take long to read among the `count` ones after a sample, or fewer at the end."""
+        end = after + 1 + count if self.total is None else min(after + 1 + count, self.total)
+        return [prompt for prompt in map(self.__getitem__, range(after + 1, end)) if self._is_slow(prompt.row)]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:

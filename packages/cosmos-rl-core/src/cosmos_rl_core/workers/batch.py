@@ -20,7 +20,7 @@ from cosmos_rl_core.algorithms.advantages import build_batch_advantage, build_st
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.observe.rollouts import no_texts, write_dropped, write_rollouts
-from cosmos_rl_core.optional import ShowsTerms
+from cosmos_rl_core.optional import ReadsAhead, ShowsTerms
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.run import RunConfig
@@ -56,6 +56,7 @@ class BatchMaker:
         self._at = assignment
         self._writes = writes
         config = assignment.config
+        self._policy = policy
         self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
         self._batcher = Batcher(
             assemble.build_collate(config, assignment.domain, share),
@@ -108,9 +109,17 @@ class BatchMaker:
         return bool(every) and step % every == 0
 
     def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
-        rows = zip(message.samples, map(json.loads, map(bytes, payloads.encoded)), strict=True)
-        batch = self._collate_sft([Prompt(sample_id=sample, row=row, origin=origin) for sample, (origin, row) in rows])
+        rows = zip(message.samples, map(bytes, payloads.encoded), strict=True)
+        batch = self._collate_sft([_decode_row(sample, encoded) for sample, encoded in rows])
+        at = self._at
+        if isinstance(at.domain, ReadsAhead) and message.upcoming and message.step + 1 != at.last_step:
+            at.domain.read_ahead([_decode_row(*each) for each in message.upcoming], policy=self._policy)
         return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})
+
+
+def _decode_row(sample: int, encoded: bytes) -> Prompt:
+    origin, row = json.loads(encoded)
+    return Prompt(sample_id=sample, row=row, origin=origin)
 
 
 READS_AT_ONCE = 4

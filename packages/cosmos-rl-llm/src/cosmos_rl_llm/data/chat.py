@@ -18,6 +18,7 @@ from cosmos_rl_core.data.source import Faults
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
+from cosmos_rl_llm.data.reading import Ahead
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View
 from cosmos_rl_llm.media.source import parts_of
 from cosmos_rl_llm.media.vision import Vision
@@ -58,6 +59,8 @@ class Chat:
     """Rows of supervised training with pictures and videos that cannot be read."""
     ranks: Callable[[], RankGroup] = field(default=RankGroup, compare=False)
     """Returns the ranks that read the pictures and videos of supervised rows together."""
+    ahead: Ahead = field(default_factory=Ahead, compare=False)
+    """Supervised rows that are read before their batch."""
     given: Sequence[Item] | None = None
     """The pictures and videos of the row in work; None: they are read."""
 

@@ -29,7 +29,8 @@ from cosmos_rl_core.errors import MediaError, PromptError, UserError
 from cosmos_rl_core.train.balance import deal, time_of
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
 from cosmos_rl_llm.data.chat import Chat
-from cosmos_rl_llm.data.items import read_items, side_by_side
+from cosmos_rl_llm.data.items import read_items
+from cosmos_rl_llm.data.reading import side_by_side
 from cosmos_rl_llm.data.turns import encode_turns
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items

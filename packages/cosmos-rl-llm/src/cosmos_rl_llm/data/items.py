@@ -9,12 +9,9 @@ the pixels, so that a rank decodes its part of the rows and those that it trains
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -22,6 +19,7 @@ import numpy as np
 from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_llm.data.chat import Chat
+from cosmos_rl_llm.data.reading import side_by_side
 from cosmos_rl_llm.media.item import Item, Kind
 
 
@@ -55,10 +53,6 @@ class _Read(msgspec.Struct, frozen=True, kw_only=True):
     """Error that ends the run."""
 
 
-THREADS = 8
-"""Maximum number of rows that a rank reads at once, or as many as there are cores."""
-T = TypeVar("T")
-R = TypeVar("R")
 _decode = msgspec.msgpack.Decoder(list[_Read]).decode
 
 
@@ -83,7 +77,8 @@ def read_items(prompts: Sequence[Prompt], chat: Chat) -> list[RowItems]:
         return [RowItems()] * len(prompts)
     ranks = chat.ranks()
     places = range(ranks.rank, len(prompts), ranks.size)
-    own = dict(zip(places, side_by_side(lambda place: _read(prompts[place], chat), places), strict=True))
+    taken = side_by_side(lambda place: chat.ahead.take(prompts[place], partial(_read, chat=chat)), places)
+    own = dict(zip(places, taken, strict=True))
     sent = ranks.gather(msgspec.msgpack.encode([read for read, _ in own.values()]))
     of_ranks = [iter(_decode(data)) for data in sent]
     found: list[RowItems] = []
@@ -100,10 +95,13 @@ def read_items(prompts: Sequence[Prompt], chat: Chat) -> list[RowItems]:
     return found
 
 
-def side_by_side(read: Callable[[T], R], rows: Sequence[T]) -> list[R]:
-    """Return the results of reading rows, several at a time: decoders release the GIL."""
-    with ThreadPoolExecutor(min(THREADS, max(2, os.cpu_count() or 1)), thread_name_prefix="row-media") as pool:
-        return list(pool.map(read, rows))
+def begin_reading(prompts: Sequence[Prompt], chat: Chat) -> None:
+    """Begin to read this rank's part of the rows that the next batch is expected to have, and return at once.
+
+    Whoever calls it need not know them exactly: `read_items` reads what was not begun.
+    """
+    ranks = chat.ranks()
+    chat.ahead.begin(prompts[ranks.rank :: ranks.size], partial(_read, chat=chat))
 
 
 def _read(prompt: Prompt, chat: Chat) -> tuple[_Read, Sequence[Item]]:
