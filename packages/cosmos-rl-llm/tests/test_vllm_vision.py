@@ -203,7 +203,7 @@ def test_a_picture_of_more_tokens_than_vllm_keeps_is_an_error_of_its_row(llm, ru
 def test_it_takes_no_other_familys_pictures(tmp_path):
     for name in set(NAMES) - set(PICTURES):
         make(name).save_pretrained(tmp_path / name)
-        with pytest.raises(UserError, match=rf"and not of {name} \(vLLM expects .*; set it to"):
+        with pytest.raises(UserError, match=rf"and not of {name} \(vLLM's .*; set it to"):
             model = LLM.Model(path=str(tmp_path / name))
             LLM.build_engine(model, data=LLM.Data(path="x"), name="vllm", options={})
         config = load_config({
@@ -215,7 +215,7 @@ def test_it_takes_no_other_familys_pictures(tmp_path):
             "reward": {"functions": [{"name": "math"}]},
         })  # fmt: skip
         problems = [problem.wrong for problem in LLM.problems(config, [], []) if problem.key == "rollout.engine"]
-        assert len(problems) == 1 and f"not of {name} (vLLM expects" in problems[0]
+        assert len(problems) == 1 and f"not of {name} (vLLM's" in problems[0]
 
 
 def test_placeholders_span_what_lies_between_the_tokens_of_an_item():

@@ -7,14 +7,17 @@ Our requests have processed pictures (`media`), so that vLLM's processors never 
 processor's answer to one question is replaced: the most tokens of a picture, which are those of the context.
 
 With torchvision too, Qwen2-VL and Qwen2.5-VL number positions as transformers does: after a video vLLM counts on from
-the largest along time, height and width, and transformers from the largest along height and width.
+the largest along time, height and width, and transformers from the largest along height and width. The tower of Llava
+gets the names of weights that transformers 5 writes.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,11 +33,15 @@ MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "SmolVLMForConditionalGeneration"),
     "InternVLForConditionalGeneration": ("interns1", "InternS1ForConditionalGeneration"),
+    "LlavaForConditionalGeneration": ("llava", "LlavaForConditionalGeneration"),
 }
 """Architecture -> file and class in vLLM."""
 
 RENUMBERED = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 """Architectures whose positions after a video are replaced."""
+WITHOUT_LEVEL = ("LlavaForConditionalGeneration",)
+"""Architectures whose tower in vLLM has a level of modules, `vision_model`, that transformers 5 has not."""
+_TOWER = re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?")
 _ABSENT = "torchvision"
 _NAMES = (_ABSENT, *(f"{_ABSENT}.transforms{rest}" for rest in ("", ".functional", ".v2", ".v2.functional")))
 
@@ -48,7 +55,7 @@ def register() -> None:
     """Register the models with vLLM whose own class cannot be imported, or is changed."""
     from vllm import ModelRegistry
 
-    for architecture in MODELS if needed() else RENUMBERED:
+    for architecture in MODELS if needed() else (*RENUMBERED, *WITHOUT_LEVEL):
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
 
 
@@ -67,7 +74,13 @@ def _model(architecture: str) -> type:
     with stand_in() if needed() else nullcontext():
         theirs = getattr(import_module(f"vllm.model_executor.models.{file}"), name)
     made = theirs._processor_factory
-    changed = {"get_mrope_input_positions": _positions} if architecture in RENUMBERED else {}
+    changed: dict[str, Any] = {}
+    if architecture in RENUMBERED:
+        changed["get_mrope_input_positions"] = _positions
+    if architecture in WITHOUT_LEVEL:
+        mapper = theirs.hf_to_vllm_mapper
+        level = {_TOWER: "vision_tower.vision_model."}
+        changed["hf_to_vllm_mapper"] = replace(mapper, orig_to_new_regex={**mapper.orig_to_new_regex, **level})
 
     def info(ctx: Any) -> Any:
         found = made.info(ctx)
