@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -111,21 +110,6 @@ def test_a_launch_stays_until_the_run_has_trained_to_its_end(call, recipe, tmp_p
     must_have_trained_each_sample_once(tmp_path / "run", rows_of)
     assert read_state(tmp_path / "run" / "checkpoints" / f"step_{STEPS}").step == STEPS
     assert "jobs:" not in call("status", tmp_path / "run")  # no actor is left
-
-
-def test_a_job_of_ray_launches_a_run_and_ends_with_it(recipe, tmp_path, rows_of):
-    if LoopbackRay.missing(jobs=True):
-        pytest.skip("ray[default] is not installed (tests/cluster/README.md)")
-    with LoopbackRay(nodes=1, jobs=True) as ray:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address", ray.jobs_address, "--"]
-        launch = ["cosmos-rl", "launch", recipe(rollout__replicas=1), "--on", "ray"]
-        done = subprocess.run([*command, *launch], env=ray.environment, text=True, capture_output=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"step {STEPS}/{STEPS}" in done.stdout and "succeeded" in done.stdout + done.stderr
-        must_have_trained_each_sample_once(tmp_path / "run", rows_of)
-        launch[2] = recipe(run__max_steps=0)
-        done = subprocess.run([*command, *launch], env=ray.environment, text=True, capture_output=True)
-        assert done.returncode == 1 and "run.max_steps" in done.stdout + done.stderr
 
 
 def test_ray_conforms(ray, recipe, monkeypatch, wait_for):

@@ -1,10 +1,12 @@
 """`cosmos-rl launch --on slurm` on a real Slurm of three nodes: a whole run, lost nodes, preemption, time limits."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -80,6 +82,25 @@ def test_with_gang_two_policies_and_a_rollout_are_steps_of_one_job_on_three_node
     assert re.findall(r"^(\S+): job \d+$", out, re.MULTILINE) == ["run"]
     wait_for(lambda: not jobs(), "the end of the job", timeout_s=300)
     must_have_trained_each_sample_once(run_dir, rows_of, steps=STEPS)
+
+
+def test_with_gang_rollouts_share_a_node_with_a_gpu_each(launched, jobs, wait_for, rows_of):
+    """Two policy ranks have both GPUs of a node, so that two rollouts are on the next one."""
+    run_dir, _ = launched(**slow(), cluster__slurm={"gang": True}, policy__ranks_per_node=2)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and str(run_dir).encode() in (entry / "cmdline").read_bytes():
+                variables = (entry / "environ").read_bytes().decode().split("\0")
+                place = dict(variable.split("=", 1) for variable in variables if "=" in variable)
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                if "worker" in words and Path(words[0]).name != "srun":
+                    name = words[words.index("--name") + 1]
+                    found[name] = place["SLURMD_NODENAME"], place["CUDA_VISIBLE_DEVICES"]
+    assert found["policy-0"] == ("n0", "0,1")
+    assert found["rollout-0"] == ("n1", "0")
+    assert found["rollout-1"] == ("n1", "1")
 
 
 def test_a_killed_controller_is_started_again_and_its_workers_stay(slurm, launched, jobs, wait_for, rows_of):

@@ -185,10 +185,17 @@ def test_a_strategic_merge_patch_replaces_other_lists():
     }
 
 
-@pytest.mark.parametrize(("key", "override"), [("image", 'image=""'), ("claim", 'claim=""')])
-def test_image_and_claim_are_required(cluster, key, override):
-    with pytest.raises(UserError, match=rf"\[cluster.kubernetes\] {key} is missing"):
-        Kubernetes().plan(cluster(f"cluster.kubernetes.{override}"))
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (["image"], r"has no image \(such as \"registry.*\"\)$"),
+        (["claim"], r"has no claim \(such as \"runs\", a PersistentVolumeClaim\)$"),
+        (["image", "claim"], r"has no image .* and no claim"),
+    ],
+)
+def test_image_and_claim_are_required(cluster, missing, message):
+    with pytest.raises(UserError, match=rf"\[cluster.kubernetes\] {message}"):
+        Kubernetes().plan(cluster(*(f'cluster.kubernetes.{key}=""' for key in missing)))
 
 
 def test_pods_get_the_certificates_of_the_run(cluster, monkeypatch, tmp_path):

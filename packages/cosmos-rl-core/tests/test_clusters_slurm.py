@@ -2,14 +2,16 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 
 from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, find_launcher, launch
-from cosmos_rl_core.clusters.slurm import Slurm, rollout_script, run_script
+from cosmos_rl_core.clusters.slurm import Slurm, _step, rollout_script, run_script
 from cosmos_rl_core.errors import UserError
 
 RECIPE = """
@@ -417,6 +419,33 @@ def test_with_gang_rollouts_are_parts_of_the_job(cluster, slurm):
         Slurm().scale(run, {"rollout": 4})
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rollouts", "nodes", "places"),
+    [
+        (4, 5, 3, [(1, "1-1"), (1, "2-2"), (1, "3-3"), (1, "4-4"), (2, "1-1")]),
+        (1, 2, 3, [(1, None), (2, None)]),
+        (4, 1, 2, [(1, "1-1")]),
+    ],
+)
+def test_with_gang_rollouts_share_a_machine_each_with_gpus_of_its_own(cluster, ranks, rollouts, nodes, places):
+    gang = ("cluster.slurm.gang=true", "cluster.slurm.cpus_per_task=8")
+    script = run_script(cluster(f"policy.ranks_per_node={ranks}", f"rollout.replicas={rollouts}", *gang))
+    options = {line.removeprefix("#SBATCH --") for line in script.splitlines()}
+    cpus = 8 * min(ranks, rollouts)
+    assert {f"nodes={nodes}", f"gpus-per-node={ranks}", f"cpus-per-task={cpus}"} <= options
+    assert f"--cpus-per-task={cpus})" in script
+    steps = re.findall(r"^keep --nodes=1 --ntasks=1 --relative=(\d) .*?(?:-f(\d-\d) .*)?--name rollout", script, re.M)
+    assert [(int(node), gpus or None) for node, gpus in steps] == places
+
+
+def test_a_rollout_of_several_gpus_has_its_part_of_those_of_the_machine(cluster, slurm):
+    run = cluster(program='echo "$CUDA_VISIBLE_DEVICES"')
+    step = _step(run, replace(run.rollouts()[0], gpus=2), first=1, slot=1)
+    visible = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    done = subprocess.run(["bash", "-c", f"srun {step}"], env=visible, capture_output=True, text=True, check=True)
+    assert done.stdout == "6,7\n"
+
+
 def test_before_a_time_limit_there_are_two_jobs_of_a_name(cluster, slurm):
     run = cluster()
     (slurm / "queue").write_text(
@@ -428,6 +457,13 @@ def test_before_a_time_limit_there_are_two_jobs_of_a_name(cluster, slurm):
     assert Slurm().scale(run, {"rollout": 1}) == []
     assert Slurm().stop(run, now=False) == ["run: cancelled", "rollout-0: cancelled"]
     assert calls(slurm, "scancel") == ["scancel 7 8 3 9"]
+
+
+def test_a_cluster_without_gpus_is_an_error_with_the_key(cluster, slurm):
+    text = "sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification"
+    (slurm / "bin" / "sbatch").write_text(f'#!/bin/bash\necho "{text}" >&2; exit 1\n')
+    with pytest.raises(UserError, match=r"Invalid generic resource .*; .* set \[cluster\] gpus = false"):
+        launch("slurm", cluster(), resume=False)
 
 
 def test_without_slurm_the_message_names_the_command(cluster, monkeypatch, tmp_path):

@@ -64,13 +64,11 @@ def test_adapters_are_refused():
         LLM.build_engine(model, data=LLM.Data(path="x"), name="vllm", options={})
 
 
-@slow
-@pytest.mark.parametrize("colocate", [False, True])
-def test_a_run_with_vllm(tmp_path, colocate):
-    train, _ = write_sums(tmp_path / "data")
-    model = write_tiny_model(tmp_path / "model", num_layers=2)
+def tiny_run(folder, *, model, **changes):
+    """The recipe of a GRPO run that vLLM generates for. changes: keys of sections, `rollout__group_size=2`."""
+    train, _ = write_sums(folder / "data")
     recipe = {
-        "run": {"domain": "llm", "output_dir": str(tmp_path / "run"), "max_steps": STEPS, "colocate": colocate},
+        "run": {"domain": "llm", "output_dir": str(folder / "run"), "max_steps": STEPS},
         "model": {"path": str(model)},
         "data": {"path": str(train), "chat_template": "none"},
         "algorithm": {"name": "grpo"},
@@ -86,12 +84,41 @@ def test_a_run_with_vllm(tmp_path, colocate):
         "sync": {"max_staleness": 1},
         "logging": {"sinks": ["jsonl"]},
     }
-    metrics = run(recipe).metrics
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        recipe[section][key] = value
+    return recipe
+
+
+@slow
+@pytest.mark.parametrize("colocate", [False, True])
+def test_a_run_with_vllm(tmp_path, colocate):
+    model = write_tiny_model(tmp_path / "model", num_layers=2)
+    metrics = run(tiny_run(tmp_path, model=model, run__colocate=colocate)).metrics
     assert [line["step"] for line in metrics] == list(range(STEPS))
     assert all(line["staleness_max"] <= 1 for line in metrics)
     assert metrics[0]["mismatch_kl"] < 1e-5  # drawn with the weights that are trained
     assert len({line["reward_mean"] for line in metrics}) > 1
     assert all(np.isfinite(line["loss"]) and line["terms"] > 0 for line in metrics)
+
+
+@slow
+def test_a_run_whose_engine_is_sharded_over_two_processes_generates_with_the_weights_of_each_step(tmp_path):
+    model = write_tiny_model(tmp_path / "model", num_layers=2)
+    recipe = tiny_run(tmp_path, model=model, rollout__parallel={"tp": 2}, sync__max_staleness=0)
+    metrics = run(recipe).metrics
+    assert [line["step"] for line in metrics] == list(range(STEPS))
+    assert [line["mismatch_kl"] for line in metrics] == [pytest.approx(0.0, abs=1e-6)] * STEPS
+    assert len({line["reward_mean"] for line in metrics}) > 1
+    log = (tmp_path / "run" / "logs" / "rollout-0.log").read_text()
+    assert "VllmWorker-1" in log  # of the second process
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it has stages")
+def test_stages_of_layers_without_a_gpu_are_refused(tmp_path):
+    options = VllmEngineOptions(extra={"pipeline_parallel_size": 2})
+    with pytest.raises(UserError, match=r"without a GPU runs no stages.*\[rollout\.parallel\] tp"):
+        start(str(tmp_path), options=options, dtype="float32", max_length=None)
 
 
 @slow

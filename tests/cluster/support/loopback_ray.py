@@ -45,7 +45,8 @@ class LoopbackRay:
         self.jobs_address = f"http://127.0.0.2:{_free_port('127.0.0.2')}" if jobs else ""
         self.nodes, self.cpus, self.gpus = nodes, cpus, gpus
         self.port = _free_port("127.0.0.2")
-        self.environment = {**os.environ, **SETTINGS, "RAY_ADDRESS": f"127.0.0.2:{self.port}"}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # for cosmos-rl, also if no environment is active
+        self.environment = {**os.environ, **SETTINGS, "PATH": path, "RAY_ADDRESS": f"127.0.0.2:{self.port}"}
         self._temporary = tempfile.mkdtemp(prefix="ray")  # short: Ray's sockets in it have at most 107 characters
         self._daemons: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -141,6 +143,7 @@ def launch(
     if dry_run:
         typer.echo(find_launcher(on).plan(replace(run, resume=resume, platform=on)))
         return
+    signal.signal(signal.SIGTERM, _ended)
     for line in launch_on(on, run, resume=resume):
         typer.echo(line)
     place = f"; its output is in {run.config.run.directory}/launch" if shares_files(on) else ""
@@ -148,6 +151,11 @@ def launch(
     launcher = find_launcher(on)
     if isinstance(launcher, Follows) and not detach:
         raise typer.Exit(launcher.follow(run))
+
+
+def _ended(number: int, frame: FrameType | None) -> NoReturn:
+    """End this process by an exception, after which `launch` cancels what it has submitted."""
+    raise SystemExit(128 + number)
 
 
 def _check(

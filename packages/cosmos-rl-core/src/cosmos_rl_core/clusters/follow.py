@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -36,9 +36,11 @@ def follow(
     Returns whether the user has stopped the run. Call it in the main thread.
     """
     received: list[int] = []
+    woken = threading.Event()
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         received.append(number)
+        woken.set()  # at once: `ray job stop` kills this process after three seconds
 
     handled, logs = 0, Logs(run.directory / FOLDER)
     before = {number: signal.signal(number, interrupted) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -54,7 +56,8 @@ def follow(
                     say("the run stops: it saves and ends; Ctrl-C again ends it at once")
             if not alive or handled > 1:
                 return handled > 0
-            time.sleep(CHECK_S)
+            woken.wait(CHECK_S)
+            woken.clear()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

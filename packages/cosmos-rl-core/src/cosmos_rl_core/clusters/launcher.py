@@ -148,7 +148,7 @@ class ClusterRun:
         place = ["--controller", controller] if controller else ["--run", str(self.directory)]
         arguments = ["worker", "--role", replica.role, "--name", replica.name, *place]
         arguments += ["--wait-s", str(config.cluster.start_wait_s)]
-        arguments += ["--python-path", os.pathsep.join(self.folders)] if self.folders else []
+        arguments += ["--python-path", os.pathsep.join(dict.fromkeys(self.folders))] if self.folders else []
         threads = config.policy.threads if replica.role == "policy" else config.rollout.threads
         if threads:
             arguments += ["--threads", str(max(1, threads // replica.ranks))]

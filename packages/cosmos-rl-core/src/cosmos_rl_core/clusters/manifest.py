@@ -63,6 +63,8 @@ exec "$@"
 """
 """An earlier pod of the same launch has left the same token."""
 IS_FRESH = 'now=$(date +%s) && then=$(stat -c %Y "$1") && [ $((now - then)) -lt "$2" ]'
+REQUIRED = {"image": '"registry.example.com/cosmos-rl:1"', "claim": '"runs", a PersistentVolumeClaim'}
+"""Keys of [cluster.kubernetes] without which there is no run, with an example of each."""
 Object = dict[str, Any]
 
 
@@ -95,9 +97,8 @@ class Manifest:
         Raises UserError if [cluster.kubernetes] has no image or no claim.
         """
         settings = self.run.config.cluster.kubernetes
-        for key in ("image", "claim"):
-            if not getattr(settings, key):
-                raise UserError(f"[cluster.kubernetes] {key} is missing")
+        if missing := [f"{key} (such as {example})" for key, example in REQUIRED.items() if not getattr(settings, key)]:
+            raise UserError(f"[cluster.kubernetes] has no {' and no '.join(missing)}")
         if not settings.token_secret:
             yield {"apiVersion": "v1", "kind": "Secret", **self._metadata("-token"), "stringData": {"token": token}}
         if tls is not None:

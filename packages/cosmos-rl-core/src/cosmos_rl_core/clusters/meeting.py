@@ -1,4 +1,4 @@
-"""How the machines of `cosmos-rl node` find each other and learn of the run's end: node 0's side and the others'.
+"""Messages between the machines of `cosmos-rl node`: node 0's side and that of the others.
 
 other nodes   --Join--> node 0 --Begin--> their workers start ... --Over--> they end with the run's exit code
               --GivenUp--> node 0: a part of a policy is not started again. Without another policy the run is over;
@@ -179,7 +179,7 @@ class Meeting:
 
 
 class Reports:
-    """What another node than node 0 reports of the policy replica that it has a part of."""
+    """Reports to node 0 of the policy replica that another node has a part of."""
 
     def __init__(self) -> None:
         self.answered = asyncio.Event()

@@ -33,6 +33,8 @@ from cosmos_rl_core.clusters.ray_supervisor import (
 from cosmos_rl_core.clusters.restarted import Job
 from cosmos_rl_core.errors import UserError
 
+SILENT_S = 10.0
+"""Time after which a start prints what it waits for."""
 ANSWER_S = 5.0
 """Maximum time for the answers of actors about their state."""
 END_S = 30.0
@@ -145,13 +147,19 @@ class Ray:
         """Create actors and wait until they answer. Raises UserError, and removes those that do not."""
         import ray
 
-        created = _create(run, new)
-        states, waiting = _states(created, timeout_s=run.config.cluster.ray.place_s)
+        created, place_s = _create(run, new), run.config.cluster.ray.place_s
+        states, waiting = _states(created, timeout_s=min(SILENT_S, place_s))
+        if waiting and place_s > SILENT_S:
+            missing = [process for process in new if process.job.name in waiting]
+            first = f"waiting for Ray, up to {place_s:g} s ([cluster.ray] place_s):"
+            lines = [first, *not_started(missing, reserved=_reserved(run)), *_machines()]
+            print("\n  ".join(lines), flush=True)  # noqa: T201  what it waits for is otherwise said at the end alone
+            states, waiting = _states(created, timeout_s=place_s - SILENT_S)
         if not waiting:
             return [f"{name}: {state}" for name, state in states.items()]
         missing = [process for process in new if process.job.name in waiting]
-        message = not_started(missing, reserved=_reserved(run), place_s=run.config.cluster.ray.place_s)
-        machines = _machines()
+        first = f"Ray has not started all processes within {place_s:g} s ([cluster.ray] place_s):"
+        message, machines = [first, *not_started(missing, reserved=_reserved(run))], _machines()
         for name in waiting:
             ray.kill(created[name], no_restart=True)
         for group in {process.place.group for process in missing if process.place.group}:
@@ -159,13 +167,13 @@ class Ray:
         raise UserError("\n  ".join([*message, *machines]))
 
 
-def not_started(missing: Sequence[Process], *, reserved: Collection[str], place_s: float) -> list[str]:
-    """Return the lines of an error about processes whose actors have not answered.
+def not_started(missing: Sequence[Process], *, reserved: Collection[str]) -> list[str]:
+    """Return a line for each process whose actor has not answered.
 
     reserved: placement groups that have their resources: Ray is still starting the actors in them. Outside of a group
     Ray does not show whether it has reserved an actor's resources.
     """
-    lines = [f"Ray has not started all processes within {place_s:g} s ([cluster.ray] place_s):"]
+    lines = []
     for process in missing:
         if process.place.group in reserved:
             lines.append(f"{process.job.name} has a place, and Ray is still starting it (imports, [cluster.ray] extra)")
@@ -369,12 +377,12 @@ def _machines() -> list[str]:
     """Return a line for each machine of the cluster with its resources, and one with those that are free."""
     import ray
 
-    lines = [
-        f"machine {node['NodeManagerAddress']} has {_listed(node['Resources'])}"
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    return [*lines, f"free in all: {_listed(ray.available_resources()) or 'nothing'}"]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    lines = [f"machine {node['NodeManagerAddress']} has {_listed(node['Resources'])}" for node in alive]
+    lines.append(f"free in all: {_listed(ray.available_resources()) or 'nothing'}")
+    if not any(node["Resources"].get("GPU") for node in alive):
+        lines.append("no machine has a GPU; with [cluster] gpus = false none is asked for")
+    return lines
 
 
 def _listed(amounts: Mapping[str, float]) -> str:

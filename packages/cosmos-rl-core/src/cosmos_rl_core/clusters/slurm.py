@@ -11,6 +11,7 @@ the processes of the run run; the scripts run outside of it.
 from __future__ import annotations
 
 import getpass
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.errors import UserError
 
 COMMAND_TIMEOUT_S = 60.0
+_NO_GPUS = re.compile(r"generic resource|gres", re.IGNORECASE)
+"""In the error of sbatch for a job with GPUs where no machine has any."""
 RENDEZVOUS_PORTS = (20000, 12000)
 """First and number of the ports at which the machines of a policy replica meet: below those of outgoing connections."""
 LEFTOVER_S = 30
@@ -105,26 +108,42 @@ class Slurm:
         (run.directory / FOLDER / "rollouts").write_text("".join(f"{name}\n" for name in names))
 
     def _submit(self, run: ClusterRun, script: Path, name: str) -> str:
-        job = _call("sbatch", "--parsable", f"--job-name={run.label}.{name}", str(script)).strip()
+        try:
+            job = _call("sbatch", "--parsable", f"--job-name={run.label}.{name}", str(script)).strip()
+        except UserError as error:
+            if not _NO_GPUS.search(str(error)):
+                raise
+            raise UserError(f"{error}; on a cluster without GPUs set [cluster] gpus = false") from error
         return f"{name}: job {job.partition(';')[0]}"
 
 
 def run_script(run: ClusterRun) -> str:
     """Return the script of the job with the controller and the policies."""
     slurm, policies = run.config.cluster.slurm, run.policies()
-    replicas = [*policies, *(run.rollouts() if slurm.gang else [])]
+    rollouts = run.rollouts() if slurm.gang else []
+    gpus = max(replica.gpus for replica in [*policies, *rollouts])
+    packed = gpus // rollouts[0].gpus if rollouts and rollouts[0].gpus else 1  # rollouts of a machine
     steps, first = [], 0
-    for replica in replicas:
-        keep = "policy" if replica.role == "policy" else "keep"
-        steps.append(f"{keep} {_step(run, replica, first=first)} &")
+    for replica in policies:
+        steps.append(f"policy {_step(run, replica, first=first)} &")
         first += replica.machines
-    gpus = max(replica.gpus for replica in replicas)
+    for index, replica in enumerate(rollouts):
+        here = first + index // packed
+        steps.append(f"keep {_step(run, replica, first=here, slot=index % packed if packed > 1 else None)} &")
+    first += -(-len(rollouts) // packed)
     # A policy over several machines that loses one is lost, but not the others and the rollouts.
     outlasts = len(policies) > 1 or (first > 1 and policies[0].machines == 1)
     controller = shlex.join([_program(run), *run.controller_arguments()])
     return "\n".join(
         [
-            *_head(run, machines=first, gpus=gpus, partition=slurm.partition, outlasts=outlasts),
+            *_head(
+                run,
+                machines=first,
+                gpus=gpus,
+                partition=slurm.partition,
+                outlasts=outlasts,
+                processes=min(packed, len(rollouts)) or 1,
+            ),
             *_functions(run, "run.sbatch"),
             *_ROLLOUTS.format(**_names(run), policies=len(policies), grace=_grace_s(run)).splitlines(),
             *(_MACHINES.format(*RENDEZVOUS_PORTS).splitlines() if policies[0].machines > 1 else ()),
@@ -157,12 +176,16 @@ def rollout_script(run: ClusterRun, replica: Replica) -> str:
     )
 
 
-def _head(run: ClusterRun, *, machines: int, gpus: int, partition: str, outlasts: bool = False) -> list[str]:
+def _head(
+    run: ClusterRun, *, machines: int, gpus: int, partition: str, outlasts: bool = False, processes: int = 1
+) -> list[str]:
     """Return the lines of a script before its functions: options of sbatch, variables, and the user's lines.
 
-    outlasts: whether the job goes on without a machine other than its first.
+    outlasts: whether the job goes on without a machine other than its first. processes: maximum number of replicas of a
+    machine, which share its CPUs.
     """
     slurm = run.config.cluster.slurm
+    cpus = (slurm.cpus_per_task or 0) * processes
     options = [f"--nodes={machines}", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
     options += ["--no-kill"] if outlasts else []  # without it Slurm queues the job again
     options += [f"--chdir={run.folders[-1]}"] if run.folders else []
@@ -174,7 +197,7 @@ def _head(run: ClusterRun, *, machines: int, gpus: int, partition: str, outlasts
         "account": slurm.account,
         "qos": slurm.qos,
         "time": slurm.time,
-        "cpus-per-task": slurm.cpus_per_task,
+        "cpus-per-task": cpus,
     }
     options += [f"--{name}={value}" for name, value in given.items() if value]
     srun = ["srun", "--overlap", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
@@ -183,7 +206,7 @@ def _head(run: ClusterRun, *, machines: int, gpus: int, partition: str, outlasts
         mounts = ",".join(filter(None, [slurm.container_mounts, *own]))
         srun += [f"--container-image={slurm.container_image}", f"--container-mounts={mounts}"]
         srun += [f"--container-workdir={run.folders[-1]}"] if run.folders else []
-    srun += [f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []
+    srun += [f"--cpus-per-task={cpus}"] if cpus else []
     return [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in (*options, *slurm.extra)),
@@ -226,11 +249,19 @@ def _names(run: ClusterRun) -> dict[str, str]:
     }
 
 
-def _step(run: ClusterRun, replica: Replica, *, first: int, prefix: str = "") -> str:
-    """Return the options of srun and the command for a replica whose first machine has this index in the job."""
+def _step(run: ClusterRun, replica: Replica, *, first: int, prefix: str = "", slot: int | None = None) -> str:
+    """Return the options of srun and the command for a replica whose first machine has this index in the job.
+
+    slot: number of the replica on its machine, if it may share it; None: it has all GPUs that it asks for.
+    """
     size = [f"--nodes={replica.machines}", f"--ntasks={replica.machines}", f"--relative={first}"]
-    size += [f"--gpus-per-node={replica.gpus}"] if replica.gpus else []
     command = shlex.join([_program(run), *run.worker_arguments(replica)])
+    if slot is not None:  # steps that overlap get the same GPUs
+        begin = slot * replica.gpus + 1
+        own = f"export CUDA_VISIBLE_DEVICES=$(cut -d, -f{begin}-{begin + replica.gpus - 1} <<< $CUDA_VISIBLE_DEVICES)"
+        command = f"bash -c {shlex.quote(f'{own}; exec {command}')}"
+    elif replica.gpus:
+        size += [f"--gpus-per-node={replica.gpus}"]
     if replica.machines > 1:
         there = f'"${{machines[{first}]}}:$((port + {first}))"'
         command = f"bash -c {shlex.quote(f'exec {command} --node $SLURM_PROCID --rendezvous $0')} {there}"

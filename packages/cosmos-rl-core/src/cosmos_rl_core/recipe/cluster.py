@@ -26,7 +26,7 @@ class SlurmSection(Strict):
     save_before_s: int = Field(default=180, ge=0)
     """Seconds before the time limit at which the run saves and submits itself again. Slurm may be a minute late."""
     cpus_per_task: int | None = Field(default=None, ge=1)
-    """CPUs of each process of the run. Not set: Slurm's default, often one."""
+    """CPUs of a replica on each of its machines, for all its ranks. Not set: Slurm's default, often one."""
     container_image: str = ""
     """Image with the command cosmos-rl for the processes, with the pyxis plug-in of Slurm. Not set: no container."""
     container_mounts: str = ""
@@ -34,7 +34,7 @@ class SlurmSection(Strict):
     the recipe and of `launch` are mounted too, at their paths."""
     gang: bool = False
     """Run the rollout replicas in the job of the controller and the policies, which then starts with all or not at
-    all."""
+    all. On a machine there are as many as fit on the GPUs that a policy has on each of its machines."""
     extra: tuple[str, ...] = ()
     """Further options of sbatch for all jobs, such as "--reservation=night"."""
 

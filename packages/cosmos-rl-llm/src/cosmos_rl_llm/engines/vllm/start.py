@@ -29,7 +29,7 @@ def start(
 
     dtype, max_length: those of [model], defaults of the options. pictures: whether prompts may have some.
 
-    Raises UserError without vLLM, and for arguments that it rejects.
+    Raises UserError without vLLM, for arguments that it rejects, and for stages of layers without a GPU.
     """
     if find_spec("vllm") is None:
         raise UserError(
@@ -42,6 +42,10 @@ def start(
             f"GPUs, and this one has only {torch.cuda.device_count()}"
         )
     arguments = engine_arguments(source, options=options, dtype=dtype, max_length=max_length, pictures=pictures)
+    if arguments.get("pipeline_parallel_size", 1) > 1 and arguments["enforce_eager"] and not torch.cuda.is_available():
+        raise UserError(  # only its warm-up allocates what a stage receives, and here it makes none
+            "vLLM without a GPU runs no stages of layers: set [rollout.parallel] tp instead of pp, which works"
+        )
     with environment(_defaults()):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
