@@ -17,7 +17,9 @@ from run_files import group, write_run
 from cosmos_rl_core.dashboard.app import Runs, build_app
 from cosmos_rl_core.dashboard.guard import Guard
 from cosmos_rl_core.observe.gallery import Gallery
+from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines
+from cosmos_rl_core.types import Prompt
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -156,6 +158,27 @@ def test_rollouts_are_read_filtered_and_followed_through_time(page):
     page.locator("main h1").click()
     page.keyboard.press("k")
     playwright.expect(page.locator("main h1")).to_have_text("Rollouts of step 8")
+
+
+def test_the_messages_of_a_chat_have_their_roles(page, directory):
+    path = write_run(directory / "chats", steps=2)
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "<i>What</i>?"}]},
+    ]
+    shown = group(0, right=1.0)
+    row = {"prompt": messages}
+    asked = replace(shown, prompt=Prompt(sample_id=0, row=row), prompt_text="<s>Be short.</s><u>[image] What?</u>")
+    write_rollouts(path / "rollouts", step=1, groups=[asked, group(1, right=0.5)])
+    page.reload()
+    read(page, "chats/rollouts?step=1", "Rollouts of step 1")
+    first, second = page.locator("article").all()
+    assert first.locator(".turns dt").all_inner_texts() == ["system", "user"]
+    assert first.locator(".turns dd").all_inner_texts() == ["Be short.", "[image] <i>What</i>?"]
+    playwright.expect(first.get_by_text("<s>Be short.</s>")).not_to_be_visible()
+    first.get_by_text("as the model saw it").click()
+    playwright.expect(first.get_by_text("<s>Be short.</s>")).to_be_visible()
+    assert second.locator(".turns").count() == 0 and "1 + 1 =" in second.inner_text()
 
 
 def test_the_timeline_has_lanes_and_says_where_the_time_went(page):

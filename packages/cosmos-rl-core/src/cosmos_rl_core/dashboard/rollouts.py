@@ -130,6 +130,7 @@ class RolloutFile:
                     "sample": group.sample,
                     "prompt": rows[0].get("prompt", ""),
                     "prompt_media": rows[0].get("prompt_media", {}),
+                    "turns": rows[0].get("turns", []),
                     "mean": short(float(np.nanmean(rewards))) if np.isfinite(rewards).any() else None,
                     "rollouts": [
                         {**row, "shown": bool(keep[number])} for number, row in zip(group.rollouts, rows, strict=True)

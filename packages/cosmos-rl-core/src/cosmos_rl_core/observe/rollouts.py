@@ -1,7 +1,8 @@
 """Files of a run for reading: rollouts, and rows of the data that were not trained on.
 
 rollouts/step_000012.jsonl      one line per rollout; the prompt, with the locations of its
-                                pictures and videos, is in the first line of its group. Some groups have
+                                pictures and videos, is in the first line of its group, and the roles
+                                and texts of its messages if it is a chat of several. Some groups have
                                 "terms": text, log-probability at sampling, and weights' version of each term,
                                 its advantage where terms differ in it, and 0 in "mask" where it is not trained on
 rows_dropped.jsonl              one line per row, with its reason and the step that first needed it"""
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, An
     return {
         "sample": group.prompt.sample_id,
         **({"prompt": group.prompt_text} if first else {}),
+        **({"turns": turns} if first and len(turns := turns_of(group.prompt.row)) > 1 else {}),
         **({"prompt_media": dict(group.media)} if first and group.media else {}),
         "response": rollout.text,
         "reward": _finite(rollout.reward),
@@ -80,6 +82,20 @@ def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, An
         "finish_reason": rollout.finish_reason,
         "num_terms": rollout.num_terms,
     }
+
+
+def turns_of(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return role and text of each message of a row's prompt, pictures and videos as "[image]"; empty for no chat."""
+    messages = row.get("prompt")
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return []
+    return [(str(message.get("role", "")), _text(message.get("content"))) for message in messages]
+
+
+def _text(content: Any) -> str:
+    parts = content if isinstance(content, list) else [content]
+    shown = (part.get("text", f"[{part.get('type')}]") if isinstance(part, Mapping) else part for part in parts)
+    return " ".join(str(part) for part in shown if part is not None)
 
 
 def _terms(texts: Sequence[str], rollout: Rollout) -> dict[str, Any]:

@@ -65,7 +65,7 @@ export async function rollouts(view, [id], state) {
       el('div', { class: 'row' },
         el('span', { class: `reward ${level(group.mean, h.low, h.high)}`, title: 'mean reward of the group' }, number(group.mean, 3)),
         pictures(group),
-        el('pre', { class: 'prompt' }, folded(group.prompt)),
+        group.turns.length ? chat(group) : el('pre', { class: 'prompt' }, folded(group.prompt)),
         el('span', { class: 'dim mono' }, `#${group.sample}`),
         el('button', { type: 'button', onclick: () => time(group) }, 'Through time')),
       shown ? player(id, shown, `sample ${group.sample}`) : null,
@@ -81,6 +81,11 @@ export async function rollouts(view, [id], state) {
         rollout.finish_reason && rollout.finish_reason !== 'stop' ? el('div', { class: 'warn' }, rollout.finish_reason === 'length' ? 'cut off' : rollout.finish_reason) : null),
       el('div', {}, rollout.terms ? tokens(rollout.terms, rollout.advantage, by) : el('div', { class: 'text' }, rollout.response || blank(data.groups)), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
   }
+
+  // A prompt of several messages: role and text of each, and the text that the model saw.
+  const chat = ({ turns, prompt }) => el('div', { class: 'prompt' },
+    el('dl', { class: 'turns' }, turns.flatMap(([role, text]) => [el('dt', { class: 'dim' }, role), el('dd', {}, text)])),
+    el('details', {}, el('summary', { class: 'dim' }, 'as the model saw it'), el('pre', {}, folded(prompt))))
 
   // Pictures and videos of the prompt: from the gallery where it has them, and their names.
   function pictures({ prompt_media }) {
