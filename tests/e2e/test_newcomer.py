@@ -150,6 +150,16 @@ def small(tmp_path, bandit):
         (("rn",), 2, "No such command 'rn'. Did you mean 'run'?"),
         (("check", "nofile.toml"), 2, "nofile.toml: no such file"),
         (("check", "."), 2, "is a folder, and a recipe is a .toml file"),
+        (("--version",), 0, "cosmos-rl-core "),
+        (("status",), 2, "Missing argument 'RUN_DIR'"),
+        (("status", "nowhere"), 2, "nowhere: no such directory"),
+        (("status", "."), 2, ".: not the directory of a started run"),
+        (("doctor", "nowhere"), 2, "nowhere: no such directory"),
+        (("doctor", "."), 2, ".: no run has started here"),
+        (("dashboard", "nowhere"), 2, "nowhere: no such directory"),
+        (("export", ".", "out"), 2, "no checkpoint there; give a run's directory, or a checkpoint's"),
+        (("keys", "rolout"), 2, "no section is called 'rolout'; did you mean 'rollout'?"),
+        (("migrate", "nofile.toml"), 2, "error: nofile.toml: no such file"),
     ],
 )
 def test_the_command_line(walk, arguments, code, text):
@@ -165,6 +175,10 @@ def test_the_command_line(walk, arguments, code, text):
         ({"algorithm__name": "grop"}, "did you mean 'grpo'?"),
         ({"run__domain": "lmm"}, "no domain is called 'lmm'; did you mean 'llm'?"),
         ({"data__rows": 0}, "tiny has no rows"),
+        ({"rollout__group_size": -4}, "must be greater than or equal to 1"),
+        ({"rollout__group_size": 4.5}, "must be a valid integer"),
+        ({"reward__functions": [{"name": "hits", "wieght": 2.0}]}, '= help: did you mean "weight"?'),
+        ({"policy__parallel": {"tp": 3}, "rollout__engine": "vlm"}, "no engine is called 'vlm'"),
         ({"reward__functions": [{"name": "hit"}]}, "no reward is called 'hit'"),
         ({"sync__transport": "rdma"}, 'sync.transport = "rdma": no transport is called'),
         ({"algorithm__mask_prefix_terms": 1}, "rollouts of the tiny domain have no tokens; remove it"),
@@ -226,19 +240,36 @@ def test_a_recipe_is_refused_with_its_line(walk, small, change, text):
         (("eval", "recipe.toml"), "the recipe has no [eval.data], the rows to evaluate on; add it"),
         (("generate", "recipe.toml", "--prompts", "missing.jsonl"), "missing.jsonl"),
         (("check", "unquoted.toml"), '= help: write text in quotes: "ok"'),
+        (("check", "recipe.toml", "rollout.group_sise=4"), 'did you mean "group_size"?'),
+        (("check", "recipe.toml", "rollout.group_size"), "is not an override; write section.key=value"),
+        (("check", "recipe.toml", "rollout.group_size=many"), "must be a valid integer"),
+        (("plan", "recipe.toml", "--memory", "lots"), "write a size such as 80GiB"),
+        (("run", "recipe.toml", "--resume", "checkpoints/step_9"), "no checkpoint there"),
+        (("init", "llm", "made"), "made/run.toml exists already; choose another directory"),
         (
             ("check", "recipe.toml", "rollout.sampling.max_tokens=1000000000"),
             "must be large enough for a whole rollout",
         ),
     ],
-    ids=["init", "no reward", "no token", "no rows", "no prompts", "no quotes", "too long"],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
 def test_a_command_says_what_it_lacks(walk, small, tmp_path, monkeypatch, arguments, text):
     monkeypatch.delenv("WFM_REWARD_TOKEN", raising=False)
     small()
     (tmp_path / "unquoted.toml").write_text("[run]\nname = ok\n")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/run.toml").touch()
     code, printed = walk(*arguments)
     assert (code, text in printed) == (2, True), printed
+
+
+def test_a_worker_refuses_a_token_that_others_can_read(tmp_path, start):
+    token = tmp_path / "seen.token"
+    token.write_text("a secret\n")
+    token.chmod(0o644)
+    process = start("worker", "--role", "policy", "--controller", "tcp://127.0.0.1:1", f"--token-file={token}")
+    said = "".join(process.communicate(timeout=120))
+    assert process.returncode == 2 and f"run chmod 600 {token}" in said, said
 
 
 def test_too_many_ranks_for_the_processors_or_gpus_are_a_warning(walk, small, monkeypatch):
@@ -467,6 +498,33 @@ def test_a_tokenizer_without_a_chat_template_is_named(walk, words):
     code, printed = walk("check", "--deep", recipe)
     assert (code, "has no chat template" in printed) == (2, True), printed
     assert f"{recipe}:" in printed and 'set data.chat_template to one, or to "none"' in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1=", \n', ":2: not valid JSON: "),
+        ('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1=", "answer": "2"}\n', ":2: no column 'prompt'"),
+        ('{"prompt": 7, "answer": "2"}\n', ":1: "),
+        ("", "the dataset is empty; it needs at least one row"),
+    ],
+    ids=["no JSON", "no column", "a number", "empty"],
+)
+def test_a_wrong_row_is_named_with_its_line(walk, words, tmp_path, text, reason):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(text)
+    code, printed = walk("check", words(data__path=str(rows)))
+    assert (code, reason in printed) == (2, True), printed
+
+
+def test_a_file_with_a_similar_name_is_suggested(walk, words, language_model):
+    code, printed = walk("check", words(data__path=str(language_model / "row.jsonl")))
+    assert (code, "rows.jsonl" in printed.partition("id you mean")[2]) == (2, True), printed
+
+
+def test_a_layout_that_does_not_divide_the_model_is_refused_by_plan(walk, words):
+    code, printed = walk("plan", words(policy__parallel={"tp": 3}))
+    assert (code, "does not divide" in printed) == (2, True), printed
 
 
 def test_rows_that_are_dropped_are_a_note(walk, words, tmp_path):

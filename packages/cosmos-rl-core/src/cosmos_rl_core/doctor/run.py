@@ -141,6 +141,8 @@ def _silent(status: Mapping[str, Any], *, host: str) -> Check:
 def _not_started(run_dir: Path) -> str:
     if lock_holder(run_dir) is not None or (run_dir / "launch").is_dir():
         return f"{run_dir}: its controller has written no status yet; cosmos-rl status {run_dir} shows its jobs"
+    if not run_dir.exists():
+        return f"{run_dir}: no such directory"
     return f"{run_dir}: no run has started here (it has no status.json)"
 
 

@@ -80,9 +80,11 @@ def migrate_file(path: Path) -> Migrated:
     """Like `migrate`, for a file. Errors name it."""
     try:
         return migrate(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}") from error
-    except UserError as error:
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except (UserError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from error
 
 
