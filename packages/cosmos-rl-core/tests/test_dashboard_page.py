@@ -285,6 +285,10 @@ def test_the_page_fits_a_phone_and_has_a_dark_theme(page):
         read(page, f"good/{view}", text)
         width = page.evaluate("document.documentElement.scrollWidth")
         assert width <= 390, f"{view} is {width} pixels wide"
+        tab = page.locator("nav a[aria-current]").bounding_box()
+        assert tab["x"] >= 0 and tab["x"] + tab["width"] <= 390, f"the tab of {view} is at {tab}"
+        cut = page.evaluate("[...document.querySelectorAll('.scroll')].some(box => box.scrollWidth > box.clientWidth)")
+        assert not cut or view not in ("recipe", "timeline"), f"a table of {view} is cut off"
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.keyboard.press("t")
     playwright.expect(page.locator("html")).to_have_attribute("data-theme", "dark")

@@ -31,6 +31,8 @@ async function route() {
   $('#tabs').replaceChildren(...ids.length ? Object.entries(VIEWS).filter(([key]) => ids.length === 1 || FOR_SEVERAL.includes(key)).map(([key, [title]]) =>
     el('a', { href: address(ids, key), 'aria-current': key === name ? 'page' : null }, title)) : [])
   $('#tabs').hidden = !ids.length
+  const tab = $('#tabs [aria-current]') // in the middle, where they do not all fit
+  if (tab) $('#tabs').scrollLeft = tab.offsetLeft - $('#tabs').offsetLeft - ($('#tabs').clientWidth - tab.offsetWidth) / 2
   document.title = ids.length ? `${VIEWS[name][0]}, ${ids.join(' + ')}` : 'Cosmos-RL'
   const box = el('div') // of this route alone: a slow view that was left cannot overwrite the next one
   view.replaceChildren(box)

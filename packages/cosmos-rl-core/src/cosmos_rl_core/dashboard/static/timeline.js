@@ -38,7 +38,7 @@ export async function timeline(view, [id]) {
     requestAnimationFrame(() => legend.replaceChildren(...[...colours].map(([name, value]) => { const swatch = el('i', { class: 'swatch' }); swatch.style.background = value; return el('span', {}, swatch, name) })))
     shares.replaceChildren(...Object.entries(data.shares).map(([process, found]) => {
       const rows = Object.entries(found).sort((a, b) => b[1] - a[1])
-      return el('div', { class: 'card' }, table(rows, [['activity', '', row => row[0]], ['share of the window', 'n', row => share(row[1])], ['time', 'n', row => seconds(row[1] * data.length)]], { caption: process }))
+      return el('div', { class: 'card' }, table(rows, [['activity', '', row => row[0]], ['share', 'n', row => share(row[1])], ['time', 'n', row => seconds(row[1] * data.length)]], { caption: process }))
     }))
     if (!known) lanes.replaceChildren(empty('No process has written spans/ yet.'))
   }
