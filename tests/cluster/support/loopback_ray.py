@@ -86,15 +86,15 @@ class LoopbackRay:
             f"--resources={json.dumps({f'node{index}': 1, **(more or {})})}",
         ]
         environment = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
-        with (Path(self._temporary) / f"node{index}.log").open("ab") as log:
+        path = Path(self._temporary) / f"node{index}.log"
+        with path.open("wb") as log:  # without the lines of an earlier start
             self._daemons[index] = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
         deadline = time.monotonic() + timeout_s
-        log = Path(self._temporary) / f"node{index}.log"
-        while "Ray runtime started" not in log.read_text():
+        while "Ray runtime started" not in path.read_text():
             ended = self._daemons[index].poll()
-            assert ended is None and time.monotonic() < deadline, f"node {index} did not start: {log.read_text()}"
+            assert ended is None and time.monotonic() < deadline, f"node {index} did not start: {path.read_text()}"
             self._write_ports(ports)
             time.sleep(0.1)
 
