@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cosmos_rl_core.parallel.config import PrecisionSection
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -14,6 +15,7 @@ from cosmos_rl_llm.config import PARTS, LLMDataConfig, LLMLoraSection, LLMModelC
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.parts import part_of
+from cosmos_rl_llm.policy.lora import read_tensors
 
 pytest.importorskip("PIL")
 
@@ -98,3 +100,34 @@ def test_policy_and_engine_agree_in_bfloat16(tmp_path, family):
         error = (found - other).abs().mean()
         assert 0 < error < 0.02, f"of log-probabilities that spread over {np.ptp(wanted.numpy()):.1f}"
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_adapters_are_merged_into_files_with_other_names_than_transformers_has(tmp_path, family):
+    """Qwen2.5-VL was published before transformers put both of its parts under `model`."""
+    pytest.importorskip("peft")
+    write(tmp_path, family)
+    if family == "qwen2_5_vl":
+        published = {
+            name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
+            for name, tensor in read_tensors(tmp_path)
+        }
+        save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    before = dict(read_tensors(tmp_path))
+    section = LLMModelConfig(path=str(tmp_path), lora=LLMLoraSection(rank=2))
+    policy = build(tmp_path, lora=section.lora)
+    with torch.no_grad():
+        for name, parameter in policy.module.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    merged = dict(LLM.export_weights(section, policy.weights().items(), merge_adapters=True))
+    assert merged.keys() == before.keys()
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, before[name])}
+    assert len(changed) == len(policy.weights()) // 2
+    (tmp_path / "merged").mkdir()
+    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    policy.module.causal_lm.config.save_pretrained(tmp_path / "merged")
+    write_processing(tmp_path / "merged", family)
+    batch = batch_of(sampled(tmp_path))
+    whole = build(tmp_path / "merged").forward(batch).logprobs
+    torch.testing.assert_close(whole, policy.forward(batch).logprobs, rtol=0, atol=1e-4)

@@ -301,11 +301,9 @@ class LLMDomain(DomainBase):
         """The weights unchanged; with `merge_adapters` those of the base model plus the adapters' updates."""
         if model.lora is None or not merge_adapters:
             return tensors
-        from cosmos_rl_core.parallel.lora import merge
-        from cosmos_rl_llm.policy.lora import read_tensors
+        from cosmos_rl_llm.policy.lora import merge_adapters as merged
 
-        base = read_tensors(_directory(model))
-        return merge(base, tensors, scaling=model.lora.scaling)
+        return merged(_directory(model), tensors, scaling=model.lora.scaling)
 
 
 def _specs(directory: Path) -> Sequence[WeightSpec]:

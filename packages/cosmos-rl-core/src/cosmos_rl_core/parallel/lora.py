@@ -157,6 +157,15 @@ def base_name(parameter: str) -> str | None:
     return None if _PARAMETER.fullmatch(parameter) else parameter.replace(".base_layer.", ".")
 
 
+def renamed(adapter: str, weight_name: Callable[[str], str]) -> str:
+    """Return an adapter's name in peft's files after its layer's weight was renamed; other names as they are."""
+    found = _FILED.fullmatch(adapter)
+    if found is None:
+        return adapter
+    layer = weight_name(f"{found['layer']}.weight").removesuffix(".weight")
+    return f"{_PREFIX}{layer}.{found['matrix']}.weight"
+
+
 def merge(
     weights: Iterable[tuple[str, Tensor]],
     trained: Iterable[tuple[str, Tensor]],

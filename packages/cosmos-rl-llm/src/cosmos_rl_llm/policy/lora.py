@@ -5,9 +5,10 @@ Their names, initial values and merging are in core (`parallel/lora.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +17,9 @@ from cosmos_rl_core.parallel import lora
 from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_llm.config import Part
 from cosmos_rl_llm.media.item import VisionFamily
+from cosmos_rl_llm.model.causal_lm import empty_model
 from cosmos_rl_llm.model.parts import part_of
+from cosmos_rl_llm.model.weights import find_weights
 
 MERGED = "merged"
 """Subfolder of a directory of adapters, with the files of the merged model that differ from those of the adapters."""
@@ -93,6 +96,21 @@ def write_config(
         tokenizer.save_pretrained(directory)
     for name, text in ({} if vision is None else vision.files).items():
         (directory / name).write_text(text, encoding="utf-8")
+
+
+def merge_adapters(
+    base: Path, adapters: Iterable[tuple[str, Tensor]], *, scaling: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of the model at `base` with its adapters merged, by their names in its files.
+
+    transformers has other names for some models than their published files, such as those of Qwen2.5-VL.
+
+    adapters: by their names in peft's files. scaling: alpha / rank. Raises UserError for those of another model.
+    """
+    weights = find_weights(empty_model(base, dtype=torch.float32), str(base)) or {}
+    plain = {name: weight.names[0][0] for name, weight in weights.items() if len(weight.names) == 1}
+    named = ((lora.renamed(name, lambda layer: plain.get(layer, layer)), tensor) for name, tensor in adapters)
+    return lora.merge(read_tensors(base), named, scaling=scaling)
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
