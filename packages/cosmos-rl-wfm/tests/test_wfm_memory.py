@@ -15,9 +15,9 @@ from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.models import eager
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
-from cosmos_rl_wfm.models.codec import clips_at_once, to_video
+from cosmos_rl_wfm.models.codec import clips_at_once, to_clips, to_video
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.dry_run import PeakBytes, codec_bytes, network_bytes
+from cosmos_rl_wfm.models.dry_run import CodecBytes, PeakBytes, codec_bytes, network_bytes
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.sampling import FlowSampling
 
@@ -71,6 +71,40 @@ def test_bytes_are_counted_while_a_tensor_uses_them():
     assert held.peak == 128 + 96
 
 
+@pytest.mark.parametrize("tiling", [False, True])
+@pytest.mark.parametrize("frames", [5, 29])
+def test_an_autoencoder_takes_the_planned_memory(monkeypatch, frames, tiling):
+    """Peaks of the same code with and without values; of long clips the plan measures a few frames."""
+    monkeypatch.setattr(eager, "sum_of_squares_wins", lambda channels, threads: False)
+    model = tiny_model(codec_tiling=tiling)
+    vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
+    size = Size(frames=frames, height=64, width=272)  # two tiles
+    latents = model.latent_shape(size)
+    clips = clips_at_once(frames * size.height * size.width)
+    with torch.no_grad(), PeakBytes(beside=vae) as decoding:
+        to_video(model._codec.decode(torch.zeros(clips, *latents)))
+    with torch.no_grad(), PeakBytes(beside=vae) as encoding:
+        model._codec.encode(to_clips(torch.zeros(clips, frames, size.height, size.width, 3, dtype=torch.uint8)))
+    name, values = tiny_vae("wan")
+    found = codec_bytes(name, values, dtype="float32", tiling=tiling, size=size, latents=latents)
+    assert found == CodecBytes(weights=bytes_of(vae), encode=encoding.peak, decode=decoding.peak)
+
+
+@pytest.mark.parametrize(("width", "differs"), [(256, False), (512, True)])
+def test_frames_larger_than_a_tile_take_less_memory_in_tiles(width, differs):
+    size = Size(frames=5, height=64, width=width)
+    videos, peaks = [], []
+    for tiling in (False, True):
+        model = tiny_model(codec_tiling=tiling)
+        latents = torch.randn(1, *model.latent_shape(size), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad(), PeakBytes(beside=model._codec._vae) as held:  # pyright: ignore
+            videos.append(to_video(model._codec.decode(latents)))
+        peaks.append(held.peak)
+    assert (peaks[1] < peaks[0]) == differs
+    assert videos[0].shape == videos[1].shape
+    assert torch.equal(*videos) != differs
+
+
 def test_clips_without_memory_take_what_real_ones_do(monkeypatch):
     """Peaks of the same code with and without values; a pass over more layers keeps no more."""
     monkeypatch.setattr(eager, "sum_of_squares_wins", lambda channels, threads: False)
@@ -81,7 +115,7 @@ def test_clips_without_memory_take_what_real_ones_do(monkeypatch):
     with torch.no_grad(), PeakBytes(beside=vae) as held:
         to_video(model._codec.decode(torch.zeros(clips_at_once(5 * 32 * 32), *latents)))
     name, values = tiny_vae("wan")
-    found = codec_bytes(name, values, dtype="float32", size=size, latents=latents)
+    found = codec_bytes(name, values, dtype="float32", tiling=False, size=size, latents=latents)
     assert found.decode == held.peak
     assert found.weights == bytes_of(vae)
     assert found.encode > 5 * 32 * 32 * 3 * 4

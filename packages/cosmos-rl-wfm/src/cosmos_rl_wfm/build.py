@@ -150,7 +150,7 @@ def _latents_cache(config: WFMModelConfig, data: WFMDataConfig) -> TensorCache |
 
 def _codec_of(config: WFMModelConfig) -> str:
     """Identifier of the model's codec, in the names of cached latents."""
-    keys = {"path", "revision", "family", "network", "tiny", "seed", "codec", "codec_dtype"}
+    keys = {"path", "revision", "family", "network", "tiny", "seed", "codec", "codec_dtype", "codec_tiling"}
     weights = sorted((Path(config.path).expanduser() / "vae").glob("*.safetensors")) if config.path else []
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
     return f"{config.model_dump_json(include=keys)} {files}"

@@ -167,7 +167,8 @@ class _Parts:
             converted = 4 * BYTES["float32"] * self.pixels
             return CodecBytes(weights=0, encode=converted, decode=converted)
         name, values = vae_of(self.model, self.folder)
-        return codec_bytes(name, values, dtype=self.model.codec_dtype, size=self.size, latents=self.latents)
+        dtype, tiling = self.model.codec_dtype, self.model.codec_tiling
+        return codec_bytes(name, values, dtype=dtype, tiling=tiling, size=self.size, latents=self.latents)
 
     def inputs(self, terms: int) -> int:
         """Bytes of the inputs of a pass over terms of different captions."""

@@ -197,7 +197,7 @@ def _codec(
         vae = empty_network(name, values, dtype=dtype)
         fill(vae, folder.weights("vae"))
     speed_up_autoencoder(vae)
-    return make_codec(torch.nn.Module.to(vae, device))
+    return make_codec(torch.nn.Module.to(vae, device), tiling=config.codec_tiling)
 
 
 def _captions(

@@ -119,11 +119,12 @@ class ImageVae:
         return self._vae.decode(_onto(whole, self._vae), return_dict=False)[0].float()[:, :, None].to(latents.device)
 
 
-def make_codec(vae: Any) -> Codec:
-    """Return the codec of an autoencoder of diffusers, frozen."""
+def make_codec(vae: Any, *, tiling: bool = False) -> Codec:
+    """Return the codec of an autoencoder of diffusers, frozen. tiling: large frames are taken in tiles."""
     from diffusers import AutoencoderKLWan
 
     vae.requires_grad_(False).eval()
+    vae.use_tiling = tiling
     return VideoVae(vae) if isinstance(vae, AutoencoderKLWan) else ImageVae(vae)
 
 

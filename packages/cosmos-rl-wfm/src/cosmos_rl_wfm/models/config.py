@@ -112,6 +112,9 @@ class WFMModelConfig(Strict):
     """Conversion of video to latents: the model's autoencoder, or none: pixels in [-1, 1], for tiny demos."""
     codec_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the autoencoder."""
+    codec_tiling: bool = False
+    """Encode and decode frames in overlapping tiles, as `enable_tiling` of diffusers: the memory of a tile instead of a
+    frame, for 720p; tiles are blended where they overlap. Frames that are not larger than a tile stay whole."""
     shift: float | None = Field(default=None, gt=0)
     """Timestep shift s in t -> s t / (1 + (s - 1) t); without it that of the model's scheduler, else 1."""
     guidance: Literal["auto"] | Guidance = "auto"

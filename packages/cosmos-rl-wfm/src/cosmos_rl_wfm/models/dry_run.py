@@ -84,27 +84,49 @@ class CodecBytes:
     """Peak beside the weights, to decode as many clips as are taken together into pixels."""
 
 
+_STEADY = 4
+"""Latent frames from which on another one adds as much to the memory of an autoencoder as the one before."""
+
+
 def codec_bytes(
-    class_name: str, config: Mapping[str, Any], *, dtype: str, size: Size, latents: tuple[int, int, int, int]
+    class_name: str,
+    config: Mapping[str, Any],
+    *,
+    dtype: str,
+    tiling: bool,
+    size: Size,
+    latents: tuple[int, int, int, int],
 ) -> CodecBytes:
     """Return the memory of an autoencoder of diffusers for clips of `size`, with latents [C, f, h, w]."""
-    return _codec_bytes(class_name, json.dumps(config, sort_keys=True), dtype, size, latents)
+    return _codec_bytes(class_name, json.dumps(config, sort_keys=True), dtype, tiling, size, latents)
 
 
 @cache
 def _codec_bytes(
-    class_name: str, config: str, dtype: str, size: Size, latents: tuple[int, int, int, int]
+    class_name: str, config: str, dtype: str, tiling: bool, size: Size, latents: tuple[int, int, int, int]
 ) -> CodecBytes:
     clips = clips_at_once(size.frames * size.height * size.width)
     with tensors_without_memory():
         vae = empty_network(class_name, json.loads(config), dtype=getattr(torch, dtype))
-        codec = make_codec(vae)
+        codec = make_codec(vae, tiling=tiling)
         weights = sum(tensor.nbytes for tensor in [*vae.parameters(), *vae.buffers()])
-        with PeakBytes(beside=vae) as decoding:
-            to_video(codec.decode(torch.zeros(clips, *latents)))
-        with PeakBytes(beside=vae) as encoding:
-            codec.encode(to_clips(torch.zeros(clips, size.frames, size.height, size.width, 3, dtype=torch.uint8)))
-    return CodecBytes(weights=weights, encode=encoding.peak, decode=decoding.peak)
+
+        def peaks(latent_frames: int, *, encode: Any = codec.encode, decode: Any = codec.decode) -> tuple[int, int]:
+            frames = 1 + (latent_frames - 1) * ((size.frames - 1) // max(1, latents[1] - 1))
+            with PeakBytes(beside=vae) as encoding:
+                encode(to_clips(torch.zeros(clips, frames, size.height, size.width, 3, dtype=torch.uint8)))
+            with PeakBytes(beside=vae) as decoding:
+                to_video(decode(torch.zeros(clips, latents[0], latent_frames, *latents[2:])))
+            return encoding.peak, decoding.peak
+
+        found = peaks(min(latents[1], _STEADY))
+        if more := max(0, latents[1] - _STEADY):  # frames are taken one after the other: each adds to what is kept
+            pixels = torch.zeros(clips, 3, size.frames, size.height, size.width, dtype=vae.dtype)
+            converted = peaks(latents[1], encode=lambda clips: clips, decode=lambda _: pixels.clone().float())  # joined
+            grown = [now + more * (now - before) for now, before in zip(found, peaks(_STEADY - 1), strict=True)]
+            found = [max(both) for both in zip(grown, converted, strict=True)]
+    encode, decode = found
+    return CodecBytes(weights=weights, encode=encode, decode=decode)
 
 
 def encoder_numbers(class_name: str, config: Mapping[str, Any]) -> int | None:
