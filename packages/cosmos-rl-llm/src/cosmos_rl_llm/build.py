@@ -63,6 +63,11 @@ def build_policy(
             f'[policy.parallel] pp = {setup.parallel.pp}: model.freeze = ["language_model"] leaves stages without a '
             "parameter to train; set pp = 1"
         )
+    if model.lora is not None and model.lora.whole and setup.parallel.pp > 1:
+        raise UserError(
+            f"[policy.parallel] pp = {setup.parallel.pp}: stages after the first have none of the weights of "
+            "model.lora.whole; set pp = 1"
+        )
     if model.lora is not None:
         add_adapters(whole, model.lora, base=model.path, seed=seed, without=model.freeze)
     log_kernels(whole, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)

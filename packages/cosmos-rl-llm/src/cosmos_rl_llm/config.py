@@ -24,6 +24,8 @@ class LLMLoraSection(LoraSection):
 
     rank: int = Field(default=16, ge=1)
     """Rank of the update of a layer's weight."""
+    whole: tuple[Literal["tower", "projector"], ...] = ()
+    """Parts of a vision-language model that are trained in full beside the adapters; they get none."""
 
 
 class LLMModelConfig(Strict):
@@ -48,6 +50,12 @@ class LLMModelConfig(Strict):
         if not set(PARTS) - set(freeze):
             raise ValueError("no part of the model is trained; leave one out")
         return freeze
+
+    @model_validator(mode="after")
+    def _trains_what_is_not_frozen(self) -> Self:
+        if self.lora is not None and (both := [part for part in self.lora.whole if part in self.freeze]):
+            raise ValueError(f"lora.whole and freeze both have {both[0]!r}; remove it from one of them")
+        return self
 
 
 class MediaSection(Strict):

@@ -212,8 +212,8 @@ def staying(needs: Needs) -> int:
 
 
 def _copies_reference(shape: ModelShape, config: RunConfig, counts: CountsMemory | None) -> bool:
-    """Whether a second model is loaded for a KL term; with adapters, the model without them is the reference."""
-    if config.is_sft or not config.algorithm.kl_coef or shape.adapter_parameters:
+    """Whether a second model is loaded for a KL term; with adapters alone, the model without them is the reference."""
+    if config.is_sft or not config.algorithm.kl_coef or (shape.adapter_parameters and not shape.whole):
         return False
     return counts is None or not counts.is_own_reference(config)
 

@@ -18,6 +18,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -81,8 +82,9 @@ def add_adapters(
     base: str = "",
     task_type: str | None = None,
     seed: int = 0,
+    whole: Sequence[str] = (),
 ) -> None:
-    """Add adapters to `layers` of `module`, in place, and freeze the rest.
+    """Add adapters to `layers` of `module`, in place, and freeze the rest but `whole`.
 
     Args:
         layers: their full names, see `pick_layers`.
@@ -90,6 +92,7 @@ def add_adapters(
         base: path or id of the model, for programs that load the adapters later.
         task_type: peft's name of the model's kind.
         seed: of the values of A, which depend on nothing but the seed and the layer's name.
+        whole: full names of parameters that are trained themselves; none of an adapted layer.
 
     Raises UserError without peft.
     """
@@ -109,11 +112,18 @@ def add_adapters(
     with forked_rng(seed=seed):  # peft samples values of its own
         inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     fill_adapters(module, seed=seed)
+    config.modules_to_save = sorted({name.rpartition(".")[0] for name in whole}) or None
+    for name in whole:
+        module.get_parameter(name).requires_grad_(True)
 
 
 def write_adapter_config(module: nn.Module, directory: Path) -> None:
     """Write the adapter_config.json that peft reads beside adapter_model.safetensors."""
-    cast(Any, module).peft_config[ADAPTER].save_pretrained(str(directory))  # peft keeps it there
+    config = copy(cast(Any, module).peft_config[ADAPTER])  # peft keeps it there
+    owners = config.modules_to_save or []
+    outer = [name for name in owners if not any(name.startswith(f"{owner}.") for owner in owners)]
+    config.modules_to_save = outer or None  # peft takes what is inside of them too
+    config.save_pretrained(str(directory))
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
@@ -147,6 +157,17 @@ def adapter_weights(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the live weights that are trained in full beside adapters, under their names in peft's files."""
+    config = getattr(module, "peft_config", {}).get(ADAPTER)
+    owners = set() if config is None else {*(config.modules_to_save or ())}
+    return {
+        f"{_PREFIX}{name}": parameter.detach()
+        for name, parameter in module.named_parameters()
+        if name.rpartition(".")[0] in owners
+    }
+
+
 def adapter_layers(module: nn.Module) -> list[nn.Module]:
     """Return the linear layers that hold A and B."""
     return [layer for name, layer in module.named_modules() if _PARAMETER.fullmatch(f"{name}.weight")]
@@ -158,10 +179,11 @@ def base_name(parameter: str) -> str | None:
 
 
 def renamed(adapter: str, weight_name: Callable[[str], str]) -> str:
-    """Return an adapter's name in peft's files after its layer's weight was renamed; other names as they are."""
+    """Return a name in peft's files after the weight of its layer was renamed; other names as they are."""
     found = _FILED.fullmatch(adapter)
     if found is None:
-        return adapter
+        name = adapter.removeprefix(_PREFIX)
+        return adapter if name == adapter else f"{_PREFIX}{weight_name(name)}"
     layer = weight_name(f"{found['layer']}.weight").removesuffix(".weight")
     return f"{_PREFIX}{layer}.{found['matrix']}.weight"
 
@@ -177,28 +199,30 @@ def merge(
 
     Args:
         weights: name and tensor of the base's checkpoint.
-        trained: adapters by their names in peft's files; whole weights by public name, which replace the base's.
+        trained: adapters and whole weights of the base by their names in peft's files; whole weights by public name.
+            Whole ones replace the base's.
         scaling: alpha / rank.
         public_name: name of a weight of the base -> that in the result.
 
     Raises UserError when adapters are left over: they belong to another model.
     """
     pairs: dict[str, dict[str, Tensor]] = {}
+    replaced: dict[str, Tensor] = {}
     whole: dict[str, Tensor] = {}
     for name, tensor in trained:
         if not name.startswith(_PREFIX):
             whole[name] = tensor
-            continue
-        found = _FILED.fullmatch(name)
-        if found is None:
-            raise UserError(f"{name} is no weight of a LoRA adapter")
-        pairs.setdefault(f"{found['layer']}.weight", {})[found["matrix"]] = tensor
+        elif (found := _FILED.fullmatch(name)) is not None:
+            pairs.setdefault(f"{found['layer']}.weight", {})[found["matrix"]] = tensor
+        else:
+            replaced[name.removeprefix(_PREFIX)] = tensor
     for name, weight in weights:
         pair = pairs.pop(name, None)
+        weight = replaced.pop(name, weight).to(weight.dtype)
         if (public := public_name(name)) not in whole:
             yield public, weight if pair is None else _merged(weight, pair["lora_A"], pair["lora_B"], scaling)
-    if pairs:
-        raise UserError(f"the base model has no weight {min(pairs)} for an adapter: is it of another model?")
+    if left := [*pairs, *replaced]:
+        raise UserError(f"the base model has no weight {min(left)} for an adapter: is it of another model?")
     yield from whole.items()
 
 

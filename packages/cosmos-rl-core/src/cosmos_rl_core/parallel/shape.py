@@ -64,6 +64,8 @@ class ModelShape:
     """Axes beside those of data parallelism that it can be spread over."""
     adapter_parameters: int = 0
     """Parameters that are trained beside these, which are then frozen (LoRA); 0: there are none."""
+    whole: frozenset[str] = frozenset()
+    """Names of weights that are trained in full beside adapters; they count among `adapter_parameters` too."""
     unread_inputs: int = 0
     """Inputs of a layer's linear layers that have no adapters, in numbers a token: its backward pass needs none."""
     frozen: frozenset[str] = frozenset()

@@ -30,7 +30,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.linear import product
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import parameters_on_meta
-from cosmos_rl_core.parallel.lora import adapter_weights
+from cosmos_rl_core.parallel.lora import adapter_weights, whole_weights
 from cosmos_rl_llm.model.checkpoint import resolve
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -142,10 +142,10 @@ def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBas
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Live parameters and persistent buffers by checkpoint name; tied tensors once, under their first name.
 
-    Of a model with adapters only these are returned (see `lora`): nothing else is trained.
+    Of a model with adapters only these and the weights trained beside them, by their names in peft's files.
     """
     if adapters := adapter_weights(model):
-        return adapters
+        return adapters | whole_weights(model)
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():

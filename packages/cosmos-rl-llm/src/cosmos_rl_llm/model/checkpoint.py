@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -98,6 +99,8 @@ def read_shape(
     parts = {spec.name: part_of(spec.name) for spec in weights}
     beside = {name: part for name, part in parts.items() if part != "language_model"}
     tower = {name: layer_of(name) if part == "tower" else None for name, part in beside.items()}
+    in_full = frozenset(name for name, part in parts.items() if model.lora is not None and part in model.lora.whole)
+    adaptable = [spec for spec in weights if spec.name not in in_full and parts[spec.name] not in model.freeze]
     are_frozen = partial(_are_frozen, weights, model.lora)
     return ModelShape(
         num_layers=layers,
@@ -121,7 +124,9 @@ def read_shape(
         weights=tuple(weights),
         frozen=frozenset(name for name, part in parts.items() if part in model.freeze),
         tower=tower,
-        adapter_parameters=_adapter_parameters(weights, model.lora, experts=_first(config, EXPERT_KEYS)),
+        adapter_parameters=_adapter_parameters(adaptable, model.lora, experts=_first(config, EXPERT_KEYS))
+        + sum(math.prod(spec.shape) for spec in weights if spec.name in in_full),
+        whole=in_full,
         unread_inputs=heads * head_dim * are_frozen("o_proj")
         + hidden * are_frozen("gate_proj", "up_proj", "gate_up_proj"),
         **_expert_sizes(config, weights),

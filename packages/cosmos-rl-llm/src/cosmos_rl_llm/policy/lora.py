@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel import lora
-from cosmos_rl_core.parallel.config import LoraSection
-from cosmos_rl_llm.config import Part
+from cosmos_rl_llm.config import LLMLoraSection, Part
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import empty_model
 from cosmos_rl_llm.model.parts import part_of
@@ -29,17 +29,21 @@ _NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w
 
 
 def add_adapters(
-    model: PreTrainedModel, section: LoraSection, *, base: str, seed: int = 0, without: Collection[Part] = ()
+    model: PreTrainedModel, section: LLMLoraSection, *, base: str, seed: int = 0, without: Collection[Part] = ()
 ) -> None:
     """Put adapters on the linear layers of `model`, in place, and freeze the rest.
 
     Args:
         base: the model's path or id, recorded for loading the adapters later.
         seed: of the values of A, which depend only on it and the layer's name.
-        without: parts of a vision-language model whose layers get none.
+        without: parts of a vision-language model whose layers get none, beside those trained in full.
 
-    Raises UserError for layers that the model does not have, and if peft is not installed.
+    Raises UserError for layers or parts that the model does not have, and if peft is not installed.
     """
+    parts = {name: part_of(name) for name, _ in model.named_parameters()}
+    if missing := [part for part in section.whole if part not in parts.values()]:
+        raise UserError(f"[model.lora] whole: {type(model).__name__} has no {missing[0]}; remove it from the list")
+    without = {*without, *section.whole}
     output, path = model.get_output_embeddings(), Path(base).expanduser()
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
     heads = {name for name, module in model.named_modules() if module is output}
@@ -57,6 +61,7 @@ def add_adapters(
         base=str(path.resolve()) if path.is_dir() else base,
         task_type="CAUSAL_LM",
         seed=seed,
+        whole=[name for name, part in parts.items() if part in section.whole],
     )
 
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.device import memory_of
 from cosmos_rl_core.parallel.estimate import logits_budget
+from cosmos_rl_core.parallel.lora import whole_weights
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
@@ -109,6 +111,10 @@ class CausalLMPolicy(PolicyBase[TermModel]):
     def rollout_weights(self) -> dict[str, Tensor]:
         """`weights` without frozen parts."""
         return trained_weights(self.module.causal_lm)
+
+    def reference(self) -> Reference | None:
+        """The policy without its adapters; None where weights are trained in full too, or without adapters."""
+        return None if whole_weights(self.module.causal_lm) else super().reference()
 
     def save_config(self, directory: Path) -> None:
         """Write the configuration, the tokenizer if there is one, and the processing of pictures."""
