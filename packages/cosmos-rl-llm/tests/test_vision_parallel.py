@@ -126,8 +126,8 @@ def build(path, *, dims=None, **model):
     return LLM.build_policy(LLMModelConfig(path=str(path), **model), data=DATA, sampling=None, seed=0, setup=setup)
 
 
-def built(rank, world_size, *, path, dims):
-    policy = build(path, dims=dims)
+def built(rank, world_size, *, path, dims, **model):
+    policy = build(path, dims=dims, **model)
     shown = parity.vision_of(policy.module.causal_lm)
     microbatch = parity.make_batch(0, share=Share(), supervised=True, microbatch_terms=1000, vision=shown)
     with torch.no_grad():
@@ -144,6 +144,29 @@ def test_a_checkpoint_is_read_by_parts(tmp_path):
         assert set(found) == set(expected)
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5 * (name == "logprobs"), err_msg=name)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dims", [{"dp_shard": 2}, {"tp": 2}])
+def test_a_projector_beside_adapters_is_sharded_and_saved(tmp_path, dims):
+    pytest.importorskip("peft")
+    write(tmp_path)
+    beside = {"freeze": ("tower",), "lora": {"rank": 2, "whole": ("projector",)}}
+    expected = built(0, 1, path=str(tmp_path), dims=None, **beside)
+    assert any("merger" in name for name in expected) and any("lora_B" in name for name in expected)
+    for found in run_ranks(built, 2, path=str(tmp_path), dims=dims, **beside):
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-5 * (name == "logprobs"), err_msg=name)
+
+
+def test_a_pipeline_with_a_projector_beside_adapters_is_refused(tmp_path):
+    pytest.importorskip("peft")
+    write(tmp_path)
+    setup = ModelSetup(parallel=ParallelSection(pp=2))
+    section = LLMModelConfig(path=str(tmp_path), lora={"rank": 2, "whole": ("projector",)})
+    with pytest.raises(UserError, match=r"model\.lora\.whole; set pp = 1"):
+        LLM.build_policy(section, data=DATA, sampling=None, seed=0, setup=setup)
 
 
 def saved(rank, world_size, *, path, dims):
