@@ -5,8 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from statistics import median
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 
 from cosmos_rl_core import kernel_choice
 from cosmos_rl_core.parallel.axes.linear import use_onednn
+from cosmos_rl_core.testing.slowdown import NO_SLOWER, slowdown
 
 
 @pytest.fixture(autouse=True)
@@ -80,36 +79,17 @@ def test_without_a_writable_folder_each_process_measures(tmp_path, monkeypatch, 
     assert "measured in each process anew" in caplog.text
 
 
-def seconds(layer, input, slope):
-    """CPU time of this thread, which other processes do not lengthen."""
-    started = time.thread_time()
-    for _ in range(4):
-        layer(input).backward(slope)
-    return time.thread_time() - started
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize("rows", [64, 256, 1024])
 @pytest.mark.parametrize(("width", "out"), [(64, 64), (128, 512), (576, 576)])
 def test_a_chosen_product_is_never_slower_than_torchs(rows, width, out):
-    """Beside nn.Linear on this processor, in turns; 2 % is the cost of a call's decision.
-
-    Identical layers differ by up to 6 % on a loaded machine, so the best of five medians counts.
-    """
     plain = nn.Linear(width, out)
     chosen = copy.deepcopy(plain)
     use_onednn(chosen)
     input, slope = torch.randn(rows, width, requires_grad=True), torch.randn(rows, out)
-
-    def ratio():
-        taken = {plain: [], chosen: []}
-        for number in range(40):
-            for layer in [plain, chosen][:: 1 if number % 2 else -1]:
-                taken[layer].append(seconds(layer, input, slope))
-        return median(ours / torchs for ours, torchs in zip(taken[chosen], taken[plain], strict=True))
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert min(ratio() for _ in range(5)) <= 1.02
+    ratio = slowdown(plain=lambda: plain(input).backward(slope), chosen=lambda: chosen(input).backward(slope))
     torch.set_num_threads(before)
+    assert ratio <= NO_SLOWER

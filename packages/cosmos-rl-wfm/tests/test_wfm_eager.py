@@ -10,6 +10,7 @@ from wfm_fixtures import NETWORK, mock_data, pixel_model, prompt
 
 from cosmos_rl_core.parallel.axes.linear import MIN_WEIGHTS, ManyRowsLinear
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.slowdown import NO_SLOWER, slowdown
 from cosmos_rl_core.types import RolloutGroup, Share
 from cosmos_rl_wfm.build import build_engine, build_policy
 from cosmos_rl_wfm.collate import collate
@@ -21,6 +22,14 @@ from cosmos_rl_wfm.models.weights import random_network
 from cosmos_rl_wfm.sampling import FlowSampling
 
 WIDE = {**NETWORK, "num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 256}
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def network():
@@ -112,3 +121,30 @@ def test_an_autoencoder_that_was_sped_up_decodes_the_same(monkeypatch):
         expected, found = (vae.decode(latents, return_dict=False)[0] for vae in (plain, faster))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert "forward" in vars(faster.decoder.norm_out) and "forward" not in vars(plain.decoder.norm_out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 12), (4, 16), (2, 64), (2, 128)])
+def test_a_chosen_rotation_is_never_slower_than_that_of_diffusers(one_thread, heads, head_dim):
+    shape = {**NETWORK, "num_attention_heads": heads, "attention_head_dim": head_dim, "ffn_dim": 64}
+    plain = random_network("WanTransformer3DModel", shape, dtype=torch.float32, seed=0)
+    chosen = copy.deepcopy(plain)
+    if complex_wins(head_dim, 1):
+        for block in chosen.blocks:
+            block.attn1.processor = ComplexRotary()
+    runs = [lambda of=of: velocity_and_gradient(of) for of in (plain, chosen)]
+    assert slowdown(plain=runs[0], chosen=runs[1]) <= NO_SLOWER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", [4, 8])
+def test_a_chosen_autoencoder_is_never_slower_than_that_of_diffusers(one_thread, side):
+    name, values = tiny_vae("wan")
+    values = {**values, "base_dim": 16}
+    plain = random_network(name, values, dtype=torch.float32, seed=0)
+    chosen = copy.deepcopy(plain)
+    speed_up_autoencoder(chosen)
+    latents = torch.randn(1, values["z_dim"], 2, side, side, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        runs = [lambda vae=vae: vae.decode(latents, return_dict=False) for vae in (plain, chosen)]
+        assert slowdown(plain=runs[0], chosen=runs[1]) <= NO_SLOWER
