@@ -41,6 +41,7 @@ MAX_CONNECTING = 32
 WAIT_S = 120.0
 """Time without a controller after which a worker gives up."""
 POLL_S = 0.01
+FULL_S = 4.0
 
 
 async def open_lasting(
@@ -183,6 +184,7 @@ class Fleet:
     async def steady(self, begin: float, seconds: float, rate: float, generation_s: float) -> dict[str, Any]:
         """Request `rate` leases a second, over all fleets, on a fixed timetable, and deliver each group."""
         self._latencies, self._generation_s = [], generation_s
+        lags = []
         period = self.total / rate
         turns = [
             (begin + turn * period + (self._first + index) / rate, replica)
@@ -192,6 +194,7 @@ class Fleet:
         due = [(due_at, replica) for due_at, replica in turns if due_at < begin + seconds]
         for due_at, replica in due:
             await asyncio.sleep(due_at - time.monotonic())
+            lags.append(time.monotonic() - due_at)
             if not replica.due:  # a later request would replace one that waits
                 replica.request(1)
             replica.due.append(due_at)
@@ -199,7 +202,7 @@ class Fleet:
             await asyncio.sleep(0.1)
         await asyncio.sleep(2 * generation_s)
         self._generation_s = None
-        return {"latencies": self._latencies}
+        return {"latencies": self._latencies, "lags": lags}
 
     async def lease(self, each: int) -> dict[str, Any]:
         """Hold `each` leases in every replica."""
@@ -225,10 +228,15 @@ class Fleet:
         return {"delivered": delivered, "seconds": time.monotonic() - begin}
 
     async def fill(self, each: int) -> dict[str, Any]:
-        """Hold all leases that the controller grants, and keep a request open in every replica."""
-        before = -1
-        while before != (held := sum(len(replica.held) for replica in self._replicas)):
-            before = held
+        """Hold all leases that the controller grants, and keep a request open in every replica.
+
+        That is all when repeated requests have brought none for FULL_S.
+        """
+        held, changed_at = -1, time.monotonic()
+        while time.monotonic() - changed_at < FULL_S:
+            before, held = held, sum(len(replica.held) for replica in self._replicas)
+            if held != before:
+                changed_at = time.monotonic()
             for replica in self._replicas:
                 replica.request(each)
             await asyncio.sleep(1.0)

@@ -1,6 +1,6 @@
-"""The server side of controller.py: the product's controller, and the bare wire beside it.
+"""The server side of controller.py: the product's controller, and its bounds beside it.
 
-    python _fleet_server.py controller|bare DIRECTORY [PORT]
+    python _fleet_server.py controller|journaled|bare DIRECTORY [PORT]
 
 Prints its address, the number of replayed records and the seconds for them; serves until stdin closes. With a port,
 that of a server which was killed, it continues from the journal of that one.
@@ -19,14 +19,15 @@ from pathlib import Path
 from _fleet import MAX_STALENESS
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.journal.journal import FLUSH_BURST, FLUSHES_PER_S, Journal, Pace
+from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.control.succession import Predecessor
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.launch.interrupts import run_to_end
+from cosmos_rl_core.launch.interrupts import rare_collections, run_to_end
 from cosmos_rl_core.observe.record import Events
 from cosmos_rl_core.observe.reporting import Reporter
 from cosmos_rl_core.types import RolloutGroup
@@ -127,6 +128,50 @@ async def serve_bare(_: Path, token: bytes, port: int) -> None:
     await _until_stdin_closes(await serve(address, token=token, decode=p.ToController, on_connect=answer))
 
 
+async def serve_journaled(directory: Path, token: bytes, port: int) -> None:
+    """The same with a journal: a grant is sent when its record, and all deliveries before it, are on disk.
+
+    At most as many flushes a second as of the controller.
+    """
+    row = b'{"prompt": "1: ' + PROMPT.encode() + b'"}'
+    lease = p.LeasedPrompt(sample=0, attempt=1, deadline=MAX_STALENESS, row=row, origin="rows:1")
+    numbers = itertools.count()
+    waiting: list[tuple[Connection, p.Grant]] = []
+    work, pace = asyncio.Event(), Pace(FLUSHES_PER_S, burst=FLUSH_BURST)
+
+    with closing(Journal(directory / "journal")) as journal:
+
+        async def answer(connection: Connection) -> None:
+            connection.post(p.Welcome(1, 0, 0))
+            name = connection.peer.name
+
+            def take(message: p.ToController) -> None:
+                if isinstance(message, p.RequestLeases):
+                    leases = tuple(_numbered(lease, next(numbers)) for _ in range(message.capacity))
+                    for each in leases:
+                        journal.append(records.Leased(each.sample, name, each.attempt, each.deadline))
+                    waiting.append((connection, p.Grant(leases)))
+                    work.set()
+                elif isinstance(message, p.Deliver):
+                    journal.append(records.Delivered(message.sample, name, 0, 0, 0, message.num_terms))
+
+            await connection.consume(take)
+
+        async def flush() -> None:
+            while True:
+                await work.wait()
+                await pace.wait()
+                work.clear()
+                granted, waiting[:] = list(waiting), []
+                await journal.flush()
+                for connection, grant in granted:
+                    connection.post(grant)
+
+        address = f"tcp://127.0.0.1:{port}"
+        server = await serve(address, token=token, decode=p.ToController, on_connect=answer)
+        await _until_stdin_closes(server, flush())
+
+
 def _numbered(lease: p.LeasedPrompt, sample: int) -> p.LeasedPrompt:
     return p.LeasedPrompt(sample, lease.attempt, lease.deadline, lease.row, lease.origin)
 
@@ -144,11 +189,12 @@ async def _until_stdin_closes(server: Server, *beside, replay: tuple[int, float]
     await server.close()
 
 
-SERVERS = {"controller": serve_controller, "bare": serve_bare}
+SERVERS = {"controller": serve_controller, "journaled": serve_journaled, "bare": serve_bare}
 
 
 if __name__ == "__main__":
     raise_descriptor_limit()
     folder, former = Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
     secret = read_token(folder / "token") if former else make_token(folder / "token")
-    run_to_end(SERVERS[sys.argv[1]](folder, secret, former))
+    with rare_collections(True):
+        run_to_end(SERVERS[sys.argv[1]](folder, secret, former))

@@ -41,7 +41,7 @@ from cosmos_rl_core.launch.check import check_here, warnings_for
 from cosmos_rl_core.launch.external import start_external
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.gpus import assign_gpus
-from cosmos_rl_core.launch.interrupts import Interrupts, run_to_end
+from cosmos_rl_core.launch.interrupts import Interrupts, rare_collections, run_to_end
 from cosmos_rl_core.launch.local import fork_server, start_processes
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
@@ -169,8 +169,8 @@ def control(
     given.write_rows(path, resumed=resumption is not None or takeover is not None)
     placed = _Placed(path.resolve(), directory.lock, forks, supervised)
     ending, started = Ending(placed.directory), time.time()
-    measured = machine_log(placed.directory, "controller", alone=given.config.run.placement != "inline")
-    with ending.recorded(started), measured:
+    alone = given.config.run.placement != "inline"
+    with ending.recorded(started), machine_log(placed.directory, "controller", alone=alone), rare_collections(alone):
         whole = _Run(given, placed, resumption, takeover, ending)
         result = run_to_end(whole.run([*given.notes, *directory.notes, *([short] if short else [])]))
     ending.finished(
