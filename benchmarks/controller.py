@@ -45,7 +45,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _fleet import open_lasting
+from _fleet import HEARTBEAT_S, open_lasting
 from _fleet_journal import journal_of, sync_latencies
 from _fleet_server import GROUPS_PER_STEP, NUM_POLICIES
 from _metrics import Figure, report
@@ -198,7 +198,7 @@ class FakePolicy:
         self.votes.set()
         self._connection = connection
         self._saves = saves
-        self._task = asyncio.create_task(self._work())
+        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._beat())]
 
     @classmethod
     async def open(cls, address: str, token: bytes, index: int) -> FakePolicy:
@@ -209,8 +209,15 @@ class FakePolicy:
         return cls(connection, saves=index == 0)
 
     def close(self) -> None:
-        self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._connection.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            with contextlib.suppress(ConnectionClosed):  # the benchmark is over
+                self._send(p.Heartbeat(self.messages, version=self.steps))
 
     def _send(self, message: p.ToController) -> None:
         self._connection.post(message)

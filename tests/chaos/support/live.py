@@ -55,11 +55,12 @@ class LiveRun:
         self.wait(lambda: num_lines(self.directory / "metrics.jsonl") > done, "a step")
 
     def wait_for_members(self, role, count):
-        """Wait until so many of a role are ready, those that are suspected or start again not counted."""
+        """Wait until so many of a role work; those that are suspected, start again or wait for weights do not."""
 
         def ready():
             members = json.loads((self.directory / "status.json").read_text())["members"]
-            return sum(member["role"] == role and member["state"] == "ready" for member in members) == count
+            work = [member["role"] for member in members if member["state"] == "ready" and not member["phase"]]
+            return work.count(role) == count
 
         self.wait(lambda: (self.directory / "status.json").exists() and ready(), f"{count} of {role}")
 
