@@ -104,14 +104,14 @@ def trained(run_dir, rows_of):
 
 @pytest.fixture
 def must_equal(rows_of):
-    """Compare a run with the one that nobody killed."""
+    """Compare a run with the one that nobody killed. most: maximum difference of weights and optimizer state."""
 
-    def compare(run_dir, whole):
+    def compare(run_dir, whole, *, most=1e-12):
         assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
         assert trained(run_dir, rows_of) == trained(whole, rows_of)
         mine, other = weights_of(run_dir), weights_of(whole)
         assert mine.keys() == other.keys()
-        assert max((mine[name] - other[name]).abs().max().item() for name in mine) < 1e-12
+        assert max((mine[name] - other[name]).abs().max().item() for name in mine) <= most
         for step in list_steps(run_dir / "checkpoints"):
             assert read_state(run_dir / "checkpoints" / f"step_{step}").step == step
 

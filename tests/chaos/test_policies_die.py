@@ -135,6 +135,18 @@ def test_a_newcomer_has_the_state_of_the_others(
     must_equal(run_dir, undisturbed())
 
 
+def test_a_policy_that_begins_with_other_weights_takes_those_of_the_first(
+    dying, undisturbed, finished, must_equal, monkeypatch
+):
+    """And publishes no others, though it could be asked for them: no process ends."""
+    monkeypatch.setenv("OTHER_WEIGHTS", "policy-1")
+    process, run_dir, _ = dying("nobody", "nowhere", replicas=2)
+    out, _ = finished(process, timeout_s=240)
+    assert "died" not in out and "could not start" not in out
+    assert {record.voters for record in journal_of(run_dir) if isinstance(record, records.Commit)} == {BOTH}
+    must_equal(run_dir, undisturbed())
+
+
 @slow
 def test_a_newcomer_that_loses_its_peer_does_not_train_alone(
     tmp_path, dying, undisturbed, wait_for, start, rows_of, finished, must_equal
@@ -163,7 +175,8 @@ def test_all_of_several_policies_die(tmp_path, dying, undisturbed, wait_for, row
     for name in BOTH:
         kill(run_dir, name)
     (tmp_path / "go").touch()
-    finished(process, timeout_s=240)
+    out, _ = finished(process, timeout_s=240)
+    assert "could not start" not in out
     [rollback] = [record for record in journal_of(run_dir) if isinstance(record, records.RolledBack)]
     assert rollback.version == 4
     must_equal(run_dir, undisturbed())

@@ -1,7 +1,7 @@
 """Rows 2, 3 and 5 of the failure matrix: a rollout worker dies while it delivers, or is stopped and goes on later.
 
 With max_staleness = 0 every sample has its own random numbers, so that a sample that was lost, doubled or taken from a
-process that was removed would change the weights.
+process that was removed would change the weights. They are equal to the bit.
 """
 
 import os
@@ -31,7 +31,7 @@ def test_a_rollout_worker_that_dies(dying, undisturbed, finished, must_equal, pr
     assert died.exists(), "it did not die"
     assert "rollout-0 died (signal SIGKILL); starting it again" in out
     print_pause(run_dir)
-    must_equal(run_dir, undisturbed())
+    must_equal(run_dir, undisturbed(), most=0.0)
 
 
 @pytest.mark.slow
@@ -55,4 +55,4 @@ def test_a_rollout_worker_that_is_stopped_loses_its_leases_and_is_refused_when_i
     (tmp_path / "go").touch()
     out, _ = finished(process, timeout_s=240)
     assert "rollout-0 incarnation 1 was replaced or removed" in " ".join(out.split())
-    must_equal(run_dir, undisturbed())
+    must_equal(run_dir, undisturbed(), most=0.0)

@@ -250,6 +250,9 @@ class Dying(Tiny):
         hook_policy()
         policy = super().build_policy(*arguments, **keywords)
         policy.module.double()
+        if os.environ.get("OTHER_WEIGHTS") in Path("/proc/self/cmdline").read_text().split("\0"):
+            for weight in policy.module.parameters():
+                weight.data += 1.0
         return policy
 
     def build_engine(self, *arguments, **keywords):

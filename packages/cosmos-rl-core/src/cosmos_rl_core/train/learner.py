@@ -60,6 +60,8 @@ class PolicyLearner:
         self._residence = residence or Residence()
         self.replicas: ReplicaGroup | None = None
         """The policy replicas that train together with this one; None if it trains alone."""
+        self.withholds = False
+        """Whether nothing is published yet: the weights may still be replaced by those of another replica."""
         self._later: tuple[TrainBatch, ...] = ()
         """Updates of the step that begins, which follow its commit."""
         self._put_sums: Callable[[], None] | None = None
@@ -113,7 +115,7 @@ class PolicyLearner:
 
     async def publish(self) -> Mapping[str, float]:
         await self._residence.end()
-        if self._publisher is None:
+        if self._publisher is None or self.withholds:
             return {}
         with self._timeline.span("publish", step=self.version):
             weights, ready = await self.in_compute_thread(self._weights)

@@ -90,6 +90,7 @@ class PolicyRole:
             keeps_old=at.config.algorithm.old_logprobs == "policy",
             residence=self._residence,
         )
+        learner.withholds = True  # until it has joined a mesh
         steps = self._steps(learner, saver, mesh, replicas)
         address = publisher.address if publisher else ""
         await self._link.send(p.Ready(address=address, version=trainer.version, gpu=self._at.own_gpu()))
@@ -202,7 +203,8 @@ class PolicyRole:
                 await link.send(p.Alarm(message=f"it {error}"))
                 raise
             learner.replicas = replicas.group
-            if behind:
+            if behind or learner.withholds:
+                learner.withholds = False
                 await learner.publish()
             return learner.version
 
