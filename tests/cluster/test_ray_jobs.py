@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from loopback_ray import LoopbackRay
+from loopback_ray import LoopbackRay, address
 
 from cosmos_rl_core.checkpoint.manifest import read_state
 
@@ -103,3 +103,38 @@ def test_a_job_that_is_stopped_while_it_waits_for_a_place_leaves_nothing(jobs, c
     code, out = jobs("stop", "waits")
     assert code == 0 and "'waits' was stopped" in out, out
     wait_for(lambda: "jobs:" not in call("status", run_dir)[1], "the end of the actors", timeout_s=60)
+
+
+def test_the_loss_of_the_head_ends_launch_with_what_to_do_and_resume_continues(
+    ray, call, recipe, tmp_path, rows_of, wait_for
+):
+    """The controller is on the other node, which ends with its head."""
+    run_dir, there = tmp_path / "run", {"controller": {"node1": 1}, "policy": {"node0": 0.1}}
+    placed = {"cluster__ray": {"place_s": 300, "resources": there}}
+    ray.start_node(1)
+    try:
+        process = subprocess.Popen(
+            ["cosmos-rl", "launch", recipe(**LONG, **placed, checkpoint__every_steps=2), "--on", "ray"],
+            env=ray.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 5, "five steps", timeout_s=300)
+        ray.lose_node(0)
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 2
+        assert f"the head of Ray at {address(0)}:{ray.port} has not answered for 3" in errors
+        wait_for(lambda: "NOT LIVE" in call("status", run_dir)[1], "the end of the controller", timeout_s=200)
+        code, out = call("status", run_dir)
+        assert code == 0 and "the states of the jobs are not known here: no cluster of Ray answers at" in out
+        assert f"continue: cosmos-rl launch {tmp_path / 'run.toml'} --on ray --resume" in out
+        code, out = call("stop", run_dir, "--now")
+        assert code == 2 and "no cluster of Ray answers at" in out
+    finally:
+        ray.lose_node(1)
+        ray.start_node(0)
+    steps = len(rows_of(run_dir / "metrics.jsonl")) + 3
+    code, out = call("launch", recipe(run__max_steps=steps), "--on", "ray", "--resume")
+    assert code == 0, out
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=steps)

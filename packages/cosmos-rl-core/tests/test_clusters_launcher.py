@@ -301,6 +301,30 @@ def test_ctrl_c_during_the_start_leaves_no_job(cluster, monkeypatch):
     assert FakePlatform().alive(run) == {}
 
 
+def test_sigterm_during_a_launch_leaves_no_job_either(cluster, monkeypatch):
+    run, submit = cluster([]), FakePlatform._submit
+
+    def interrupted(platform, run, name):
+        if name == "rollout-1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return submit(platform, run, name)
+
+    monkeypatch.setattr(FakePlatform, "_submit", interrupted)
+    with pytest.raises(SystemExit, match=r"^143$"):
+        main(["launch", "run.toml", "--on", FAKE])
+    assert FakePlatform().alive(run) == {}
+
+
+def test_an_earlier_launch_whose_platform_does_not_answer_has_the_remedy(cluster, monkeypatch):
+    run = cluster([])
+    Launched(platform=FAKE, file=str(run.file), overrides=(), folders=()).write(run)
+    monkeypatch.setattr(FakePlatform, "alive", lambda self, run: refuse("no cluster answers at 10.0.0.1"))
+    with pytest.raises(
+        UserError, match=r"are alive: no cluster answers at 10\.0\.0\.1; .* remove .*/launch/cluster\.json"
+    ):
+        launch("local", run, resume=True)
+
+
 def test_ctrl_c_during_the_start_here_ends_the_run_that_has_not_locked_its_directory(cluster, tmp_path, monkeypatch):
     (tmp_path / "cosmos-rl").write_text("#!/bin/bash\necho $$ > started; exec sleep 600\n")
     (tmp_path / "cosmos-rl").chmod(0o755)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 
 from cosmos_rl_core.clusters.follow import Logs, follow
 from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
-from cosmos_rl_core.clusters.ray import Ray, not_started, processes, whole
+from cosmos_rl_core.clusters.ray import Ray, _must_listen, not_started, processes, whole
 from cosmos_rl_core.clusters.ray_supervisor import ReplicaAddress
 from cosmos_rl_core.clusters.restarted import Job, RestartedProcess
 from cosmos_rl_core.errors import UserError
@@ -97,6 +98,15 @@ def test_the_plan_needs_no_ray(cluster):
         2,
         "error: Ray is not installed here: pip install 'cosmos-rl-core[ray]'",
     )
+
+
+def test_an_address_at_which_nothing_listens_is_found_at_once():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(OSError, match="refused"):
+            _must_listen(f"127.0.0.1:{free.getsockname()[1]}")
+    _must_listen("auto")
+    _must_listen("ray://127.0.0.1:1")  # Ray's own client has a time limit
 
 
 def test_ray_is_a_launcher_and_its_section_is_strict(cluster):

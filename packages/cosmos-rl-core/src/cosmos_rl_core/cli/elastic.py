@@ -143,8 +143,12 @@ def launch(
     if dry_run:
         typer.echo(find_launcher(on).plan(replace(run, resume=resume, platform=on)))
         return
-    signal.signal(signal.SIGTERM, _ended)
-    for line in launch_on(on, run, resume=resume):
+    before = signal.signal(signal.SIGTERM, _ended)
+    try:
+        lines = launch_on(on, run, resume=resume)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    for line in lines:
         typer.echo(line)
     place = f"; its output is in {run.config.run.directory}/launch" if shares_files(on) else ""
     typer.echo(f"{run.label} is submitted{place}")

@@ -226,8 +226,7 @@ def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
     """
     launcher = find_launcher(platform)
     run.must_be_new(resume=resume)
-    earlier = Launched.of(run.directory)
-    if alive := {**(earlier.alive() if earlier else {}), **launcher.alive(run)}:
+    if alive := {**_alive_of_earlier(run), **launcher.alive(run)}:
         jobs = ", ".join(f"{name} {state}" for name, state in alive.items())
         raise UserError(f"{run.directory} has jobs already: {jobs}; end them with cosmos-rl stop {run.directory}")
     Launched(platform=platform, file=str(run.file), overrides=run.overrides, folders=run.folders).write(run)
@@ -237,6 +236,20 @@ def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
         with contextlib.suppress(UserError):  # the first error has the reason
             launcher.stop(run, now=True)
         raise
+
+
+def _alive_of_earlier(run: ClusterRun) -> Mapping[str, str]:
+    """Return the states of the jobs of an earlier launch. Raises UserError if its platform does not answer."""
+    earlier = Launched.of(run.directory)
+    if earlier is None:
+        return {}
+    try:
+        return earlier.alive()
+    except UserError as error:
+        raise UserError(
+            f"it is not known whether jobs of the last launch, on {earlier.platform}, are alive: {error}; if that "
+            f"cluster is gone, remove {run.directory / FOLDER / _FILE}"
+        ) from error
 
 
 class Launched(msgspec.Struct, kw_only=True):

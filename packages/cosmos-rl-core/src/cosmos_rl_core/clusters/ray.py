@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +41,8 @@ SILENT_S = 10.0
 """Time after which a start prints what it waits for."""
 ANSWER_S = 5.0
 """Maximum time for the answers of actors about their state."""
+HEAD_S = 30.0
+"""Time without an answer of Ray's head after which `cosmos-rl launch` ends."""
 END_S = 30.0
 """Maximum time for the answer of an actor whose process shall end."""
 
@@ -132,7 +138,7 @@ class Ray:
         connect(run)
         stopped = follow(
             run,
-            is_alive=lambda: is_there(run.label, CONTROLLER),
+            is_alive=_ControllerActor(run).is_there,
             stop=lambda now: self.stop(run, now=now),
             say=lambda line: print(line, flush=True),  # noqa: T201  as the run's own console
         )
@@ -252,8 +258,9 @@ def connect(run: ClusterRun) -> None:
         return
     address, section = _address(run), run.config.cluster.ray
     try:
+        _must_listen(address)
         ray.init(address=address, namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
             f"no cluster of Ray answers at {address}: {error}; start one by ray start --head, or set RAY_ADDRESS or "
             "[cluster.ray] address"
@@ -263,6 +270,62 @@ def connect(run: ClusterRun) -> None:
 def replica_of(name: str) -> str:
     """Return the replica of an actor: policy-0 of policy-0.1."""
     return name.partition(".")[0]
+
+
+class _ControllerActor:
+    """The controller's actor, as seen from `cosmos-rl launch`, also without the head of Ray.
+
+    Without it a call of Ray waits for a minute and then ends this process, so that a thread makes it.
+    """
+
+    def __init__(self, run: ClusterRun) -> None:
+        import ray
+
+        self._head: str = ray.get_runtime_context().gcs_address
+        self._run = run
+        self._answered = time.monotonic()
+        self._call: Future[bool] | None = None
+
+    def is_there(self) -> bool:
+        """Return whether it is there, as far as is known. Raises UserError if the head does not answer for a time."""
+        if not self._head_answers():
+            return True
+        if self._call is None:
+            self._call = Future()
+            threading.Thread(target=self._ask, args=(self._call,), daemon=True).start()
+        done, _ = wait([self._call], timeout=ANSWER_S)
+        if not done:
+            return True
+        call, self._call = self._call, None
+        return call.result()
+
+    def _ask(self, call: Future[bool]) -> None:
+        try:
+            call.set_result(is_there(self._run.label, CONTROLLER))
+        except Exception as error:
+            call.set_exception(error)
+
+    def _head_answers(self) -> bool:
+        try:
+            _must_listen(self._head)
+        except OSError as error:
+            silent_s = time.monotonic() - self._answered
+            if silent_s < HEAD_S:
+                return False
+            raise UserError(
+                f"the head of Ray at {self._head} has not answered for {silent_s:.0f} s: {error}; Ray ends the "
+                f"run's processes then, unless it is set up to survive this. cosmos-rl status {self._run.directory} "
+                "shows whether the run is live, and the line that continues it"
+            ) from error
+        self._answered = time.monotonic()
+        return True
+
+
+def _must_listen(address: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT, which Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
 
 
 def _address(run: ClusterRun) -> str:
