@@ -271,6 +271,8 @@ def test_a_log_that_is_read_stays_where_it_is_while_it_grows(page, directory):
 
 
 def test_the_page_fits_a_phone_and_has_a_dark_theme(page):
+    read(page, "good/recipe", "run.domain")
+    assert page.locator("td.key").first.bounding_box()["height"] < 40, "a key is in one line"
     page.set_viewport_size({"width": 390, "height": 800})
     shown = {
         **{
@@ -289,6 +291,8 @@ def test_the_page_fits_a_phone_and_has_a_dark_theme(page):
         assert tab["x"] >= 0 and tab["x"] + tab["width"] <= 390, f"the tab of {view} is at {tab}"
         cut = page.evaluate("[...document.querySelectorAll('.scroll')].some(box => box.scrollWidth > box.clientWidth)")
         assert not cut or view not in ("recipe", "timeline"), f"a table of {view} is cut off"
+    read(page, "good/recipe", "run.domain")
+    assert page.locator("td.key").first.bounding_box()["width"] > 120
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.keyboard.press("t")
     playwright.expect(page.locator("html")).to_have_attribute("data-theme", "dark")

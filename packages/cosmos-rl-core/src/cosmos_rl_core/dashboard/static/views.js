@@ -107,7 +107,7 @@ export async function recipe(view, ids) {
   const search = el('input', { type: 'search', placeholder: 'Filter keys', 'aria-label': 'Filter keys', oninput: () => draw() }), only = el('input', { type: 'checkbox', checked: ids.length > 1, onchange: () => draw() }), body = el('div', { class: 'card' })
   function draw() {
     const shown = keys.filter(key => key.toLowerCase().includes(search.value.toLowerCase()) && (ids.length === 1 || !only.checked || differs(key)))
-    body.replaceChildren(shown.length ? table(shown, [['key', 'mono', key => key], ...ids.map((id, i) => [ids.length > 1 ? id : 'value', 'mono', key => tables[i].get(key) ?? '–'])], { rowClass: key => ids.length > 1 && differs(key) ? 'different' : '' }) : el('span', { class: 'dim' }, keys.length ? 'No key matches: the recipes are equal here.' : 'There is no resolved.toml.'))
+    body.replaceChildren(shown.length ? table(shown, [['key', 'mono key', key => key], ...ids.map((id, i) => [ids.length > 1 ? id : 'value', 'mono', key => tables[i].get(key) ?? '–'])], { rowClass: key => ids.length > 1 && differs(key) ? 'different' : '' }) : el('span', { class: 'dim' }, keys.length ? 'No key matches: the recipes are equal here.' : 'There is no resolved.toml.'))
   }
   view.replaceChildren(el('h1', {}, 'Recipe', el('small', {}, 'every key that applies, defaults included')), el('div', { class: 'row' }, search, ids.length > 1 ? el('label', {}, only, 'only differences') : null), el('p', {}), body)
   draw()
