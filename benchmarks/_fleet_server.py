@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -179,7 +180,14 @@ def _numbered(lease: p.LeasedPrompt, sample: int) -> p.LeasedPrompt:
 async def _until_stdin_closes(server: Server, *beside, replay: tuple[int, float] = (0, 1.0)) -> None:
     print(server.address, *replay, flush=True)
     tasks = [asyncio.create_task(work) for work in beside]
-    end = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+    def watch() -> None:
+        sys.stdin.read()
+        loop.call_soon_threadsafe(over.set)
+
+    threading.Thread(target=watch, daemon=True).start()  # a failed server ends at once
+    end = asyncio.create_task(over.wait())
     done, _ = await asyncio.wait({*tasks, end}, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
