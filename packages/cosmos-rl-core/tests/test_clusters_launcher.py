@@ -301,6 +301,16 @@ def test_ctrl_c_during_the_start_leaves_no_job(cluster, monkeypatch):
     assert FakePlatform().alive(run) == {}
 
 
+def test_an_earlier_run_is_one_error_with_the_flag_of_launch(cluster, capsys):
+    run = cluster([])
+    run.directory.mkdir()
+    (run.directory / "resolved.toml").touch()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["launch", "run.toml", "--on", "local"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("contains an earlier run; continue it with --resume, or choose another [run] output_dir")
+
+
 def test_sigterm_during_a_launch_leaves_no_job_either(cluster, monkeypatch):
     run, submit = cluster([]), FakePlatform._submit
 

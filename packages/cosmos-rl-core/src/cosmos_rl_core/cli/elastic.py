@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -136,8 +137,12 @@ def launch(
     from cosmos_rl_core.clusters.follow import Follows
     from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_files
     from cosmos_rl_core.clusters.launcher import launch as launch_on
+    from cosmos_rl_core.settings.base import ConfigError
 
     deep = shares_files(on) and not dry_run
+    if not dry_run:
+        with suppress(ConfigError):  # reported with the other problems below
+            ClusterRun.of(file, overrides or [], external=on != "local").must_be_new(resume=resume)
     _check(file, overrides, external=on != "local", resume="auto" if resume and deep else None, deep=deep)
     run = replace(ClusterRun.of(file, overrides or [], external=on != "local"), checked=deep)
     if dry_run:
@@ -150,8 +155,9 @@ def launch(
         signal.signal(signal.SIGTERM, before)
     for line in lines:
         typer.echo(line)
-    place = f"; its output is in {run.config.run.directory}/launch" if shares_files(on) else ""
-    typer.echo(f"{run.label} is submitted{place}")
+    directory = run.config.run.directory
+    typer.echo(f"{run.label} is submitted" + (f"; its output is in {directory}/launch" if shares_files(on) else ""))
+    typer.echo(f"cosmos-rl status {directory} shows it, cosmos-rl stop {directory} saves and ends it")
     launcher = find_launcher(on)
     if isinstance(launcher, Follows) and not detach:
         raise typer.Exit(launcher.follow(run))
