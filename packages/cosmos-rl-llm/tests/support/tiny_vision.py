@@ -199,6 +199,8 @@ def _widen(text: dict[str, object], tower: dict[str, object]) -> None:
     old = text["hidden_size"]
     text |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     text |= {"head_dim": 32} if "head_dim" in text else {}
+    if "moe_intermediate_size" in text:
+        text |= {"moe_intermediate_size": 96, "norm_topk_prob": True}  # the second as published
     if "rope_parameters" in text:
         text["rope_parameters"]["mrope_section"] = [4, 6, 6]
     key = "hidden_size" if "embed_dim" in tower else "out_hidden_size"  # of Qwen2-VL, of Qwen2.5-VL and Qwen3-VL

@@ -32,11 +32,10 @@ OURS = frozenset({
     "weight_transfer_config",
 })  # fmt: skip
 """Arguments of vLLM that the engine sets itself, or that would move the live weights."""
-PICTURES = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava")
+PICTURES = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava")
 """The model_type of families whose pictures and videos vLLM is tested with."""
 _WHY_NOT = {
     "gemma3": "vLLM's attention without a GPU, CPU_ATTN, is causal among the tokens of a picture",
-    "qwen3_vl_moe": "vLLM's fused_moe/routed_experts.py loads experts as [in, out], and transformers has [out, in]",
 }
 OTHER_AXES = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """Arguments of vLLM that multiply the GPUs of an engine, beside tensor_parallel_size."""

@@ -8,14 +8,14 @@ processor's answer to one question is replaced: the most tokens of a picture, wh
 
 With torchvision too, Qwen2-VL and Qwen2.5-VL number positions as transformers does: after a video vLLM counts on from
 the largest along time, height and width, and transformers from the largest along height and width. The tower of Llava
-gets the names of weights that transformers 5 writes.
+gets the names of weights that transformers 5 writes, and stacked experts may come in its layout.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -26,11 +26,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 MODELS: Mapping[str, tuple[str, str]] = {
     "Qwen2VLForConditionalGeneration": ("qwen2_vl", "Qwen2VLForConditionalGeneration"),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
     "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
     "SmolVLMForConditionalGeneration": ("smolvlm", "SmolVLMForConditionalGeneration"),
     "InternVLForConditionalGeneration": ("interns1", "InternS1ForConditionalGeneration"),
     "LlavaForConditionalGeneration": ("llava", "LlavaForConditionalGeneration"),
@@ -41,6 +43,8 @@ RENUMBERED = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGenera
 """Architectures whose positions after a video are replaced."""
 WITHOUT_LEVEL = ("LlavaForConditionalGeneration",)
 """Architectures whose tower in vLLM has a level of modules, `vision_model`, that transformers 5 has not."""
+TRANSPOSED = ("Qwen3VLMoeForConditionalGeneration",)
+"""Architectures whose stacked experts are [in, out] in published files and in vLLM, and [out, in] in transformers 5."""
 _TOWER = re.compile(r"^(model\.)?vision_tower\.(vision_model\.)?")
 _ABSENT = "torchvision"
 _NAMES = (_ABSENT, *(f"{_ABSENT}.transforms{rest}" for rest in ("", ".functional", ".v2", ".v2.functional")))
@@ -55,7 +59,7 @@ def register() -> None:
     """Register the models with vLLM whose own class cannot be imported, or is changed."""
     from vllm import ModelRegistry
 
-    for architecture in MODELS if needed() else (*RENUMBERED, *WITHOUT_LEVEL):
+    for architecture in MODELS if needed() else (*RENUMBERED, *WITHOUT_LEVEL, *TRANSPOSED):
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
 
 
@@ -88,8 +92,28 @@ def _model(architecture: str) -> type:
             found.get_mm_max_tokens_per_item = _whole_context
         return found
 
+    if architecture in TRANSPOSED:
+        changed["load_weights"] = lambda self, weights: theirs.load_weights(
+            self, as_published(weights, self.config.get_text_config())
+        )
     own = type(name, (theirs,), {"__module__": __name__, **changed})
     return MULTIMODAL_REGISTRY.register_processor(made.processor, info=info, dummy_inputs=made.dummy_inputs)(own)
+
+
+def as_published(
+    weights: Iterable[tuple[str, torch.Tensor]], config: PreTrainedConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights with stacked experts as [experts, in, out], whichever way they come: their sizes tell.
+
+    Raises ValueError for a model in whose sizes the two ways do not differ.
+    """
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    for name, tensor in weights:
+        ways = {"gate_up_proj": (hidden, 2 * width), "down_proj": (width, hidden)}
+        way = ways.get(name.rpartition(".experts.")[2]) if tensor.ndim == 3 else None
+        if way is not None and way[0] == way[1]:
+            raise ValueError(f"{name} of {list(tensor.shape)}: [in, out] or [out, in] cannot be told; other sizes can")
+        yield name, tensor.transpose(1, 2) if way is not None and tuple(tensor.shape[1:]) == way[::-1] else tensor
 
 
 def _positions(self: Any, input_tokens: list[int], mm_features: list[Any]) -> tuple[torch.Tensor, int]:
