@@ -53,5 +53,7 @@ def test_stacked_experts_are_turned_to_the_published_layout_whichever_way_they_c
         ):
             assert torch.equal(found, wanted), name
     config.moe_intermediate_size = 2  # gate and up together are as wide as the model
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj of \[2, 4, 4\]: \[in, out\] or \[out, in\] cannot be"):
+    with pytest.raises(
+        ValueError, match=r"experts.gate_up_proj of \[2, 4, 4\]: \[in, out\] and \[out, in\] have equal"
+    ):
         [*towers.as_published([("layers.0.mlp.experts.gate_up_proj", torch.rand(2, 4, 4))], config)]

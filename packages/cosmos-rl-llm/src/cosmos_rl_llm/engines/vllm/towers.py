@@ -103,7 +103,7 @@ def _model(architecture: str) -> type:
 def as_published(
     weights: Iterable[tuple[str, torch.Tensor]], config: PreTrainedConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield weights with stacked experts as [experts, in, out], whichever way they come: their sizes tell.
+    """Yield weights with stacked experts as [experts, in, out], whichever way they come: by their sizes.
 
     Raises ValueError for a model in whose sizes the two ways do not differ.
     """
@@ -112,7 +112,7 @@ def as_published(
         ways = {"gate_up_proj": (hidden, 2 * width), "down_proj": (width, hidden)}
         way = ways.get(name.rpartition(".experts.")[2]) if tensor.ndim == 3 else None
         if way is not None and way[0] == way[1]:
-            raise ValueError(f"{name} of {list(tensor.shape)}: [in, out] or [out, in] cannot be told; other sizes can")
+            raise ValueError(f"{name} of {list(tensor.shape)}: [in, out] and [out, in] have equal sizes")
         yield name, tensor.transpose(1, 2) if way is not None and tuple(tensor.shape[1:]) == way[::-1] else tensor
 
 
