@@ -145,9 +145,11 @@ def test_a_preempted_rollout_hands_its_prompts_back_and_returns(slurm, launched,
     options = {"rollout_partition": "spot", "extra": ["--exclusive"]}
     run_dir, _ = launched(**slow(), cluster__slurm=options, elastic__leave_s=0.1, rollout__max_attempts=1)
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
-    slurm.call("sbatch", "--exclusive", "--job-name=other.other", "--wrap=sleep 30")
+    name = "rollout-1"
+    node = places(slurm)[name][1]  # without a node Slurm may preempt both, one after the other
+    slurm.call("sbatch", "--exclusive", f"--nodelist={node}", "--job-name=other.other", "--wrap=sleep 30")
     wait_for(lambda: jobs().get("other") == "RUNNING", "the job of a higher priority", timeout_s=120)
-    (name,) = (name for name in ("rollout-0", "rollout-1") if jobs()[name] == "PENDING")
+    assert jobs()[name] == "PENDING"
     steps = len(rows_of(run_dir / "metrics.jsonl"))
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps")
     must_have_trained_each_sample_once(run_dir, rows_of, steps=steps + 3)

@@ -250,6 +250,9 @@ def _worker(run: ClusterRun, replica: Replica, machine: int) -> Process:
 def connect(run: ClusterRun) -> None:
     """Connect this process to the cluster of a run. Raises UserError if there is none, or no Ray here."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the actors have environments of their own
+    os.environ.setdefault(
+        "RAY_NUM_REDIS_GET_RETRIES", "1"
+    )  # of 40 s each, for a cluster that has been here; default 20
     try:
         import ray
     except ImportError as error:
@@ -261,8 +264,9 @@ def connect(run: ClusterRun) -> None:
         _must_listen(address)
         ray.init(address=address, namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"no cluster of Ray answers at {address}: {error}; start one by ray start --head, or set RAY_ADDRESS or "
+            f"no cluster of Ray answers at {address}: {reason}; start one by ray start --head, or set RAY_ADDRESS or "
             "[cluster.ray] address"
         ) from error
 
