@@ -5,8 +5,9 @@
 Each run has three policies and two rollout workers. The records that it leaves must show no sample that was trained
 twice or lost, no step that policies of one mesh ended with different weights, no rollout of a version that the step
 must not train on, and a run that did not end by itself. With max_staleness = 0 the samples, responses and rewards of
-all steps are those of a run of one policy that nobody disturbed, and weights and optimizer state are its own to 1e-12
-in float64: sums over one, two and three policies round differently.
+all steps are those of a run of one policy that nobody disturbed, and weights and optimizer state after COMPARED steps
+are its own to 1e-12 in float64. Sums over one, two and three policies round differently, and learning amplifies that:
+runs of one and of two policies that nobody disturbed differed by 9e-11 after 309 steps.
 """
 
 import json
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 KILLS, PROMPTS = 30, 6
 POLICIES, ROLLOUTS = 3, 2
+COMPARED = 100
 KINDS = {"SIGKILL": 0.7, "SIGSTOP for less than silence_s": 0.12, "SIGSTOP until removed": 0.06, "SIGTERM": 0.12}
 """Share of each kind."""
 SILENCE_S, GRACE_S = 4.0, 0.5
@@ -140,7 +142,7 @@ def must_have_trained_each_sample_once(run_dir, steps, rows_of, *, max_staleness
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_kills(seed, updates, max_staleness, disturbed, tmp_path, undisturbed, rows_of):
-    changes = {"sync__max_staleness": max_staleness, "policy__minibatches": updates}
+    changes = {"sync__max_staleness": max_staleness, "policy__minibatches": updates, "checkpoint__keep": 100_000}
     run_dir, steps = disturbed(seed, **changes)
     must_have_trained_each_sample_once(run_dir, steps, rows_of, max_staleness=max_staleness)
     compared = must_have_equal_weights(tmp_path / "digests")
@@ -150,10 +152,11 @@ def test_random_kills(seed, updates, max_staleness, disturbed, tmp_path, undistu
         whole = undisturbed(run__max_steps=steps, **changes)
         for step in range(steps):
             assert content(run_dir, step, rows_of) == content(whole, step, rows_of), f"step {step}"
-        mine, other = weights_of(run_dir, steps), weights_of(whole, steps)
+        at = min(COMPARED, steps)
+        mine, other = weights_of(run_dir, at), weights_of(whole, at)
         assert mine.keys() == other.keys()
         difference = max((mine[name] - other[name]).abs().max().item() for name in mine)
-        print(f"\nlargest difference of weights and optimizer state after {steps} steps: {difference:.1e}")
+        print(f"\nlargest difference of weights and optimizer state after {at} steps: {difference:.1e}")
         assert difference < 1e-12
     print(f"\n{steps} steps, {rollbacks} rollbacks, {compared} weights compared; kills so far: {COUNTS.total()}")
     for role, kinds in groupby(sorted(COUNTS), key=lambda kind: kind.partition(" ")[0]):
