@@ -11,7 +11,7 @@ from cosmos_rl_core.rollout import payload
 from cosmos_rl_core.rollout.spool import store
 from cosmos_rl_core.wire import handshake
 
-DIGEST_OF = {4: "80e38eabd21ecef1"}
+DIGEST_OF = {5: "39ef58732cfbd0c9"}
 """Digest of the messages of a version. After a change of one raise PROTOCOL_VERSION, and replace this entry."""
 
 
