@@ -11,7 +11,7 @@ one of its ranks has died   -> Gone, by its agent's report: the other ranks may 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from cosmos_rl_core.control import protocol as p
@@ -41,6 +41,8 @@ class Admission:
     peers: Peers
     evaluator: Evaluator
     recovery: Recovery
+    returned: Callable[[str, Collection[int]], None]
+    """Called with a worker that has joined, and the samples whose results or leases it holds."""
     outcome: Outcome
     note: Callable[[str], None]
     clock: Callable[[], float]
@@ -70,6 +72,7 @@ class Admission:
         if earlier is not None:
             earlier.connection.close()
         self.feed(events.Join(name, role, incarnation, rejoin.holding))
+        self.returned(name, rejoin.holding)
         if incarnation:
             self.evaluator.lose(name, self.peers, but=rejoin.rows)
         return peer

@@ -138,9 +138,20 @@ class Batches:
             self._parts = samples, count, parts_of(costs, count)
         return self._parts[2][policy.mesh.index(policy.name)]
 
-    def committed(self, step: int) -> None:
-        """Release the groups of a step's batch. No-op for a commit that is repeated: the batch in work is kept."""
-        self._drop(self._assigned.pop(step, ()))
+    def restarted(self, ready: Iterable[int], *, step: int, assigned: tuple[int, ...]) -> None:
+        """Await the groups that are ready, and those of the batch of `step`, which a policy may have in work."""
+        self._assigned[step] = assigned
+        self.awaited.update(self.missing((*ready, *assigned)))
+
+    def committed(self, step: int) -> bool:
+        """Release the groups of a step's batch. No-op for a commit that is repeated: the batch in work is kept.
+
+        Returns whether the last awaited groups were those of the batch.
+        """
+        samples, before = self._assigned.pop(step, ()), len(self.awaited)
+        self._drop(samples)
+        self.awaited.difference_update(samples)
+        return before > len(self.awaited) == 0
 
     def roll_back(self, version: int, *, payloads_kept: bool) -> None:
         """Forget the batches of the steps from `version` on; unless kept, release their groups."""

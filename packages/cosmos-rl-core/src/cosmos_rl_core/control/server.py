@@ -130,6 +130,7 @@ class Controller:
             supervised=job.supervised,
             resume_from=job.resume_from,
         )
+        self._succession = Succession(recovery=self._recovery, turns=self._turns)
         self._rendezvous = Rendezvous()
         self.admission = Admission(
             ledger=ledger,
@@ -137,6 +138,7 @@ class Controller:
             peers=self.peers,
             evaluator=self._evaluator,
             recovery=self._recovery,
+            returned=self._succession.returned,
             outcome=self.outcome,
             note=observer.note,
             clock=clock,
@@ -151,7 +153,7 @@ class Controller:
 
     def succeed(self, earlier: Predecessor) -> None:
         """Continue the run of a dead controller, whose journal the ledger has replayed. Called before serving."""
-        Succession(recovery=self._recovery, turns=self._turns).begin(earlier)
+        self._succession.begin(earlier)
 
     async def run(self) -> None:
         """Serve until the policy leaves after the last step. Raises the error that ended the run early."""
@@ -278,6 +280,7 @@ class Controller:
                     self._recovery.begin()
             case events.Removed():
                 self._evaluator.lose(output.replica, self.peers)
+                self._succession.returned(output.replica, ())
                 self._recovery.lost()
                 if (peer := self.peers.by_name.get(output.replica)) is not None and peer.leaving:
                     peer.dismiss("it has left")
@@ -290,6 +293,13 @@ class Controller:
         else:
             peer.wants_batch = None
             peer.post(self._batches.with_payloads(message, peer))
+
+    def _send_committed(self, peer: Peer, message: p.Committed) -> None:
+        awaits_no_more = self._batches.committed(message.step)
+        self._turns.evaluate_if_due(message.step + 1)
+        peer.post(message)
+        if awaits_no_more:
+            self._turns.request_batches()
 
     def _send(self, peer: Peer, message: p.FromLedger) -> None:
         """Send a message of the ledger, completed with the recipe, rows or payloads."""
@@ -310,9 +320,7 @@ class Controller:
             case p.RolledBack():
                 peer.post(msgspec.structs.replace(message, resume_from=self._recovery.resume_from))
             case p.Committed():
-                self._batches.committed(message.step)
-                self._turns.evaluate_if_due(message.step + 1)
-                peer.post(message)
+                self._send_committed(peer, message)
             case p.Reject():
                 self._observer.note(f"{peer.name}: {message.reason}")
                 if message.fenced:  # it hung, and goes on now: it ends, and may be started again

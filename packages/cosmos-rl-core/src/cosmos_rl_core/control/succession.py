@@ -1,13 +1,13 @@
 """A controller that continues the run of one that died.
 
 journal replayed, Restart -> workers return, repeat their groups and requests -> all groups there: batches go on
-                                                                              -> after the grace, those of the
-                                                                                 missing ones are generated again
+                             one returns without its group, or not within the grace -> it is generated again
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 from cosmos_rl_core.control.ledger import events
@@ -59,8 +59,10 @@ class Succession:
             return outcome.finish()
         self.recovery.lost()
         assigned = ledger.assignment.samples if ledger.assignment is not None else ()
-        batches.awaited.update(batches.missing((*self._ready(), *assigned)))
-        asyncio.get_running_loop().call_later(ledger.config.restart_grace_s, self._give_up)
+        batches.restarted(self._ready(), step=ledger.version, assigned=assigned)
+        asyncio.get_running_loop().call_later(
+            ledger.config.restart_grace_s, lambda: self._give_up(set(batches.awaited))
+        )
         observer.note(
             f"the controller has restarted (generation {ledger.generation}) at step {ledger.version}; "
             f"{len(ledger.members.live())} workers and {len(batches.awaited)} groups are expected to return"
@@ -69,14 +71,20 @@ class Succession:
     def _ready(self) -> set[int]:
         return {sample for samples in self.recovery.ledger.samples.ready.values() for sample in samples}
 
-    def _give_up(self) -> None:
-        """Generate the groups again that have not returned; those of the batch in work only if it is requested."""
+    def returned(self, replica: str, holding: Collection[int]) -> None:
+        """A replica has returned, or another process of it, and holds these samples; its other groups are lost."""
+        active = self.recovery.ledger.samples.active
+        delivered = {s for s in self.recovery.parts.batches.awaited if s in active and active[s].replica == replica}
+        self._give_up(delivered.difference(holding))
+
+    def _give_up(self, lost: Set[int]) -> None:
+        """Generate groups again that do not return; those of the batch in work only if it is requested."""
         batches, _, _, observer, _ = self.recovery.parts
-        missing = tuple(sorted(batches.awaited & self._ready()))
-        if not batches.awaited:
+        if not lost:
             return
-        batches.awaited.clear()
-        if missing:
+        batches.awaited.difference_update(lost)
+        if missing := tuple(sorted(lost & self._ready())):
             self.recovery.feed(events.Unheld(missing))
             observer.note(f"groups lost with their workers and generated again: {len(missing)}")
-        self.turns.request_batches()
+        if not batches.awaited:
+            self.turns.request_batches()

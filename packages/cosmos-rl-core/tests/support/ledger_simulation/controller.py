@@ -70,6 +70,8 @@ class FakeController:
             self._world.after(SYNC_S, self._sync, self._life)
         self._unsynced += decided
         self._outputs += outputs
+        if isinstance(event, events.Join):
+            self._generate_again(self.payloads.returned(event, self.ledger))
         if self.crashes_at_next_decision and decided:
             self.crashes_at_next_decision = False
             self._world.after(SYNC_S / 2, self.crash, self._life)
@@ -138,8 +140,12 @@ class FakeController:
 
     def _give_up(self, life: int) -> None:
         """Generate the groups again that have not returned after a restart."""
-        if life == self._life and (missing := self.payloads.give_up(self.ledger)):
-            self.take(events.Unheld(missing))
+        if life == self._life:
+            self._generate_again(self.payloads.give_up(self.ledger))
+
+    def _generate_again(self, lost: tuple[int, ...]) -> None:
+        if lost:
+            self.take(events.Unheld(lost))
 
     def _roll_back(self) -> None:
         if self.is_up and self.ledger.is_orphaned:

@@ -69,13 +69,21 @@ class Payloads:
     def restarted(self, ledger: Ledger) -> None:
         """Expect the groups that were in the memory of the controller before."""
         assigned = ledger.assignment.samples if ledger.assignment is not None else ()
-        self._batches.awaited.update(self._batches.missing((*_ready(ledger), *assigned)))
+        self._batches.restarted(_ready(ledger), step=ledger.version, assigned=assigned)
 
     def give_up(self, ledger: Ledger) -> tuple[int, ...]:
         """Return the samples whose groups have not returned."""
-        missing = tuple(sorted(self._batches.awaited & _ready(ledger)))
-        self._batches.awaited.clear()
-        return missing
+        return self._lost(set(self._batches.awaited), ledger)
+
+    def returned(self, join: events.Join, ledger: Ledger) -> tuple[int, ...]:
+        """Return the samples whose groups a replica has delivered and no longer holds."""
+        active = ledger.samples.active
+        delivered = {s for s in self._batches.awaited if s in active and active[s].replica == join.replica}
+        return self._lost(delivered.difference(join.holding), ledger)
+
+    def _lost(self, samples: set[int], ledger: Ledger) -> tuple[int, ...]:
+        self._batches.awaited.difference_update(samples)
+        return tuple(sorted(samples & _ready(ledger)))
 
     def follow(self, event: events.Event, decided: list[records.Record], ledger: Ledger) -> None:
         """Keep and release groups as the ledger has decided."""

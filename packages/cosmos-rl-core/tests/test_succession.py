@@ -1,0 +1,61 @@
+"""What a controller that continues a run awaits, and when it no longer does."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cosmos_rl_core.control.inflight import Batches
+from cosmos_rl_core.control.ledger import events
+from cosmos_rl_core.control.ledger.samples import ASSIGNED, READY, Sample
+from cosmos_rl_core.control.peers import Peers
+from cosmos_rl_core.control.recovery import RunParts
+from cosmos_rl_core.control.succession import Succession
+
+STEP, IN_WORK = 8, (30, 31)
+
+
+@pytest.fixture
+def restarted():
+    """Samples 30 and 31 are in the batch in work; 32 and 33 are ready. Those of odd number are rollout-1's."""
+    active = {s: Sample(ASSIGNED if s in IN_WORK else READY, replica=f"rollout-{s % 2}") for s in range(30, 34)}
+    samples = SimpleNamespace(active=active, ready={STEP + 1: {32, 33}})
+    batches = Batches(source=None, supervised=False, peers=Peers())
+    fed, requested = [], []
+    recovery = SimpleNamespace(
+        ledger=SimpleNamespace(samples=samples),
+        parts=RunParts(batches, None, None, SimpleNamespace(note=lambda text: None), None),
+        feed=fed.append,
+    )
+    batches.restarted({32, 33}, step=STEP, assigned=IN_WORK)
+    assert batches.awaited == {30, 31, 32, 33}
+    succession = Succession(recovery=recovery, turns=SimpleNamespace(request_batches=lambda: requested.append(1)))
+    return succession, batches, fed, requested
+
+
+def test_a_replica_that_returns_without_its_groups_is_not_awaited(restarted):
+    succession, batches, fed, requested = restarted
+    succession.returned("rollout-1", holding=(31,))
+    assert batches.awaited == {30, 31, 32}
+    assert fed == [events.Unheld((33,))]
+    assert not requested
+    succession.returned("rollout-0", holding=())
+    succession.returned("rollout-1", holding=())
+    assert not batches.awaited
+    assert fed[1:] == [events.Unheld((32,))], "the batch in work is with its policy"
+    assert len(requested) == 1
+
+
+def test_the_groups_of_a_step_that_is_committed_are_not_awaited(restarted):
+    _, batches, _, _ = restarted
+    assert not batches.committed(STEP)
+    assert batches.awaited == {32, 33}
+    assert not batches.committed(STEP), "a repeated commit"
+
+
+def test_the_last_awaited_groups_may_be_those_of_the_batch(restarted):
+    succession, batches, _, requested = restarted
+    succession.returned("rollout-0", holding=(30,))
+    succession.returned("rollout-1", holding=(31,))
+    assert batches.awaited == {30, 31} and not requested
+    assert batches.committed(STEP)
+    assert not batches.awaited
