@@ -315,7 +315,7 @@ def test_03_the_port_of_the_weights_is_tried_from_this_machine(written):
         with closing(socket.socket()) as bound:  # a port at which nothing listens, and nothing else will
             bound.bind(("127.0.0.1", 0))
             closed = bound.getsockname()[1]
-            policy = {**member("policy-0"), "weights_at": f"127.0.0.1:{port},127.0.0.1:{closed}"}
+            policy = {**member("policy-0"), "weights_at": f"127.0.0.1:{port},127.0.0.1:{closed},/a/folder"}
             written.status(members=(policy, "rollout-0"))
             found = [check for check in written.examine().checks if check.name == "weight port"]
             assert {(check.level, check.text) for check in found} == {

@@ -862,6 +862,14 @@ def test_a_newcomer_that_may_lack_the_weights_does_not_continue_alone():
     assert p.ledger.members.mesh == ()
 
 
+def test_a_newcomer_is_not_in_the_mesh_after_the_last_step():
+    """The others leave, and it would wait for their weights."""
+    p = play(max_steps=2)
+    p.train(steps=2)
+    assert not [message for message in p.join("policy-1") if isinstance(message.message, m.Remesh)]
+    assert p.ledger.members.mesh == ("policy-0",)
+
+
 def test_a_newcomer_has_the_weights_after_a_commit():
     p = play()
     p.train(steps=2)

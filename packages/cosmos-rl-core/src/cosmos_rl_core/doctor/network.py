@@ -118,7 +118,8 @@ def weight_ports(members: Sequence[Mapping[str, Any]], *, awaited: bool) -> Iter
 
     members: of a status. awaited: whether a rollout worker waits for weights, which makes a silent port bad.
     """
-    ports = [(each["name"], at) for each in members for at in each.get("weights_at", "").split(",") if at]
+    places = [(each["name"], at) for each in members for at in each.get("weights_at", "").split(",")]
+    ports = [(name, at) for name, at in places if at.rpartition(":")[2].isdecimal()]  # others are folders
     with ThreadPoolExecutor(max(1, min(32, len(ports)))) as pool:
         for (name, at), reason in zip(ports, pool.map(lambda port: _refusal(port[1]), ports), strict=True):
             if not reason:

@@ -201,7 +201,8 @@ def form_mesh(ledger: LedgerState) -> None:
     """Form the mesh of all ready policy replicas; called after changes of members or of the step.
 
     A loss changes the mesh at once; without a member that has the weights it is the loss of all. New members join
-    after the step. The first mesh of a run waits for `policy_members`, the one after the loss of all for one.
+    after the step; after the last step none does, as those with the weights leave. The first mesh of a run waits for
+    `policy_members`, the one after the loss of all for one.
     """
     members = ledger.members
     ready = members.ready_policies()
@@ -212,7 +213,7 @@ def form_mesh(ledger: LedgerState) -> None:
     elif not members.mesh:
         if not ledger.is_orphaned and len(ready) >= ledger.mesh_size:
             remesh(ledger, ready)
-    elif set(ready) != set(members.mesh) and ledger.assignment is None:
+    elif set(ready) != set(members.mesh) and ledger.assignment is None and ledger.why_finished() is None:
         newcomers = tuple(name for name in ready if name not in members.mesh)
         remesh(ledger, (*members.mesh, *newcomers))  # the first has the current weights
 
