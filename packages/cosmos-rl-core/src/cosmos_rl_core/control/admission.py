@@ -82,6 +82,13 @@ class Admission:
         peer.leaving = True
         self.note(f"{peer.name} has left")
 
+    def rejected(self, peer: Peer, message: p.Reject) -> None:
+        """The ledger has rejected a message. A process that hung and goes on now ends, and may be started again."""
+        self.note(f"{peer.name}: {message.reason}")
+        if message.fenced:
+            peer.post(message)
+            peer.connection.close()
+
     def dismiss(self, connection: Connection) -> None:
         """Send Stop to a worker that comes when the run is over."""
         if connection.peer.role in ("policy", "rollout") and not self.outcome.is_taken_over:

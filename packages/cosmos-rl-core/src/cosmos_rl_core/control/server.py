@@ -294,13 +294,6 @@ class Controller:
             peer.wants_batch = None
             peer.post(self._batches.with_payloads(message, peer))
 
-    def _send_committed(self, peer: Peer, message: p.Committed) -> None:
-        awaits_no_more = self._batches.committed(message.step)
-        self._turns.evaluate_if_due(message.step + 1)
-        peer.post(message)
-        if awaits_no_more:
-            self._turns.request_batches()
-
     def _send(self, peer: Peer, message: p.FromLedger) -> None:
         """Send a message of the ledger, completed with the recipe, rows or payloads."""
         match message:
@@ -320,12 +313,11 @@ class Controller:
             case p.RolledBack():
                 peer.post(msgspec.structs.replace(message, resume_from=self._recovery.resume_from))
             case p.Committed():
-                self._send_committed(peer, message)
+                awaits_no_more = self._batches.committed(message.step)
+                peer.post(message)
+                self._turns.committed(message.step, requests_batches=awaits_no_more)
             case p.Reject():
-                self._observer.note(f"{peer.name}: {message.reason}")
-                if message.fenced:  # it hung, and goes on now: it ends, and may be started again
-                    peer.post(message)
-                    peer.connection.close()
+                self.admission.rejected(peer, message)
             case p.NoMore() if peer.role == "policy":
                 self._turns.end_batches(peer)
             case p.Remesh():

@@ -115,6 +115,12 @@ class Turns:
         self._resume_requests()
         self.request_batches()
 
+    def committed(self, step: int, *, requests_batches: bool) -> None:
+        """A step is committed: evaluate its weights if they are due. requests_batches: policies may have waited."""
+        self.evaluate_if_due(step + 1)
+        if requests_batches:
+            self.request_batches()
+
     def request_batches(self) -> None:
         """Request the batches of all policies that wait."""
         for policy in self.peers.of_role("policy"):
