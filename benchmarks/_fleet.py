@@ -42,6 +42,7 @@ WAIT_S = 120.0
 """Time without a controller after which a worker gives up."""
 POLL_S = 0.01
 FULL_S = 4.0
+"""Time without a new lease after which all that can be granted are."""
 
 
 async def open_lasting(

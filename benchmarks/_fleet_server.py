@@ -1,4 +1,4 @@
-"""The server side of controller.py: the product's controller, and its bounds beside it.
+"""The servers of controller.py: the product's controller, and two that do less, as bounds of what is possible.
 
     python _fleet_server.py controller|journaled|bare DIRECTORY [PORT]
 

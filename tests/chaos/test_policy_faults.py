@@ -65,7 +65,7 @@ def two_policies(tmp_path, bandit, write_recipe, start, rows_of, wait_for, monke
 
 @pytest.fixture
 def wait_for_steps(rows_of, wait_for):
-    """Wait until a run has trained more steps; return the seconds that took."""
+    """Wait until a run has trained more steps; return the seconds until then."""
 
     def wait(process, run_dir, what, *, more=1):
         before, since = len(rows_of(run_dir / "metrics.jsonl")), time.monotonic()

@@ -1,4 +1,4 @@
-"""The wfm domain; its policies write digests of all their weights after each step: `domain = "recorded:DOMAIN"`."""
+"""The wfm domain, whose policies write a digest of their weights after each step: `domain = "recorded:DOMAIN"`."""
 
 from dying import record_weights
 

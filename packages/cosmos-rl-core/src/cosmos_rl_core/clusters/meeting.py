@@ -42,7 +42,7 @@ class Begin(Message, frozen=True):
 class GivenUp(Message, frozen=True):
     """A part of a policy replica is not started again.
 
-    From its node to node 0, and from there to the nodes of all its parts if the run goes on without the replica.
+    Its node sends it to node 0, which passes it to the nodes of the other parts if the run goes on without the replica.
     """
 
     life: str
@@ -151,7 +151,7 @@ class Meeting:
         _post(connection, Over(await asyncio.shield(self.over)))
 
     def _replace(self, join: Join) -> None:
-        """End the node's earlier connection. An earlier process of the node ends: it would connect again and again."""
+        """Close the node's earlier connection. If another process has it, end that one: it would connect again."""
         process, connection = self._open.get(join.node, (join.process, None))
         if connection is None:
             return

@@ -96,7 +96,7 @@ class ClusterNode:
     _parts: list[list[Part]] = field(init=False)
     _processes: Processes = field(init=False)
     _report: Callable[[str, int], None] = field(init=False)
-    """Called with a policy replica that has a part here, and its exit code, when it is not started again."""
+    """Called when this node's part of a policy replica is not started again: with the replica and the exit code."""
     _leaving: asyncio.Event = field(default_factory=asyncio.Event)
     _process: str = field(default_factory=lambda: secrets.token_hex(8))
 

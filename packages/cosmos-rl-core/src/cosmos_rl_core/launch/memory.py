@@ -212,7 +212,7 @@ def staying(needs: Needs) -> int:
 
 
 def _copies_reference(shape: ModelShape, config: RunConfig, counts: CountsMemory | None) -> bool:
-    """Whether a second model is loaded for a KL term; with adapters alone, the model without them is the reference."""
+    """Whether a KL term loads a second model. The reference of a policy that trains adapters alone is its base."""
     if config.is_sft or not config.algorithm.kl_coef or (shape.adapter_parameters and not shape.whole):
         return False
     return counts is None or not counts.is_own_reference(config)
