@@ -78,9 +78,10 @@ def between_processes(hour: Hour) -> None:
         logs = (Path(tables["run"]["output_dir"]) / "logs/rollout-0.log").read_text()
         over = float(f"weights are read over {transport}" in logs)
         hour.measured(f"{transport}: read over it", over, "", ">= 1", always=True)
-        num_bytes, seconds = (statistics.median(step[name] for step in steps) for name in ("sync_bytes", "sync_s"))
-        hour.note(f"{transport}: {num_bytes / GIB:.2f} GiB")
-        hour.measured(f"{transport}: weights", num_bytes / max(seconds, 1e-9) / 1e9, "GB/s", target)
+        pulls = [pull for pull in running.arguments("wait for weights") if pull.get("pull_s")]
+        hour.note(f"{transport}: {statistics.median(pull['bytes'] for pull in pulls) / GIB:.2f} GiB")
+        speed = statistics.median(pull["bytes"] / pull["pull_s"] for pull in pulls)
+        hour.measured(f"{transport}: weights", speed / 1e9, "GB/s", target)
         hour.measured(f"{transport}: stall of a step", statistics.median(s["sync_stall_s"] for s in steps), "s", "<= 1")
 
 

@@ -166,7 +166,7 @@ class Running:
 
     def spans(self, name: str) -> list[tuple[float, float, str]]:
         """Start and end, in Unix time, and role of each span of this name in the timeline."""
-        timeline = json.loads((self.directory / "timeline.json").read_text())
+        timeline = self._timeline()
         events, zero = timeline["traceEvents"], timeline["otherData"]["wall_s"]
         names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
         found = [event for event in events if event["name"] == name]
@@ -174,6 +174,13 @@ class Running:
             (zero + one["ts"] / 1e6, zero + (one["ts"] + one["dur"]) / 1e6, names[one["pid"]].partition("-")[0])
             for one in found
         ]
+
+    def arguments(self, name: str) -> list[dict[str, Any]]:
+        """The values of each span of this name."""
+        return [event.get("args", {}) for event in self._timeline()["traceEvents"] if event["name"] == name]
+
+    def _timeline(self) -> dict[str, Any]:
+        return json.loads((self.directory / "timeline.json").read_text())
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of each step so far."""
