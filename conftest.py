@@ -4,6 +4,7 @@ The time of an example is not limited: it says more about the machine's load tha
 """
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,3 +45,14 @@ def pytest_collection_finish() -> None:
     """Leave modules and tests out of all later garbage collections, which took a third of the time of some tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensor work of this process on one thread, as in a worker with `threads = 1`."""
+    import torch  # not before the options are parsed
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -29,7 +29,6 @@ which the server's thread could have run and had no processor (/proc/PID/schedst
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -45,16 +44,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _fleet import HEARTBEAT_S, open_lasting
 from _fleet_journal import journal_of, sync_latencies
+from _fleet_policy import FakePolicy
 from _fleet_server import GROUPS_PER_STEP, NUM_POLICIES
 from _metrics import Figure, report
 
-from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
-from cosmos_rl_core.workers.connection.lasting import LastingConnection
 
 HERE = Path(__file__).resolve().parent
 NUM_PROCESSES = 8
@@ -185,66 +181,6 @@ class Clients:
             assert process.stdin is not None
             process.stdin.close()
             await process.wait()
-
-
-class FakePolicy:
-    """Takes every batch, votes at once and reports the step; the first of them saves each fifth step."""
-
-    def __init__(self, connection: LastingConnection, *, saves: bool) -> None:
-        self.messages = 0
-        self.steps = 0
-        self.votes = asyncio.Event()
-        """Whether it votes: otherwise it holds its batch."""
-        self.votes.set()
-        self._connection = connection
-        self._saves = saves
-        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._beat())]
-
-    @classmethod
-    async def open(cls, address: str, token: bytes, index: int) -> FakePolicy:
-        connecting = asyncio.Semaphore()
-        connection = await open_lasting(
-            address, token=token, name=f"policy-{index}", role="policy", connecting=connecting
-        )
-        return cls(connection, saves=index == 0)
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._connection.close()
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            with contextlib.suppress(ConnectionClosed):  # the benchmark is over
-                self._send(p.Heartbeat(self.messages, version=self.steps))
-
-    def _send(self, message: p.ToController) -> None:
-        self._connection.post(message)
-        self.messages += 1
-
-    async def _work(self) -> None:
-        with contextlib.suppress(ConnectionClosed):  # the benchmark is over
-            while True:
-                message = await self._connection.receive()
-                self.messages += 1
-                match message:
-                    case p.Welcome():
-                        self._send(p.Ready(address="tcp://127.0.0.1:1"))
-                    case p.Remesh():
-                        self._send(p.RequestBatch(message.version, message.epoch))
-                    case p.Batch() as batch:
-                        await self.votes.wait()
-                        self._send(p.Vote(batch.step, batch.epoch))
-                    case p.Committed():
-                        self._done(message.step + 1, batch.epoch)
-
-    def _done(self, version: int, epoch: int) -> None:
-        self.steps = version
-        self._send(p.StepDone(version - 1, version, {"loss": 0.0}))
-        if self._saves and version % 5 == 0:
-            self._send(p.CheckpointDone(version, "/checkpoints/step"))
-        self._send(p.RequestBatch(version, epoch))
 
 
 class ServerProcess:

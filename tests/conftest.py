@@ -229,17 +229,6 @@ def finished():
     return wait
 
 
-@pytest.fixture
-def one_thread():
-    """Tensor work of this process on one thread, as in a worker with `threads = 1`."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def rows_of():
     """The objects of a .jsonl file."""

@@ -73,7 +73,7 @@ def dying(tmp_path, monkeypatch, recipe, start):
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory, bandit, write_recipe, start, rows_of, wait_for):
+def live(tmp_path_factory, bandit, write_recipe, start, wait_for):
     """A run with faults, for all tests of a module in turn."""
     folder = tmp_path_factory.mktemp("live")
     directory = folder / "run"
@@ -81,7 +81,7 @@ def live(tmp_path_factory, bandit, write_recipe, start, rows_of, wait_for):
         patch.setenv("PYTHONPATH", SUPPORT)
         patch.setenv("FAULTS_OF", str(directory))
         process = start("run", write_recipe(folder / "run.toml", recipe_of_live_run(bandit, directory)))
-    return LiveRun(process, directory, rows_of=rows_of, wait_for=wait_for)
+    return LiveRun(process, directory, wait_for=wait_for)
 
 
 @pytest.fixture

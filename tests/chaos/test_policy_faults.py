@@ -9,8 +9,7 @@ from pathlib import Path
 
 import faults
 import pytest
-
-from cosmos_rl_core.checkpoint.manifest import read_state
+from lives import must_have_trained_once
 
 pytestmark = pytest.mark.ci
 
@@ -86,7 +85,7 @@ def wait_for_steps(rows_of, wait_for):
 
 
 @pytest.fixture
-def trained_once(rows_of):
+def trained_once():
     """Stop a run; check that every sample was trained exactly once, in the order of a run that nobody disturbed.
 
     Returns what it printed.
@@ -96,12 +95,7 @@ def trained_once(rows_of):
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=240)
         assert process.returncode == 130, errors
-        steps = len(rows_of(run_dir / "metrics.jsonl"))
-        assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(steps))
-        for step in range(steps):
-            rows = rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")
-            assert {row["sample"] for row in rows} == set(range(step * PROMPTS, (step + 1) * PROMPTS))
-        assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
+        must_have_trained_once(run_dir, prompts=PROMPTS)
         return " ".join(output.split())
 
     return check

@@ -16,6 +16,8 @@ from cosmos_rl_vla.build import build_engine
 from cosmos_rl_vla.config import TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.data.rows import load_rows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 2
 DATA = {"simulator": "reach", "tasks": ["red", "green"], "options": {"image_size": 16, "max_steps": 20}}
 
@@ -28,14 +30,6 @@ def model(tmp_path):
     ActionStats.unit(2).save(tmp_path)
     words, stats = ["reach the red green square"], str(tmp_path / "action_stats.json")
     return {"action_dim": 2, "state_dim": 2, "horizon": 4, "words": words, "stats": stats}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.ci

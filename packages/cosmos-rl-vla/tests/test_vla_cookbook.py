@@ -20,7 +20,11 @@ from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.sims.libero import find_task
 
 COOKBOOK = Path(__file__).parents[3] / "cookbook"
-pytestmark = [pytest.mark.ci, pytest.mark.skipif(not COOKBOOK.is_dir(), reason="the wheel comes without the cookbook")]
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not COOKBOOK.is_dir(), reason="the wheel comes without the cookbook"),
+]
 
 TASKS = [f"libero_10/{number}" for number in range(10)]
 SIMULATOR = '''
@@ -63,15 +67,6 @@ class Table(Worded):
     def close(self):
         pass
 '''
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensor work of this process on one thread, as in a worker with `threads = 1`."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

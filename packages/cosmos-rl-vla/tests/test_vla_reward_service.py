@@ -11,7 +11,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 from cosmos_rl_core import run
 from cosmos_rl_core.reward.remote import RemoteReward
@@ -20,6 +19,8 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 for needed in ("httpx", "starlette", "uvicorn"):
     pytest.importorskip(needed, reason="an extra of the package")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 COMMAND = "from cosmos_rl_core.cli.app import main; main()"
 HORIZON = 4
@@ -42,14 +43,6 @@ class Jump(Reach):
         done = bool(action[0] > 0.5)
         return replace(stepped, terminated=done, success=done, truncated=stepped.truncated and not done)
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-import torch
 from safetensors.numpy import load_file
 
 from cosmos_rl_core import Request, evaluate, run
@@ -23,17 +22,10 @@ from cosmos_rl_core.inference.request import Instances
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS, PROMPTS = 3, 4
 COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensor work of this process on one thread, as in a worker with `threads = 1`."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

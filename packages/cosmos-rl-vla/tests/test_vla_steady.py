@@ -11,15 +11,9 @@ from cosmos_rl_vla.engines import steady
 from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.families import load
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 COUNT, ROWS, LENGTH = 11, 4, 7
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", ["pi05", "openvla_oft", "mlp"])

@@ -22,6 +22,8 @@ from cosmos_rl_wfm.engines.torch import FlowEngine, TorchEngineOptions
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.sampling import FlowSampling
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 2
 SLOW = (pytest.mark.ci, pytest.mark.slow)
 WAN = {"family": "wan", "tiny": True, "text": {"encoder": "words"}}
@@ -54,14 +56,6 @@ ARMS = {
         "rollout": {"group_size": 2, "sampling": GUIDED},
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

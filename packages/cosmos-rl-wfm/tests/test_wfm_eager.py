@@ -24,14 +24,6 @@ from cosmos_rl_wfm.sampling import FlowSampling
 WIDE = {**NETWORK, "num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 256}
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def network():
     return random_network("WanTransformer3DModel", WIDE, dtype=torch.float32, seed=0)
 

@@ -5,9 +5,7 @@ import signal
 import time
 
 import faults
-from lives import num_lines
-
-from cosmos_rl_core.checkpoint.manifest import read_state
+from lives import must_have_trained_once, num_lines
 
 PROMPTS, GROUP, SILENCE_S = 4, 4, 4.0
 POLICIES = ROLLOUTS = 2
@@ -36,12 +34,8 @@ def recipe_of_live_run(bandit, directory):
 
 
 class LiveRun:
-    def __init__(self, process, directory, *, rows_of, wait_for):
-        self.process, self.directory = process, directory
-        self._rows_of, self._wait_for = rows_of, wait_for
-
-    def metrics(self):
-        return self._rows_of(self.directory / "metrics.jsonl")
+    def __init__(self, process, directory, *, wait_for):
+        self.process, self.directory, self._wait_for = process, directory, wait_for
 
     def wait(self, condition, what):
         def holds():
@@ -103,11 +97,4 @@ class LiveRun:
         self.process.send_signal(signal.SIGINT)
         _, errors = self.process.communicate(timeout=60)
         assert self.process.returncode == 130, errors
-        steps = len(self.metrics())
-        assert [row["step"] for row in self.metrics()] == list(range(steps))
-        for step in range(steps):
-            rows = self._rows_of(self.directory / f"rollouts/step_{step:06d}.jsonl")
-            assert len(rows) == PROMPTS * GROUP
-            assert {row["sample"] for row in rows} == set(range(step * PROMPTS, (step + 1) * PROMPTS))
-        assert read_state(self.directory / f"checkpoints/step_{steps}").step == steps
-        return steps
+        return must_have_trained_once(self.directory, prompts=PROMPTS, group=GROUP)

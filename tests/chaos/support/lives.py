@@ -6,11 +6,12 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import msgspec
 
+from cosmos_rl_core.checkpoint.manifest import read_state
 from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, segment_path
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.launch.run import run
@@ -42,6 +43,21 @@ def live_until(tables, wanted, after_s):
 
     threading.Thread(target=kill, daemon=True).start()
     run(tables, resume="auto")
+
+
+def must_have_trained_once(run_dir, *, prompts, group=4):
+    """Every sample was trained once, at the step of a run that nobody disturbed; return the number of steps."""
+    steps = [row["step"] for row in _rows(run_dir / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
+    for step in steps:
+        samples = Counter(row["sample"] for row in _rows(run_dir / f"rollouts/step_{step:06d}.jsonl"))
+        assert samples == dict.fromkeys(range(step * prompts, (step + 1) * prompts), group)
+    assert read_state(run_dir / f"checkpoints/step_{len(steps)}").step == len(steps)
+    return len(steps)
+
+
+def _rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def num_lines(path):
