@@ -164,6 +164,17 @@ def test_encoders_are_on_the_policy_where_it_reads_real_clips(folder):
     assert guided["text encoder"].at == ("the model is loaded",)
 
 
+def test_an_offloaded_encoder_is_on_the_device_only_while_captions_are_embedded(folder):
+    text = {"length": 8, "cache_bytes": MEBI}
+    plain = parts_of(config_of(folder), rollout=True)["text encoder"]
+    parts = parts_of(config_of(folder, model={"text": {**text, "offload": True}}), rollout=True)
+    encoder, host = parts["text encoder"], parts["text encoder, offloaded"]
+    assert (plain.at, encoder.at, host.at) == ((), ("captions are embedded",), ())
+    assert encoder.bytes == host.bytes == plain.bytes and host.host and not encoder.host
+    guided = parts_of(config_of(folder, model={"text": {**text, "offload": True}}, sampling={"guidance": 3.0}))
+    assert guided["text encoder"].at == ("the model is loaded",) and "text encoder, offloaded" not in guided
+
+
 def test_averages_and_old_weights_are_float32_copies_of_what_is_trained(folder):
     precision = {"prompts_per_step": 2, "precision": {"parameters": "bfloat16"}}
     config = config_of(

@@ -1,17 +1,32 @@
 """Caption encoders: each embeds as the encode_prompt of its own pipeline, at tiny random sizes."""
 
+import asyncio
+import importlib
+
+import numpy as np
 import pytest
 import torch
-from wfm_fixtures import VOCABULARY, tiny_t5, tiny_tokenizer
+from pydantic import ValidationError
+from wfm_fixtures import VOCABULARY, save_pipeline, tiny_t5, tiny_tokenizer
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from cosmos_rl_core.types import Prompt
+from cosmos_rl_wfm.build import build_engine
+from cosmos_rl_wfm.data.config import WFMDataConfig
+from cosmos_rl_wfm.engines.torch import TorchEngineOptions
+from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.captions import ImageEncoder, load_captions
+from cosmos_rl_wfm.models.config import TextSection, WFMModelConfig
 from cosmos_rl_wfm.models.folder import ModelFolder
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.models.weights import random_network
+from cosmos_rl_wfm.sampling import FlowSampling
 
 CAPTIONS = ["a red  square moves", "two discs &amp; a cross"]
+DATA = WFMDataConfig.model_validate({"kind": "mock", "size": {"frames": 5, "height": 32, "width": 32}})
 CHAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'][0]['text'] }} {% endfor %}"
 
 
@@ -180,3 +195,58 @@ def test_the_first_frame_is_embedded_as_by_the_pipeline_of_wan(tmp_path):
     found = encode(pixels)
     assert found.shape == (2, 5, 8)
     torch.testing.assert_close(found, expected)
+
+
+def pipeline_config(folder, *, offload):
+    return WFMModelConfig.model_validate({"path": str(folder), "text": {"offload": offload}})
+
+
+def test_an_offloaded_encoder_embeds_the_same_and_keeps_its_ties(tmp_path):
+    save_pipeline(tmp_path)
+    plain, offloaded = (
+        build_model(pipeline_config(tmp_path, offload=offload), parts=("text",)) for offload in (False, True)
+    )
+    for name, tensor in plain.encode_text(CAPTIONS).tensors().items():
+        assert torch.equal(tensor, offloaded.encode_text(CAPTIONS).tensors()[name])
+    [encoder] = offloaded._captions.modules
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+
+
+@pytest.mark.cuda_dry
+def test_an_offloaded_encoder_is_on_the_gpu_only_while_a_caption_is_embedded(tmp_path):
+    save_pipeline(tmp_path)
+    for module in ("cosmos_rl_wfm.build", "diffusers.models.transformers.transformer_wan"):
+        importlib.import_module(module)
+    sampling = FlowSampling.model_validate({"num_steps": 2, "guidance": 4.0, "window": "fixed", "steps": [0]})
+
+    async def go(offload):
+        config, options = pipeline_config(tmp_path, offload=offload), TorchEngineOptions()
+        engine = await asyncio.to_thread(build_engine, config, data=DATA, options=options)
+        [encoder] = engine._model._captions.modules
+        during = []
+        encoder.register_forward_hook(lambda module, *_: during.append({t.is_cuda for t in tensors_of(module)}))
+        answers, between = [], []
+        try:
+            await engine.switch(1, lambda: None)
+            for caption in ("a red square moves", "two discs cross", "a red square moves"):
+                prompt = Prompt(sample_id=0, row={"caption": caption})
+                answers += (await engine.generate(prompt, num_samples=2, sampling=sampling, seed=1))[1]
+                between.append({tensor.is_cuda for tensor in tensors_of(encoder)})
+        finally:
+            await engine.close()
+        return answers, during, between
+
+    with pretend_cuda() as record:
+        plain, _, _ = asyncio.run(go(offload=False))
+        answers, during, between = asyncio.run(go(offload=True))
+    assert not record.mismatches, record
+    assert during == [{True}] * 3  # the negative prompt and two captions: the third one is cached
+    assert between == [{False}] * 3
+    for one, other in zip(plain, answers, strict=True):
+        assert all(np.array_equal(one.arrays[name], other.arrays[name]) for name in other.arrays)
+
+
+@pytest.mark.parametrize("encoder", ["words", "cached"])
+def test_only_an_encoder_with_weights_can_be_offloaded(encoder):
+    with pytest.raises(ValidationError, match=f'encoder = "{encoder}" has no weights to offload: remove offload'):
+        TextSection(encoder=encoder, offload=True)

@@ -201,11 +201,14 @@ class _Parts:
     def encoders(self, *, at: tuple[str, ...], only: str = "") -> Iterator[Held]:
         """The text encoder, its activations, and the captions in host memory; `only`: the one phase that keeps it."""
         if self.model.text.encoder == "model" and self.folder is not None:
-            held = (only,) if only else ()
+            offload = self.model.text.offload
+            held = at if offload or only else ()
             for name in _ENCODERS:
                 if name in self.folder.classes:
                     size = _weight_bytes(self.folder, name, dtype=self.model.dtype)
-                    yield Held(name=name.replace("_", " "), bytes=size, at=held, away=not only)
+                    yield Held(name=name.replace("_", " "), bytes=size, at=held, away=not held)
+                    if offload and not only:
+                        yield Held(name=f"{name.replace('_', ' ')}, offloaded", bytes=size, host=True)
             yield Held(name="a caption's embedding", bytes=self._embedding_bytes(), at=at)
         if not only:
             yield Held(name="cached captions", bytes=self.model.text.cache_bytes, host=True)

@@ -23,6 +23,7 @@ from cosmos_rl_wfm.models.captions import (
     CachedCaptions,
     CaptionEncoder,
     ImageEncoder,
+    OffloadedCaptions,
     WordEncoder,
     load_captions,
 )
@@ -214,14 +215,16 @@ def _captions(
             f"model.path = {config.path!r} has no text_encoder: give the folder of a whole pipeline, or set "
             'text.encoder = "words" or "cached"'
         )
-    return load_captions(
+    offload = config.text.offload
+    encoder = load_captions(
         folder,
         dtype=getattr(torch, config.dtype),
-        device=device,
+        device=torch.device("cpu") if offload else device,
         length=traits.text_length,
         instruction=config.text.instruction,
         negative_prompt=traits.negative_prompt,
     )
+    return OffloadedCaptions(encoder, device=device) if offload else encoder
 
 
 def _images(config: WFMModelConfig, folder: ModelFolder | None, *, device: torch.device) -> ImageEncoder | None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import pinned
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.folder import ModelFolder
 
@@ -77,6 +78,50 @@ def load_captions(
         f"model.path: the text encoder {kind} is not supported (UMT5, T5, Qwen2.5-VL, CLIP + T5 and Gemma are); embed "
         'the captions beforehand and set text.encoder = "cached"'
     )
+
+
+class OffloadedCaptions:
+    """An encoder with its weights in host memory, pinned for a GPU; on the device only while it embeds."""
+
+    def __init__(self, encoder: CaptionEncoder, *, device: torch.device) -> None:
+        """encoder: loaded on the CPU."""
+        self._encoder, self._device = encoder, device
+        self._slots: list[tuple[nn.Module, str, int]] = []
+        """Where a tensor belongs: module, name, index in `_host`; tied tensors have one index."""
+        self._host: list[Tensor] = []
+        indices: dict[int, int] = {}
+        for module in [module for part in encoder.modules for module in part.modules()]:
+            for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+                if id(tensor) not in indices:
+                    indices[id(tensor)] = len(self._host)
+                    self._host.append(_like(tensor, _host_copy(tensor, device)))
+                self._slots.append((module, name, indices[id(tensor)]))
+        self._place(self._host)
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        return self._encoder.modules
+
+    def __call__(self, captions: Sequence[str]) -> Condition:
+        self._place([_like(tensor, tensor.to(self._device, non_blocking=True)) for tensor in self._host])
+        try:
+            return self._encoder(captions)
+        finally:
+            self._place(self._host)
+
+    def _place(self, tensors: Sequence[Tensor]) -> None:
+        for module, name, index in self._slots:
+            setattr(module, name, tensors[index])
+
+
+def _host_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return tensor.detach()
+    return pinned(tensor.nbytes, device).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
 
 
 def load_part(folder: ModelFolder, name: str, *, dtype: torch.dtype | None) -> Any:
