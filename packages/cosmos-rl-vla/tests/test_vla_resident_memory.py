@@ -1,18 +1,19 @@
-"""`cosmos-rl plan` beside the resident memory that a policy rank really takes on a CPU."""
+"""`cosmos-rl plan` beside the resident memory that policy ranks and rollout replicas really take on a CPU."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from vla_fixtures import save_pi, small_pi
 from vla_parity import decisions, microbatch_of
 
-from cosmos_rl_core.assemble import build_mesh, build_trainer
+from cosmos_rl_core.assemble import build_engine, build_mesh, build_trainer
 from cosmos_rl_core.launch.plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.testing.resident import policy_peak
-from cosmos_rl_core.types import TrainBatch
+from cosmos_rl_core.testing.resident import engine_peak, policy_peak
+from cosmos_rl_core.types import Prompt, TrainBatch
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.domain import VLA
@@ -31,12 +32,14 @@ TEXT = 64
 """Tokens of an instruction, as many as the plan assumes."""
 SAMPLES = 4
 """Decisions of a microbatch; a step has two."""
+SLOTS = 8
+"""Observations of a forward pass, at most; with `steady` always."""
 
 
 def write(folder, **changes):
-    config = small_pi(horizon=2, action_dim=3, **changes)
+    config = small_pi(horizon=2, action_dim=2, **changes)
     save_pi(random_pi(config, seed=0), folder)
-    word_instructions(("reach",)).save(folder)
+    word_instructions(("reach the red square",)).save(folder)
     ActionStats.unit(config.action_dim).save(folder)
 
 
@@ -45,11 +48,11 @@ def config_of(path, *, model=None, **policy):
         {
             "run": {"domain": "vla", "max_steps": 1},
             "model": {"path": str(path), **(model or {})},
-            "data": {"simulator": "reach", "tasks": ["reach"]},
+            "data": {"simulator": "reach", "tasks": ["red"]},
             "algorithm": {"name": "grpo"},
-            "rollout": {"group_size": 2},
+            "rollout": {"group_size": 2, "sampling": {"max_steps": 4}, "options": {"slots": SLOTS, "steady": True}},
             "reward": {"functions": [{"name": "success"}]},
-            "policy": {"prompts_per_step": 2, "microbatch_terms": 6 * SAMPLES, **policy},
+            "policy": {"prompts_per_step": 2, "microbatch_terms": 4 * SAMPLES, **policy},
         }
     )
 
@@ -74,6 +77,16 @@ def policy_rank(rank, world_size, *, folder, options):
     return found
 
 
+def rollout_replica(rank, world_size, *, folder):
+    found = {}
+    for size in ("small", "large"):
+        config = config_of(f"{folder}/{size}")
+        rows, _ = VLA.load_rows(config.data)
+        prompts = [Prompt(sample_id=number, row=rows[number]) for number in range(4)]
+        found[size], _ = engine_peak(partial(build_engine, config, VLA), prompts, config=config)
+    return found
+
+
 LAYOUTS = {
     "one rank": {},
     "two shards, full checkpointing": {
@@ -83,14 +96,29 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for size, changes in (("small", {}), ("large", LARGE)):
+        (folder / size).mkdir()
+        write(folder / size, **changes)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_rollout_replica_takes_the_planned_memory(folder):
+    planned = plan(config_of(folder / "large"), gpu=False)
+    assert planned.memory is not None and planned.memory.rollout is not None
+    needs = planned.memory.rollout
+    [found] = run_ranks(rollout_replica, 1, folder=str(folder))
+    assert needs.device == pytest.approx(float(found["large"]), rel=0.1), needs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_policy_rank_takes_the_planned_memory(tmp_path, name):
-    for size, changes in (("small", {}), ("large", LARGE)):
-        (tmp_path / size).mkdir()
-        write(tmp_path / size, **changes)
-    planned = plan(config_of(tmp_path / "large", **LAYOUTS[name]), gpu=False)
+def test_a_policy_rank_takes_the_planned_memory(folder, name):
+    planned = plan(config_of(folder / "large", **LAYOUTS[name]), gpu=False)
     assert planned.memory is not None
     needs = planned.memory.policy
-    for found in run_ranks(policy_rank, len(planned.ranks.places), folder=str(tmp_path), options=LAYOUTS[name]):
+    for found in run_ranks(policy_rank, len(planned.ranks.places), folder=str(folder), options=LAYOUTS[name]):
         assert needs.device == pytest.approx(float(found["large"]), rel=0.1), needs

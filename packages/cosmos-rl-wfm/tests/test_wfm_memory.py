@@ -9,6 +9,8 @@ from wfm_fixtures import mock_data, pixel_model, recipe, save_pipeline, tiny_mod
 
 from cosmos_rl_core.launch.memory import parse_bytes
 from cosmos_rl_core.launch.plan import plan
+from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
+from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy
@@ -17,7 +19,7 @@ from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.codec import clips_at_once, to_clips, to_video
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.dry_run import CodecBytes, PeakBytes, codec_bytes, network_bytes
+from cosmos_rl_wfm.models.dry_run import CodecBytes, codec_bytes, network_bytes
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.sampling import FlowSampling
 
@@ -57,20 +59,6 @@ def parts_of(config, *, rollout=False):
     return {part.name: part for part in needs.parts}
 
 
-def test_bytes_are_counted_while_a_tensor_uses_them():
-    weight = torch.nn.Linear(8, 8, bias=False)
-    with torch.no_grad(), PeakBytes(beside=weight) as held:
-        first = torch.zeros(4, 8)  # 128
-        view = first[1:]
-        del first
-        second = weight(view)  # 96, and views of the weight
-        del view
-        third = second + 1  # 96, after 128 went
-        del second
-    assert third.shape == (3, 8)
-    assert held.peak == 128 + 96
-
-
 @pytest.mark.parametrize("tiling", [False, True])
 @pytest.mark.parametrize("frames", [5, 29])
 def test_an_autoencoder_takes_the_planned_memory(monkeypatch, frames, tiling):
@@ -81,9 +69,9 @@ def test_an_autoencoder_takes_the_planned_memory(monkeypatch, frames, tiling):
     size = Size(frames=frames, height=64, width=272)  # two tiles
     latents = model.latent_shape(size)
     clips = clips_at_once(frames * size.height * size.width)
-    with torch.no_grad(), PeakBytes(beside=vae) as decoding:
+    with torch.no_grad(), LiveBytes(without=tensors_of(vae)) as decoding:
         to_video(model._codec.decode(torch.zeros(clips, *latents)))
-    with torch.no_grad(), PeakBytes(beside=vae) as encoding:
+    with torch.no_grad(), LiveBytes(without=tensors_of(vae)) as encoding:
         model._codec.encode(to_clips(torch.zeros(clips, frames, size.height, size.width, 3, dtype=torch.uint8)))
     name, values = tiny_vae("wan")
     found = codec_bytes(name, values, dtype="float32", tiling=tiling, size=size, latents=latents)
@@ -97,7 +85,7 @@ def test_frames_larger_than_a_tile_take_less_memory_in_tiles(width, differs):
     for tiling in (False, True):
         model = tiny_model(codec_tiling=tiling)
         latents = torch.randn(1, *model.latent_shape(size), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad(), PeakBytes(beside=model._codec._vae) as held:  # pyright: ignore
+        with torch.no_grad(), LiveBytes(without=tensors_of(model._codec._vae)) as held:  # pyright: ignore
             videos.append(to_video(model._codec.decode(latents)))
         peaks.append(held.peak)
     assert (peaks[1] < peaks[0]) == differs
@@ -112,7 +100,7 @@ def test_clips_without_memory_take_what_real_ones_do(monkeypatch):
     vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
     size = Size(frames=5, height=32, width=32)
     latents = model.latent_shape(size)
-    with torch.no_grad(), PeakBytes(beside=vae) as held:
+    with torch.no_grad(), LiveBytes(without=tensors_of(vae)) as held:
         to_video(model._codec.decode(torch.zeros(clips_at_once(5 * 32 * 32), *latents)))
     name, values = tiny_vae("wan")
     found = codec_bytes(name, values, dtype="float32", tiling=False, size=size, latents=latents)

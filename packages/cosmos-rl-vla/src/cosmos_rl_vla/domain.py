@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
+    from cosmos_rl_core.parallel.estimate import MemoryEstimate
+    from cosmos_rl_core.parallel.held import Held
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
@@ -88,6 +90,20 @@ class VLADomain(DomainBase):
         from cosmos_rl_vla.shape import read_shape
 
         return read_shape(model, sampling)
+
+    def is_own_reference(self, config: RunConfig) -> bool:
+        """Never: the reference is a second model. Implements `core.optional.CountsMemory`."""
+        return False
+
+    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
+        """Nothing beside the model. Implements `core.optional.CountsMemory`."""
+        return ()
+
+    def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
+        """The activations of a decision; simulators are not known. Implements `core.optional.CountsMemory`."""
+        from cosmos_rl_vla.memory import held_by_rollout
+
+        return held_by_rollout(config)
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Split the decisions of episodes into microbatches."""

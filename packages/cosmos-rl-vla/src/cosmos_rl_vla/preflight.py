@@ -39,7 +39,7 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
     if options.python is not None and shutil.which(options.python) is None:
         wrong = "is no program that can be started"
         yield Problem(key="rollout.options.python", given=as_toml(options.python), wrong=wrong)
-    elif options.python is None and (spec := _spec(config.data)) is not None:
+    elif options.python is None and (spec := spec_of(config.data)) is not None:
         yield from _of_sizes(model, config.data.simulator, spec)
 
 
@@ -83,7 +83,7 @@ def _of_adapters(model: VLAModelConfig, layers: list[str]) -> Iterator[Problem]:
         yield Problem(key="model.lora.target_modules", given=as_toml(model.lora.target_modules), wrong=str(error))
 
 
-def _spec(data: VLADataConfig) -> SimSpec | None:
+def spec_of(data: VLADataConfig) -> SimSpec | None:
     """Return the sizes of a simulator of this interpreter; None for others."""
     try:
         factory = plugins.load(GROUP, data.simulator)

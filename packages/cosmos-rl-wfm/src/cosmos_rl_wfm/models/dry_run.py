@@ -1,76 +1,23 @@
-"""Runs networks and autoencoders on fake tensors: measures their peak memory, and tries calls of unlisted networks.
-
-    with tensors_without_memory(), PeakBytes(beside=vae) as held:
-        vae.decode(latents)
-    held.peak
-
-Only shapes are computed: a clip at its full size takes seconds. Workspace of kernels is not counted.
-"""
+"""Runs networks and autoencoders on fake tensors: measures their peak memory, and tries calls of unlisted networks."""
 
 from __future__ import annotations
 
 import json
-import warnings
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes, tensors_without_memory
+from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_wfm.models.base import Condition, Size
 from cosmos_rl_wfm.models.codec import clips_at_once, make_codec, to_clips, to_video
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.family import Family
 from cosmos_rl_wfm.models.weights import empty_network, with_defaults
-
-
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the outputs of operations within the context, while any tensor uses their storage."""
-
-    def __init__(self, *, beside: nn.Module) -> None:
-        """beside: a module whose parameters and buffers, and views of them, are not counted."""
-        super().__init__()
-        self._held = {id(tensor.untyped_storage()): 0 for tensor in [*beside.parameters(), *beside.buffers()]}
-        self._now = 0
-        self.peak = 0
-        """Largest number of bytes in use at once."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor):
-                self._count(tensor)
-        self.peak = max(self.peak, self._now)
-        return found
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key not in self._held:
-            self._held[key] = storage.nbytes()
-            self._now += storage.nbytes()
-            weakref.finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        self._now -= self._held.pop(key)
-
-
-@contextmanager
-def tensors_without_memory() -> Iterator[None]:
-    """Within the context, tensors have only shapes and dtypes, no data."""
-    with warnings.catch_warnings(), FakeTensorMode(), torch.no_grad():
-        warnings.simplefilter("ignore")  # from code that reads the memory of its tensors
-        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +60,9 @@ def _codec_bytes(
 
         def peaks(latent_frames: int, *, encode: Any = codec.encode, decode: Any = codec.decode) -> tuple[int, int]:
             frames = 1 + (latent_frames - 1) * ((size.frames - 1) // max(1, latents[1] - 1))
-            with PeakBytes(beside=vae) as encoding:
+            with LiveBytes(without=tensors_of(vae)) as encoding:
                 encode(to_clips(torch.zeros(clips, frames, size.height, size.width, 3, dtype=torch.uint8)))
-            with PeakBytes(beside=vae) as decoding:
+            with LiveBytes(without=tensors_of(vae)) as decoding:
                 to_video(decode(torch.zeros(clips, latents[0], latent_frames, *latents[2:])))
             return encoding.peak, decoding.peak
 
@@ -160,7 +107,7 @@ def network_bytes(
     with tensors_without_memory():
         network = empty_network(class_name, config, dtype=getattr(torch, dtype))
         family = make_family(class_name, network.config)
-        with PeakBytes(beside=network) as held:
+        with LiveBytes(without=tensors_of(network)) as held:
             condition = Condition(
                 text=torch.zeros(captions, text_length, family.text_width),
                 text_mask=torch.ones(captions, text_length, dtype=torch.bool),

@@ -1,12 +1,21 @@
-"""The memory that operators hold: `with LiveBytes() as live: ...`, then `live.peak`."""
+"""The memory that operators hold: `with LiveBytes() as live: ...`, then `live.peak`.
+
+    with tensors_without_memory(), LiveBytes(without=tensors_of(module)) as live:
+        module(*inputs)
+
+computes only shapes: the peak of a model of any size is known in seconds. Workspace of kernels is not counted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
     A distributed tensor counts with its local part; tensors on meta have no storage to count.
     """
 
-    def __init__(self, *, inputs: bool = False, without: Collection[Tensor] = ()) -> None:
+    def __init__(self, *, inputs: bool = False, without: Iterable[Tensor] = ()) -> None:
         """without: tensors whose storages are not counted."""
         super().__init__()
         self.peak = 0
@@ -47,3 +56,11 @@ class LiveBytes(TorchDispatchMode):
         storages = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._alive.items()}
         self._alive = {key: ref for key, ref in self._alive.items() if storages[key] is not None}
         return sum(storage.nbytes() for storage in storages.values() if storage is not None)
+
+
+@contextmanager
+def tensors_without_memory() -> Iterator[None]:
+    """Within the context, tensors have only shapes and dtypes, no data; of constants that exist, only these count."""
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        warnings.simplefilter("ignore")  # from code that reads the memory of its tensors
+        yield
