@@ -7,6 +7,8 @@ backward pass, for each patch:
     norms         4 c h                  the input of both, and what they return
     attention     7 c h                  queries, keys and values in one, rotated queries and keys, the output twice
     feed-forward  2 c i, gated 4 c i     before and after the activation
+
+Its backward pass adds gradients: c h of its output, and of the feed-forward's inner numbers c i, gated 2 c i.
 """
 
 from __future__ import annotations
@@ -80,6 +82,10 @@ class TowerSizes:
         """Bytes a patch of one layer, in training."""
         return BYTES[dtype] * (11 * self.hidden + (4 if self.gated else 2) * self.intermediate)
 
+    def gradients(self, *, dtype: str) -> float:
+        """Bytes a patch that the backward pass of one layer adds, at most."""
+        return BYTES[dtype] * (self.hidden + (2 if self.gated else 1) * self.intermediate)
+
     def passing(self, *, dtype: str) -> float:
         """Bytes a patch of a pass without gradients, at its widest layer."""
         return BYTES[dtype] * max(8 * self.hidden, 2 * self.hidden + 2 * self.intermediate)
@@ -106,6 +112,8 @@ def policy_parts(directory: Path, config: RunConfig) -> tuple[Held, ...]:
     else:
         kept = in_flight * sizes.kept(dtype=model.dtype, recomputed=recomputed)
         held = [Held(name=ACTIVATIONS, bytes=round(kept), at=(STEP, SEEN))]
+        gradients = round(patches * sizes.gradients(dtype=model.dtype))
+        held.append(Held(name="gradients in the vision tower", bytes=gradients, at=(SEEN,)))
         if recomputed:  # after the decoder's backward pass
             layer = round(patches * sizes.layer(dtype=model.dtype))
             held.append(Held(name="a layer of the vision tower, computed again", bytes=layer, at=(SEEN,)))
