@@ -1,7 +1,9 @@
 """The idle fraction of a worker, from its heartbeats; the order of messages to it."""
 
+import asyncio
+
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.peers import AT_ONCE, Peer, Peers
 from cosmos_rl_core.observe.startup import Phases
 from cosmos_rl_core.wire.channel import ConnectionClosed
 
@@ -104,3 +106,24 @@ def test_a_name_that_comes_back_in_another_role_is_counted_once():
     assert (peers.of_role("rollout"), len(peers.of_role("policy")), len(peers.by_name)) == ([], 1, 1)
     peers.remove("worker")
     assert (peers.of_role("policy"), peers.by_name) == ([], {})
+
+
+def test_messages_to_thousands_leave_in_turns_each_before_what_follows_it():
+    peers, wires = Peers(), {f"rollout-{number}": Wire() for number in range(3 * AT_ONCE)}
+    for name, wire in wires.items():
+        peers.add(Peer(name=name, role="rollout", connection=wire, incarnation=1))
+    release, stop = p.Release(["a file"]), p.Stop(reason="over")
+    last = f"rollout-{3 * AT_ONCE - 1}"
+
+    async def go():
+        peers.post_each({**dict.fromkeys(wires, release), "gone": release})
+        sent = [sum(map(len, (wire.sent for wire in wires.values())))]
+        peers.by_name[last].post(stop)
+        while len(sent) < 4:
+            await asyncio.sleep(0)
+            sent.append(sum(wire.sent.count(release) for wire in wires.values()))
+        return sent
+
+    assert asyncio.run(go()) == [AT_ONCE, 2 * AT_ONCE + 1, 3 * AT_ONCE, 3 * AT_ONCE]
+    assert wires.pop(last).sent == [release, stop]
+    assert all(wire.sent == [release] for wire in wires.values())

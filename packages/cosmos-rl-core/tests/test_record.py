@@ -29,6 +29,7 @@ from cosmos_rl_core.observe.reporting import (
     status_interval,
     worker_changes,
 )
+from cosmos_rl_core.observe.slices import SLICE, at_once, in_turns, slices
 from cosmos_rl_core.observe.startup import Phases, describe, entering, phase
 
 
@@ -138,6 +139,11 @@ def status(*, phase="training", **states):
     return {"phase": phase, "generation": 0, "members": members}
 
 
+def reported(phase):
+    yield  # after a slice of the workers
+    return status(phase=phase)
+
+
 def test_a_status_is_logged_every_few_seconds_and_at_each_change(tmp_path):
     times = iter((0.0, 0.0, 1.0, 2.0, 2.0, 3.0, 2.0 + HISTORY_S, 2.0 + HISTORY_S))
     log = StatusLog(tmp_path / "status.jsonl", clock=lambda: next(times))
@@ -220,19 +226,19 @@ def test_a_phase_reaches_the_worker_that_its_thread_builds_and_no_other():
 def test_an_error_in_a_report_is_shown_once_and_ends_neither_the_reports_nor_the_check(tmp_path, monkeypatch):
     monkeypatch.setattr("cosmos_rl_core.observe.reporting.STATUS_S", 0.01)
     states = iter((ValueError("no such phase"), ValueError("no such phase"), "training"))
-    checks, notes, reported = [], [], asyncio.Event()
+    checks, notes, written = [], [], asyncio.Event()
 
     def phase():
         state = next(states)
         if isinstance(state, Exception):
             raise state
-        reported.set()
+        written.set()
         return state
 
     async def run():
         reporter = Reporter(
             tmp_path,
-            status=lambda text: status(phase=text),
+            status=reported,
             phase=phase,
             events=Events(tmp_path),
             checks=(lambda: checks.append(None),),
@@ -241,7 +247,8 @@ def test_an_error_in_a_report_is_shown_once_and_ends_neither_the_reports_nor_the
             starting=lambda workers: None,
         )
         task = asyncio.create_task(reporter.run())
-        await asyncio.wait_for(reported.wait(), 60)
+        await asyncio.wait_for(written.wait(), 60)
+        await asyncio.sleep(0)  # for the slices
         task.cancel()
 
     asyncio.run(run())
@@ -258,7 +265,7 @@ def test_a_controller_that_was_replaced_reports_nothing(tmp_path):
 
         reporter = Reporter(
             tmp_path,
-            status=lambda text: status(phase=text),
+            status=reported,
             phase=lambda: "training",
             events=Events(tmp_path),
             checks=(replaced,),
@@ -282,7 +289,7 @@ def test_the_status_of_thousands_of_workers_takes_a_hundredth_of_a_processor():
 def test_a_full_disk_leaves_no_part_of_a_status(tmp_path):
     reporter = Reporter(
         tmp_path,
-        status=lambda text: status(phase=text),
+        status=reported,
         phase=lambda: "training",
         events=Events(tmp_path),
         checks=(),
@@ -293,3 +300,22 @@ def test_a_full_disk_leaves_no_part_of_a_status(tmp_path):
     (tmp_path / "status.json").mkdir()  # so that the new one cannot take its place
     reporter.report("training")
     assert not (tmp_path / "status.tmp").exists()
+
+
+def test_messages_are_handled_between_the_slices_of_a_status():
+    def work():
+        for some in slices(range(2 * SLICE + 1)):
+            handled.append(len(some))
+            yield
+        return "done"
+
+    async def go():
+        loop, spent = asyncio.get_running_loop(), []
+        loop.call_soon(handled.append, "a message")
+        found = await in_turns(work(), spent.append)
+        return found, len(spent)
+
+    handled = []
+    assert asyncio.run(go()) == ("done", 4)
+    assert handled == [SLICE, "a message", SLICE, 1]
+    assert at_once(work()) == "done"

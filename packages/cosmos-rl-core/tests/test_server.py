@@ -20,8 +20,13 @@ from cosmos_rl_core.control.peers import IN_USE_S, STARTING_S
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import TakenOver, UserError, WorkerFailed, WorkerLost
+from cosmos_rl_core.observe.slices import at_once
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
+
+
+def waits_of(controller):
+    return at_once(controller.waits())
 
 
 def in_a_loop(test):
@@ -284,14 +289,14 @@ async def test_many_workers_that_wait_for_the_same_have_one_line(tmp_path):
             await rollout.hears(p.Welcome)
             rollout.says(p.Ready())
         await until(
-            lambda: controller.waits()[1:] == ["rollout-0 waits for weights: no policy is ready (and 5 others)"]
+            lambda: waits_of(controller)[1:] == ["rollout-0 waits for weights: no policy is ready (and 5 others)"]
         )
         rollouts[4].says(p.Heartbeat(version=0), p.RequestLeases(version=0, capacity=1))
         await rollouts[4].hears(p.Grant)
         rollouts[5].says(None)
         await rollouts[5].served
         lines = [f"rollout-{number} waits for weights: no policy is ready" for number in range(4)]
-        assert [line for line in controller.waits() if "weights" in line] == lines
+        assert [line for line in waits_of(controller) if "weights" in line] == lines
 
 
 @in_a_loop
@@ -316,23 +321,23 @@ async def test_every_idle_worker_has_the_reason_for_which_it_waits(tmp_path):
     async with running(tmp_path) as (controller, _):
         rollout = Worker(controller, "rollout", "rollout-0")
         await rollout.hears(p.Welcome)
-        assert controller.waits() == ["the run waits for policy replicas: 0 of 1 ready"], "it builds its engine"
+        assert waits_of(controller) == ["the run waits for policy replicas: 0 of 1 ready"], "it builds its engine"
         rollout.says(p.Ready())
-        await until(lambda: controller.waits()[1:] == ["rollout-0 waits for weights: no policy is ready"])
+        await until(lambda: waits_of(controller)[1:] == ["rollout-0 waits for weights: no policy is ready"])
         policy = Worker(controller, "policy", "policy-0")
         await policy.hears(p.Welcome)
         policy.says(p.Ready(address="here"))
         await rollout.hears(p.SyncFrom)
-        assert controller.waits() == ["rollout-0 waits for weights: it loads them"]
+        assert waits_of(controller) == ["rollout-0 waits for weights: it loads them"]
         rollout.says(p.Heartbeat(version=0), p.RequestLeases(version=0, capacity=1))
         granted = await rollout.hears(p.Grant)
-        assert controller.waits() == [], "both work"
+        assert waits_of(controller) == [], "both work"
         policy.says(p.RequestBatch(step=0))
-        await until(lambda: controller.waits() != [])
-        assert controller.waits() == ["policy-0 waits for batch 0: 0 of 2 groups ready, 1 leased to rollout-0"]
+        await until(lambda: waits_of(controller) != [])
+        assert waits_of(controller) == ["policy-0 waits for batch 0: 0 of 2 groups ready, 1 leased to rollout-0"]
         rollout.says(delivery(granted.prompts[0], b"group"))
-        await until(lambda: len(controller.waits()) == 2)
-        assert controller.waits()[1].startswith("rollout-0 waits for room: it can store no further group")
+        await until(lambda: len(waits_of(controller)) == 2)
+        assert waits_of(controller)[1].startswith("rollout-0 waits for room: it can store no further group")
         rollout.says(p.RequestLeases(version=0, capacity=1))
         granted = await rollout.hears(p.Grant)
         rollout.says(delivery(granted.prompts[0], b"group"))
@@ -340,7 +345,7 @@ async def test_every_idle_worker_has_the_reason_for_which_it_waits(tmp_path):
         late = Worker(controller, "policy", "policy-1")
         await late.hears(p.Welcome)
         late.says(p.Ready(address="there"))
-        await until(lambda: "policy-1 waits for the end of step 0, to join the mesh" in controller.waits())
+        await until(lambda: "policy-1 waits for the end of step 0, to join the mesh" in waits_of(controller))
 
 
 @in_a_loop

@@ -189,11 +189,13 @@ class Batches:
         of_replica: dict[str, list[Held]] = {}
         for held in groups:
             of_replica.setdefault(held.replica, []).append(held)
+        messages: dict[str, p.ToWorker] = {}
         for replica, released in of_replica.items():
             peer = self.peers.by_name.get(replica)
             if peer is not None and peer.is_welcome:
                 files = [path for held in released for path in held.files]
-                peer.post(p.Release(files, tuple(held.group for held in released)))
+                messages[replica] = p.Release(files, tuple(held.group for held in released))
+        self.peers.post_each(messages)
 
 
 def _encode_row(prompt: Prompt) -> bytes:

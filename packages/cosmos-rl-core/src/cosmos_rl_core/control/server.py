@@ -32,6 +32,7 @@ from cosmos_rl_core.control.succession import SECOND, Predecessor, Succession, d
 from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.slices import Slices
 from cosmos_rl_core.wire.channel import Connection
 
 TICK_S = 0.5
@@ -182,7 +183,7 @@ class Controller:
         """Send Stop to every worker: the run is over."""
         self.admission.dismiss_all(self._turns.stop_reason or "the run is over")
 
-    def waits(self) -> list[str]:
+    def waits(self) -> Slices[list[str]]:
         """Return one line per wait, for the status."""
         return self._turns.waits()
 

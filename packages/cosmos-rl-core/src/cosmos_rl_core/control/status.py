@@ -16,14 +16,17 @@ from cosmos_rl_core.control.address_file import ControllerFile, read_controller_
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.console import duration, table
 from cosmos_rl_core.observe.record import Outcome, last_checkpoint, resume_command
+from cosmos_rl_core.observe.slices import Slices, slices
 from cosmos_rl_core.processes import ProcessName
 
 if TYPE_CHECKING:
     from cosmos_rl_core.control.server import Controller
 
 
-def status_of(controller: Controller, *, phase: str, wanted: Mapping[str, int] | None = None) -> dict[str, Any]:
+def status_of(controller: Controller, *, phase: str, wanted: Mapping[str, int] | None = None) -> Slices[dict[str, Any]]:
     """Return the current members, sample counts and waits. wanted: number of workers by role."""
+    members = yield from _members(controller)
+    waits = [] if phase in ENDED else (yield from controller.waits())
     ledger = controller.ledger
     return {
         "time": time.time(),
@@ -35,42 +38,41 @@ def status_of(controller: Controller, *, phase: str, wanted: Mapping[str, int] |
         "epoch": ledger.members.epoch,
         "mesh": ledger.members.mesh,
         "wanted": wanted or {},
-        "members": _members(controller),
+        "members": members,
         "samples": ledger.counts(),
-        "waits": [] if phase in ENDED else controller.waits(),
+        "waits": waits,
     }
 
 
-def _members(controller: Controller) -> list[Member]:
+def _members(controller: Controller) -> Slices[list[Member]]:
     """Return the connected workers, and those that may reconnect."""
     now, sessions, members = controller.clock(), controller.ledger.sessions.by_name, controller.ledger.members.by_name
-    found = [
-        Member(
-            name=peer.name,
-            role=peer.role,
-            state="leaving" if peer.draining else members[peer.name].state.value,
-            since_s=round(now - peer.since, 1),
-            age_s=round(now - peer.heartbeat_at, 1),
-            progress=peer.progress,
-            version=peer.version,
-            phase=peer.phases.current,
-            phase_s=round(now - peer.phases.since, 1) if peer.phases.current else 0.0,
-            started=peer.phases.seconds,
-            weights_at=peer.address if peer.role == "policy" else "",
-        )
-        for peer in controller.peers.by_name.values()
-    ]
-    lost = (name for name in sessions if name not in controller.peers.by_name)
-    return found + [
-        Member(
+    found: dict[str, Member] = {}
+    for peers in slices(list(controller.peers.by_name.values())):
+        for peer in peers:
+            found[peer.name] = Member(
+                name=peer.name,
+                role=peer.role,
+                state="leaving" if peer.draining else members[peer.name].state.value,
+                since_s=round(now - peer.since, 1),
+                age_s=round(now - peer.heartbeat_at, 1),
+                progress=peer.progress,
+                version=peer.version,
+                phase=peer.phases.current,
+                phase_s=round(now - peer.phases.since, 1) if peer.phases.current else 0.0,
+                started=peer.phases.seconds,
+                weights_at=peer.address if peer.role == "policy" else "",
+            )
+        yield
+    for name in [name for name in sessions if name not in controller.peers.by_name]:
+        found[name] = Member(
             name=name,
             role=members[name].role,
             state=members[name].state.value,
             since_s=round(now - (sessions[name].suspect_since or now), 1),
             age_s=round(now - sessions[name].last_message, 1),
         )
-        for name in lost
-    ]
+    return list(found.values())
 
 
 ENDED = ("finished", "failed")

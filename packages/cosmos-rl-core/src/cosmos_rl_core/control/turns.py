@@ -18,6 +18,7 @@ from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.reports import Observer
+from cosmos_rl_core.observe.slices import Slices, slices
 
 FEW = 4
 """Workers that wait for the same and have a line each."""
@@ -126,13 +127,15 @@ class Turns:
         for policy in self.peers.of_role("policy"):
             self.request_batch(policy)
 
-    def waits(self) -> list[str]:
+    def waits(self) -> Slices[list[str]]:
         """Return one line per wait: of the run, and of each worker that is ready and has no work."""
         found = [*self.ledger.waits(), *self.evaluator.waits()]
         if self.awaited:
             found.append(f"the run waits for {len(self.awaited)} groups to return after the controller's restart")
         found += [f"{peer.name} {why}" for peer in self.peers.of_role("policy") if (why := self._why_policy(peer))]
-        found += [f"{peer.name} {why}" for peer in self.peers.of_role("rollout") if (why := self._why_idle(peer))]
+        for rollouts in slices(self.peers.of_role("rollout")):
+            found += [f"{peer.name} {why}" for peer in rollouts if (why := self._why_idle(peer))]
+            yield
         return _shortened(found, self.peers.by_name)
 
     def _why_policy(self, peer: Peer) -> str:

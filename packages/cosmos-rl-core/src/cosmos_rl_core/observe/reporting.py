@@ -30,6 +30,7 @@ from cosmos_rl_core.observe.record import (
     record_outcome,
     resume_command,
 )
+from cosmos_rl_core.observe.slices import Slices, at_once, in_turns
 from cosmos_rl_core.observe.startup import describe
 from cosmos_rl_core.observe.thinned import ThinnedLog
 from cosmos_rl_core.observe.trace import merge
@@ -73,7 +74,7 @@ class Reporter:
         self,
         directory: Path,
         *,
-        status: Callable[[str], Mapping[str, Any]],
+        status: Callable[[str], Slices[Mapping[str, Any]]],
         phase: Callable[[], str],
         events: Events,
         checks: Sequence[Callable[[], None]],
@@ -103,27 +104,40 @@ class Reporter:
     async def run(self) -> None:
         """Report every second, also after an error, which does not end the run: training does not depend on reports."""
         while True:
-            began = time.thread_time()
-            for task in (*self._checks, lambda: self.report(self._phase())):
-                try:
-                    task()
-                except TakenOver:
-                    return
-                except Exception as error:
-                    self._show(error)
-            await asyncio.sleep(status_interval(time.thread_time() - began))
+            spent: list[float] = []
+            try:
+                await in_turns(self._check_and_report(), spent.append)
+            except TakenOver:
+                return
+            await asyncio.sleep(status_interval(sum(spent)))
 
-    def _show(self, error: Exception) -> None:
-        if repr(error) not in self._noted:
-            self._noted.add(repr(error))
-            trace = "".join(traceback.format_exception(error)).rstrip()
-            self._note(f"the state of the run could not be reported; the run continues:\n{trace}")
+    def _check_and_report(self) -> Slices[None]:
+        for check in self._checks:
+            with self._errors_shown():
+                check()
+        with self._errors_shown():
+            yield from self._report(self._phase())
+
+    @contextlib.contextmanager
+    def _errors_shown(self) -> Iterator[None]:
+        try:
+            yield
+        except TakenOver:
+            raise
+        except Exception as error:
+            if repr(error) not in self._noted:
+                self._noted.add(repr(error))
+                trace = "".join(traceback.format_exception(error)).rstrip()
+                self._note(f"the state of the run could not be reported; the run continues:\n{trace}")
 
     def report(self, phase: str) -> None:
         """Write the state now. A full or removed disk must not end the run here, where nothing is lost."""
+        at_once(self._report(phase))
+
+    def _report(self, phase: str) -> Slices[None]:
+        status = yield from self._status(phase)
         if self._is_taken_over():
             return
-        status = self._status(phase)
         states = {member.name: member.state for member in status["members"]}
         if states != self._states:
             self._events.add("worker", *worker_changes(self._states, states))

@@ -7,7 +7,7 @@ crash of the controller loses its memory, the death of a worker its own, and som
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +51,10 @@ class FakePeers:
 
     def __init__(self) -> None:
         self.by_name: dict[str, FakePeer] = {}
+
+    def post_each(self, messages: Mapping[str, p.Release]) -> None:
+        for name, message in messages.items():
+            self.by_name[name].post(message)
 
 
 class Payloads:
