@@ -13,17 +13,22 @@ from cosmos_rl_core.workers.connection.lasting import LastingConnection
 
 
 class FakePolicy:
-    """Takes every batch, votes at once and reports the step; the first of them saves each fifth step."""
+    """Takes every batch, votes and reports the step; the first of them saves each fifth step."""
 
     def __init__(self, connection: LastingConnection, *, saves: bool) -> None:
         self.messages = 0
         self.steps = 0
         self.votes = asyncio.Event()
-        """Whether it votes: otherwise it holds its batch."""
+        """Whether it votes: otherwise it holds its batch, and receives."""
         self.votes.set()
         self._connection = connection
         self._saves = saves
-        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._beat())]
+        self._epoch = 0
+        self._batch: p.Batch | None = None
+        self._has_batch = asyncio.Event()
+        """Whether `_batch` waits for a vote."""
+        works = (self._receive(), self._vote(), self._beat())
+        self._tasks = [asyncio.create_task(work) for work in works]
 
     @classmethod
     async def open(cls, address: str, token: bytes, index: int) -> FakePolicy:
@@ -48,7 +53,7 @@ class FakePolicy:
         self._connection.post(message)
         self.messages += 1
 
-    async def _work(self) -> None:
+    async def _receive(self) -> None:
         with contextlib.suppress(ConnectionClosed):  # the benchmark is over
             while True:
                 message = await self._connection.receive()
@@ -57,16 +62,28 @@ class FakePolicy:
                     case p.Welcome():
                         self._send(p.Ready(address="tcp://127.0.0.1:1"))
                     case p.Remesh():
+                        self._has_batch.clear()
+                        self._epoch = message.epoch
                         self._send(p.RequestBatch(message.version, message.epoch))
-                    case p.Batch() as batch:
-                        await self.votes.wait()
-                        self._send(p.Vote(batch.step, batch.epoch))
+                    case p.Batch():
+                        self._batch = message
+                        self._has_batch.set()
                     case p.Committed():
-                        self._done(message.step + 1, batch.epoch)
+                        self._done(message.step + 1)
 
-    def _done(self, version: int, epoch: int) -> None:
+    async def _vote(self) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                await self._has_batch.wait()
+                await self.votes.wait()
+                if self._has_batch.is_set():
+                    assert self._batch is not None
+                    self._has_batch.clear()
+                    self._send(p.Vote(self._batch.step, self._batch.epoch))
+
+    def _done(self, version: int) -> None:
         self.steps = version
         self._send(p.StepDone(version - 1, version, {"loss": 0.0}))
         if self._saves and version % 5 == 0:
             self._send(p.CheckpointDone(version, "/checkpoints/step"))
-        self._send(p.RequestBatch(version, epoch))
+        self._send(p.RequestBatch(version, self._epoch))

@@ -5,6 +5,7 @@ import hmac
 import random
 import re
 import socket
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -12,6 +13,7 @@ from importlib import metadata
 
 import msgspec
 import pytest
+import uvloop
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.descriptors import descriptors_left
@@ -425,6 +427,31 @@ def test_a_client_gives_up_on_a_machine_that_acknowledges_nothing():
         await server.close()
 
     run(scenario())
+
+
+def test_a_connection_that_is_reset_as_it_opens_is_worth_another_attempt():
+    """The server dies with thousands of connections in its backlog; the loop of a run is uvloop's."""
+
+    class Late(uvloop.Loop):
+        async def create_connection(self, *args, **kwargs):
+            transport, protocol = await super().create_connection(*args, **kwargs)
+            while not transport.is_closing():  # until the reset is read
+                await asyncio.sleep(0.01)
+            assert transport.get_extra_info("socket") is None
+            return transport, protocol
+
+    async def scenario(listener):
+        attempt = asyncio.create_task(
+            connect(f"tcp://127.0.0.1:{listener.getsockname()[1]}", token=TOKEN, hello=HELLO, decode=Message)
+        )
+        accepted, _ = await asyncio.to_thread(listener.accept)
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        with pytest.raises(ConnectionClosed, match="closed by the peer|connection broke"):
+            await asyncio.wait_for(attempt, 10)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, asyncio.Runner(loop_factory=Late) as runner:
+        runner.run(scenario(listener))
 
 
 def test_a_failing_handler_is_reported_and_ends_its_connection():
