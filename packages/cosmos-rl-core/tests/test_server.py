@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import itertools
 import json
 from contextlib import asynccontextmanager, closing
 from typing import ClassVar
@@ -15,6 +16,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.liveness import ON_ITS_WAY_S
+from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.peers import IN_USE_S, STARTING_S
 from cosmos_rl_core.control.server import Controller, Job
@@ -842,6 +844,24 @@ async def test_a_policy_that_leaves_others_is_dismissed_and_its_goodbye_ends_not
         assert not task.done()
     assert observer.notes.count("policy-0 has left") == 1
     assert not any("replaced or removed" in note for note in observer.notes)
+
+
+@in_a_loop
+async def test_a_process_that_was_cut_off_and_removed_is_named_once(tmp_path):
+    observer = Observer()
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, silence_s=0.5, suspect_grace_s=0.1))
+    async with running(tmp_path, observer=observer, ledger=ledger) as (controller, task):
+        policy, rollout = await join(controller)
+        beats = itertools.count(1)
+        while ledger.members.by_name["rollout-0"].state is not MemberState.GONE:
+            policy.says(p.Heartbeat(progress=next(beats)))
+            await asyncio.sleep(0.05)
+        rollout.says(*(p.Heartbeat(progress=beat) for beat in range(1, 7)))
+        assert (await rollout.hears(p.Reject)).fenced
+        assert rollout.closed.is_set()
+        await asyncio.sleep(0.1)  # the other heartbeats have been read
+        assert not task.done()
+    assert observer.notes.count("rollout-0: rollout-0 incarnation 1 was replaced or removed; rejoin") == 1
 
 
 def of_two_policies():

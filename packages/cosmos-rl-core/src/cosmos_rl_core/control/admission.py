@@ -84,8 +84,11 @@ class Admission:
 
     def rejected(self, peer: Peer, message: p.Reject) -> None:
         """The ledger has rejected a message. A process that hung and goes on now ends, and may be started again."""
+        if peer.is_fenced:  # the messages of a process that was cut off arrive together
+            return
         self.note(f"{peer.name}: {message.reason}")
         if message.fenced:
+            peer.is_fenced = True
             peer.post(message)
             peer.connection.close()
 

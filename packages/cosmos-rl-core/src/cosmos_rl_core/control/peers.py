@@ -65,6 +65,8 @@ class Peer:
     """It sent a Goodbye or a Fatal."""
     draining: bool = False
     """It was asked to leave."""
+    is_fenced: bool = False
+    """It was told that it is removed or replaced."""
     has_ended: bool = False
     """Its process does not exist any more."""
     _waiting: list[p.ToWorker] = field(default_factory=list)
