@@ -615,7 +615,7 @@ def steps_of(link, *, join=None, fails=()):
     async def idle():
         pass
 
-    return PolicySteps(link, mesh=join or mesh, batch=batch, checkpoint=checkpoint, idle=idle)
+    return PolicySteps(link, mesh=join or mesh, batch=batch, written=idle, checkpoint=checkpoint, idle=idle)
 
 
 def test_a_step_whose_mesh_changed_is_redone_in_the_new_epoch():

@@ -1,7 +1,10 @@
 """rollouts/step_*.jsonl."""
 
+import asyncio
 import json
 import math
+import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.workers.rollout_files import RolloutFiles
 
 
 def rollout(versions, **changes):
@@ -99,3 +103,35 @@ def test_an_empty_rollout_and_a_number_json_does_not_know_are_written(tmp_path):
     assert path.name == "eval_000001.jsonl"
     line = json.loads(path.read_text())
     assert (line["versions"], line["advantage"]) == ([], None)
+
+
+def test_a_file_is_written_beside_the_computation_and_waited_for(tmp_path):
+    go = threading.Event()
+
+    def texts(rollout):
+        assert go.wait(10)
+        return ["a"]
+
+    files = RolloutFiles(tmp_path, every=2, write=partial(write_rollouts, term_texts=texts, term_groups=1))
+
+    async def scenario():
+        files.begin([group(rollout([1]))], 2)
+        waiting = asyncio.create_task(files.written())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        go.set()
+        await waiting
+        assert json.loads((tmp_path / "step_000002.jsonl").read_text())["terms"]["texts"] == ["a"]
+        files.begin([group(rollout([1]))], 3)
+        await files.written()
+
+    asyncio.run(scenario())
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002.jsonl"]
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_its_step(tmp_path):
+    (tmp_path / "rollouts").write_text("a file in place of the folder")
+    files = RolloutFiles(tmp_path / "rollouts", every=1, write=write_rollouts)
+    files.begin([group(rollout([1]))], 0)
+    with pytest.raises(FileExistsError):
+        asyncio.run(files.written())

@@ -213,7 +213,7 @@ def relay(rank, world_size):
             await ranks.broadcast(message)
 
     async def follow():
-        steps = PolicySteps(FollowerLink(ranks), mesh=mesh, batch=batch, checkpoint=checkpoint, idle=idle)
+        steps = PolicySteps(FollowerLink(ranks), mesh=mesh, batch=batch, written=idle, checkpoint=checkpoint, idle=idle)
         assert await steps.next_batch(3) == BATCH
         await steps.commit(3)
         await steps.report(StepResult(policy_version=4, metrics={}), {})

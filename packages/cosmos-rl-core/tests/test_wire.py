@@ -447,7 +447,7 @@ def test_a_connection_that_is_reset_as_it_opens_is_worth_another_attempt():
         accepted, _ = await asyncio.to_thread(listener.accept)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         accepted.close()
-        with pytest.raises(ConnectionClosed, match="closed by the peer|connection broke"):
+        with pytest.raises(ConnectionClosed, match=r"closed by the peer|connection broke"):
             await asyncio.wait_for(attempt, 10)
 
     with socket.create_server(("127.0.0.1", 0)) as listener, asyncio.Runner(loop_factory=Late) as runner:

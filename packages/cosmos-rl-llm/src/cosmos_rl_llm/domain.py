@@ -41,7 +41,7 @@ from cosmos_rl_llm.teacher.check import check_teacher, held_by_teacher
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
@@ -188,8 +188,8 @@ class LLMDomain(DomainBase):
         tokens = rollout.arrays.get("tokens")
         if tokens is None:  # an outline
             return ()
-        tokenizer = _tokenizer(resolve(_checkpoint(model)))
-        return [str(tokenizer.decode([token])) for token in tokens.tolist()]
+        text = _text_of(_checkpoint(model))
+        return [text(token) for token in tokens.tolist()]
 
     def term_tokens(self, rollout: Rollout) -> np.ndarray:
         """The sampled tokens. Implements `cosmos_rl_core.optional.HasTokens`."""
@@ -403,10 +403,12 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
 
 
 @cache
-def _tokenizer(source: str) -> PreTrainedTokenizerBase:
+def _text_of(path_or_id: str) -> Callable[[int], str]:
+    """Return a function from a token to its text, which keeps the texts: decoding takes 10 us, and tokens recur."""
     from cosmos_rl_llm.model.causal_lm import load_tokenizer
 
-    return load_tokenizer(source)
+    tokenizer = load_tokenizer(resolve(path_or_id))
+    return cache(lambda token: str(tokenizer.decode([token])))
 
 
 def _module_chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_length: int | None) -> Chat:

@@ -1,7 +1,7 @@
 """From a Batch message to this rank's share of the trainer's input.
 
 Batch message -> each rank reads the spooled groups -> ranks exchange the groups they could not read
-              -> all ranks have all groups, or all report the same loss -> rollouts file, batcher, collation
+              -> all ranks have all groups, or all report the same loss -> batcher, collation; rollouts file
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 
@@ -19,8 +18,8 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.algorithms.advantages import build_batch_advantage, build_step_advantages
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.interfaces import Policy
-from cosmos_rl_core.observe.rollouts import no_texts, write_dropped, write_rollouts
-from cosmos_rl_core.optional import ReadsAhead, ShowsTerms
+from cosmos_rl_core.observe.rollouts import write_dropped
+from cosmos_rl_core.optional import ReadsAhead
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.run import RunConfig
@@ -30,9 +29,10 @@ from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.train.batcher import Batcher
 from cosmos_rl_core.train.part import Part
 from cosmos_rl_core.train.replicas import ReplicaGroup
-from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
+from cosmos_rl_core.types import Prompt, Share, TrainBatch
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.ranks import Ranks
+from cosmos_rl_core.workers.rollout_files import RolloutFiles
 
 
 def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
@@ -43,18 +43,18 @@ def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
 
 
 class BatchMaker:
-    """Turns a Batch message into the trainer's input, and writes the step's rollouts to a file."""
+    """Turns a Batch message into the trainer's input, and begins to write the step's rollouts to a file."""
 
     def __init__(
-        self, assignment: Assignment, policy: Policy, *, share: Share, of_replica: Share, writes: bool
+        self, assignment: Assignment, policy: Policy, *, share: Share, of_replica: Share, files: RolloutFiles | None
     ) -> None:
         """Set up collation.
 
-        share: of this rank among those of all policy replicas. of_replica: among those of its own. writes: whether this
-        rank writes files about the step.
+        share: of this rank among those of all policy replicas. of_replica: among those of its own. files: None for a
+        rank that writes no files about the step.
         """
         self._at = assignment
-        self._writes = writes
+        self._files = files
         config = assignment.config
         self._policy = policy
         self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
@@ -68,7 +68,7 @@ class BatchMaker:
             minibatches=config.policy.minibatches,
             epochs=config.policy.epochs,
             seed=config.run.seed,
-            on_groups=self._write_rollouts,
+            on_groups=None if files is None else files.begin,
         )
 
     def __call__(self, message: p.Batch, payloads: Payloads, replicas: ReplicaGroup | None) -> TrainBatch:
@@ -80,7 +80,7 @@ class BatchMaker:
             else:
                 batch = self._of_groups(message, payloads, replicas)
         reasons = (*batch.rows_dropped, *(() if batch.data_term is None else batch.data_term.rows_dropped))
-        if reasons and self._writes:
+        if reasons and self._files is not None:
             write_dropped(at.run_dir, step=message.step, reasons=reasons)
         return batch
 
@@ -90,23 +90,10 @@ class BatchMaker:
             batch = self._batcher(groups, step=message.step)
         else:
             assert replicas is not None, "parts are given to replicas that train together"
-            part = Part(groups, replicas, with_text=self._is_written(message.step))
+            part = Part(groups, replicas, with_text=self._files is not None and self._files.has(message.step))
             assert part.samples == message.samples, f"the parts of step {message.step} are not the batch"
             batch = self._batcher(part.groups, step=message.step, part=part)
         return replace(batch, metrics={**batch.metrics, **payloads.metrics})
-
-    def _write_rollouts(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """Write the rollouts after their advantages are final, which may depend on all groups of the step."""
-        if self._writes and self._is_written(step):
-            at, domain, texts = self._at, self._at.domain, no_texts
-            if isinstance(domain, ShowsTerms):
-                texts = partial(domain.term_texts, at.config.model)
-            shown = at.config.logging.term_groups
-            write_rollouts(at.run_dir / "rollouts", step=step, groups=groups, term_texts=texts, term_groups=shown)
-
-    def _is_written(self, step: int) -> bool:
-        every = self._at.config.logging.rollouts_every
-        return bool(every) and step % every == 0
 
     def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
         rows = zip(message.samples, map(bytes, payloads.encoded), strict=True)

@@ -36,6 +36,7 @@ from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.failure import RefusedByController
 from cosmos_rl_core.workers.mesh import PolicyMesh
+from cosmos_rl_core.workers.rollout_files import RolloutFiles
 from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ValidatedSteps
 
 FIRST = "policy-0"
@@ -189,12 +190,12 @@ class PolicyRole:
         """Build the controller's side of the loop; a supervised replica also measures its loss on held-out rows."""
         at, link = self._at, self._link
         policy, share = learner.trainer.policy, batch_share(at.config, mesh)
-        payloads_of = self._payloads()
+        payloads_of, files = self._payloads(), RolloutFiles.of(at)
 
         @cache
         def maker(place: int, count: int) -> BatchMaker:
-            writes = place == 0 and at.context.leads
-            return BatchMaker(at, policy, share=share.of_replica(place, count), of_replica=share, writes=writes)
+            written = files if place == 0 and at.context.leads else None
+            return BatchMaker(at, policy, share=share.of_replica(place, count), of_replica=share, files=written)
 
         async def join(message: p.Remesh) -> int:
             try:
@@ -224,6 +225,7 @@ class PolicyRole:
             link,
             mesh=join,
             batch=batch,
+            written=files.written,
             checkpoint=checkpoint,
             idle=self._residence.end,
             timeline=at.context.timeline,

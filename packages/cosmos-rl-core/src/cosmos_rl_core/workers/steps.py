@@ -186,6 +186,7 @@ class PolicySteps:
         *,
         mesh: Callable[[p.Remesh], Awaitable[int]],
         batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
+        written: Callable[[], Awaitable[None]],
         checkpoint: Callable[[p.Committed], Awaitable[None]],
         idle: Callable[[], Awaitable[None]],
         timeline: Timeline | None = None,
@@ -194,11 +195,12 @@ class PolicySteps:
 
         mesh: joins the replicas of a mesh and returns the version of the weights, which may be those of a peer by then;
         raises EpochOver. batch: returns this rank's training batch, or the groups that some rank cannot read; raises
-        EpochOver. idle: called before each wait for a message.
+        EpochOver. written: returns when the step's files are whole. idle: called before each wait for a message.
         """
         self._link = link
         self._mesh = mesh
         self._batch = batch
+        self._written = written
         self._checkpoint = checkpoint
         self._idle = idle
         self._timeline = timeline or Timeline("policy")
@@ -270,6 +272,7 @@ class PolicySteps:
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
         assert self._committed is not None
         metrics = {**result.metrics, **sync}
+        await self._written()
         await self._link.send(p.StepDone(step=self._committed.step, version=result.policy_version, metrics=metrics))
         await self._checkpoint(self._committed)
 
