@@ -16,7 +16,7 @@ from cosmos_rl_core.workers.context import Assignment
 
 
 class RolloutFiles:
-    """The files `rollouts/step_*.jsonl` of a run. Written in a thread: the texts of 100,000 terms take a second."""
+    """The files `rollouts/step_*.jsonl` of a run, written in a thread of their own."""
 
     def __init__(self, directory: Path, *, every: int, write: Callable[..., Path]) -> None:
         """every: steps from one file to the next; 0: none. write: `write_rollouts` with what it shows of the terms."""
