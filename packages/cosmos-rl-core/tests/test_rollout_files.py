@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.observe.rollouts import RolloutFiles, write_rollouts
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
-from cosmos_rl_core.workers.rollout_files import RolloutFiles
 
 
 def rollout(versions, **changes):

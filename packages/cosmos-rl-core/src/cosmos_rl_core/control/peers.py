@@ -66,7 +66,7 @@ class Peer:
     draining: bool = False
     """It was asked to leave."""
     is_fenced: bool = False
-    """It was told that it is removed or replaced."""
+    """A Reject was sent to it: it is removed, or another process has its place."""
     has_ended: bool = False
     """Its process does not exist any more."""
     _waiting: list[p.ToWorker] = field(default_factory=list)

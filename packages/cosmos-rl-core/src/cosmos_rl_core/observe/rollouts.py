@@ -9,9 +9,11 @@ rows_dropped.jsonl              one line per row, with its reason and the step t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,31 @@ def write_rollouts(
                     line["terms"] = _terms(texts, rollout)
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
     return path
+
+
+class RolloutFiles:
+    """The files `rollouts/step_*.jsonl` of a run, written in a thread of their own."""
+
+    def __init__(self, directory: Path, *, every: int, write: Callable[..., Path]) -> None:
+        """every: steps from one file to the next; 0: none. write: `write_rollouts` with what it shows of the terms."""
+        self._directory, self._every, self._write = directory, every, write
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout files")
+        self._writing: Future[Path] | None = None
+
+    def has(self, step: int) -> bool:
+        """Return whether the step gets a file."""
+        return bool(self._every) and step % self._every == 0
+
+    def begin(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        """Begin to write a step's rollouts, whose advantages are final; again for a step that is computed again."""
+        if self.has(step):
+            self._writing = self._thread.submit(self._write, self._directory, step=step, groups=groups)
+
+    async def written(self) -> None:
+        """Return when the file that was begun last is whole. Raises OSError."""
+        if self._writing is not None:
+            await asyncio.wrap_future(self._writing)
+            self._writing = None
 
 
 def _shown(groups: Sequence[RolloutGroup]) -> list[int]:

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -18,8 +19,8 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.algorithms.advantages import build_batch_advantage, build_step_advantages
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.interfaces import Policy
-from cosmos_rl_core.observe.rollouts import write_dropped
-from cosmos_rl_core.optional import ReadsAhead
+from cosmos_rl_core.observe.rollouts import RolloutFiles, no_texts, write_dropped, write_rollouts
+from cosmos_rl_core.optional import ReadsAhead, ShowsTerms
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.run import RunConfig
@@ -32,7 +33,6 @@ from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import Prompt, Share, TrainBatch
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.ranks import Ranks
-from cosmos_rl_core.workers.rollout_files import RolloutFiles
 
 
 def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
@@ -40,6 +40,14 @@ def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
     if mesh is None:
         return Share()
     return replace(mesh.share, multiple=microbatch_multiple(config.policy.parallel))
+
+
+def rollout_files(assignment: Assignment) -> RolloutFiles:
+    """Return the files of a run's rollouts, with the texts of their terms in a domain that has texts."""
+    domain, config = assignment.domain, assignment.config
+    texts = partial(domain.term_texts, config.model) if isinstance(domain, ShowsTerms) else no_texts
+    write = partial(write_rollouts, term_texts=texts, term_groups=config.logging.term_groups)
+    return RolloutFiles(assignment.run_dir / "rollouts", every=config.logging.rollouts_every, write=write)
 
 
 class BatchMaker:

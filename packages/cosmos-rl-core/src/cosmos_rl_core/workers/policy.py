@@ -32,11 +32,10 @@ from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import TrainBatch
 from cosmos_rl_core.weight_sync import WeightPublisher
 from cosmos_rl_core.wire.channel import ConnectionClosed
-from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share
+from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share, rollout_files
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.failure import RefusedByController
 from cosmos_rl_core.workers.mesh import PolicyMesh
-from cosmos_rl_core.workers.rollout_files import RolloutFiles
 from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ValidatedSteps
 
 FIRST = "policy-0"
@@ -190,7 +189,7 @@ class PolicyRole:
         """Build the controller's side of the loop; a supervised replica also measures its loss on held-out rows."""
         at, link = self._at, self._link
         policy, share = learner.trainer.policy, batch_share(at.config, mesh)
-        payloads_of, files = self._payloads(), RolloutFiles.of(at)
+        payloads_of, files = self._payloads(), rollout_files(at)
 
         @cache
         def maker(place: int, count: int) -> BatchMaker:
