@@ -404,7 +404,7 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
 
 @cache
 def _text_of(path_or_id: str) -> Callable[[int], str]:
-    """Return a function from a token to its text, which keeps the texts: decoding takes 10 us, and tokens recur."""
+    """Return a function from a token to its text, which keeps the texts, since tokens recur."""
     from cosmos_rl_llm.model.causal_lm import load_tokenizer
 
     tokenizer = load_tokenizer(resolve(path_or_id))
