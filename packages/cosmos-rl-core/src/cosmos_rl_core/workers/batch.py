@@ -54,15 +54,23 @@ class BatchMaker:
     """Turns a Batch message into the trainer's input, and begins to write the step's rollouts to a file."""
 
     def __init__(
-        self, assignment: Assignment, policy: Policy, *, share: Share, of_replica: Share, files: RolloutFiles | None
+        self,
+        assignment: Assignment,
+        policy: Policy,
+        *,
+        share: Share,
+        of_replica: Share,
+        files: RolloutFiles,
+        writes: bool,
     ) -> None:
         """Set up collation.
 
-        share: of this rank among those of all policy replicas. of_replica: among those of its own. files: None for a
-        rank that writes no files about the step.
+        share: of this rank among those of all policy replicas. of_replica: among those of its own. writes: whether this
+        rank writes the files of the step; the others send it the texts of their groups.
         """
         self._at = assignment
         self._files = files
+        self._writes = writes
         config = assignment.config
         self._policy = policy
         self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
@@ -76,7 +84,7 @@ class BatchMaker:
             minibatches=config.policy.minibatches,
             epochs=config.policy.epochs,
             seed=config.run.seed,
-            on_groups=None if files is None else files.begin,
+            on_groups=files.begin if writes else None,
         )
 
     def __call__(self, message: p.Batch, payloads: Payloads, replicas: ReplicaGroup | None) -> TrainBatch:
@@ -88,7 +96,7 @@ class BatchMaker:
             else:
                 batch = self._of_groups(message, payloads, replicas)
         reasons = (*batch.rows_dropped, *(() if batch.data_term is None else batch.data_term.rows_dropped))
-        if reasons and self._files is not None:
+        if reasons and self._writes:
             write_dropped(at.run_dir, step=message.step, reasons=reasons)
         return batch
 
@@ -98,7 +106,7 @@ class BatchMaker:
             batch = self._batcher(groups, step=message.step)
         else:
             assert replicas is not None, "parts are given to replicas that train together"
-            part = Part(groups, replicas, with_text=self._files is not None and self._files.has(message.step))
+            part = Part(groups, replicas, with_text=self._files.has(message.step))
             assert part.samples == message.samples, f"the parts of step {message.step} are not the batch"
             batch = self._batcher(part.groups, step=message.step, part=part)
         return replace(batch, metrics={**batch.metrics, **payloads.metrics})

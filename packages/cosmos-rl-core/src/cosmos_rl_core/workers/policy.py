@@ -193,8 +193,8 @@ class PolicyRole:
 
         @cache
         def maker(place: int, count: int) -> BatchMaker:
-            written = files if place == 0 and at.context.leads else None
-            return BatchMaker(at, policy, share=share.of_replica(place, count), of_replica=share, files=written)
+            own, writes = share.of_replica(place, count), place == 0 and at.context.leads
+            return BatchMaker(at, policy, share=own, of_replica=share, files=files, writes=writes)
 
         async def join(message: p.Remesh) -> int:
             try:
