@@ -13,13 +13,13 @@ from cosmos_rl_core.workers.connection.lasting import LastingConnection
 
 
 class FakePolicy:
-    """Takes every batch, votes and reports the step; the first of them saves each fifth step."""
+    """Receives each batch, votes for it and reports the step. With `saves` it reports a checkpoint every fifth step."""
 
     def __init__(self, connection: LastingConnection, *, saves: bool) -> None:
         self.messages = 0
         self.steps = 0
         self.votes = asyncio.Event()
-        """Whether it votes: otherwise it holds its batch, and receives."""
+        """While it is not set, batches are received and no vote is sent."""
         self.votes.set()
         self._connection = connection
         self._saves = saves

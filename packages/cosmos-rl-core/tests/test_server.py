@@ -847,7 +847,7 @@ async def test_a_policy_that_leaves_others_is_dismissed_and_its_goodbye_ends_not
 
 
 @in_a_loop
-async def test_a_process_that_was_cut_off_and_removed_is_named_once(tmp_path):
+async def test_a_worker_that_was_removed_while_it_was_cut_off_is_logged_once(tmp_path):
     observer = Observer()
     ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, silence_s=0.5, suspect_grace_s=0.1))
     async with running(tmp_path, observer=observer, ledger=ledger) as (controller, task):
@@ -859,7 +859,8 @@ async def test_a_process_that_was_cut_off_and_removed_is_named_once(tmp_path):
         rollout.says(*(p.Heartbeat(progress=beat) for beat in range(1, 7)))
         assert (await rollout.hears(p.Reject)).fenced
         assert rollout.closed.is_set()
-        await asyncio.sleep(0.1)  # the other heartbeats have been read
+        late = Worker(controller, "rollout", "rollout-1")
+        await late.hears(p.Welcome)  # sent after the answers to all heartbeats
         assert not task.done()
     assert observer.notes.count("rollout-0: rollout-0 incarnation 1 was replaced or removed; rejoin") == 1
 

@@ -21,7 +21,7 @@ STARTING_S = 600.0
 its replica. The connection to a machine that is gone ends before."""
 
 AT_ONCE = 32
-"""Messages that are sent without reading others in between: each takes about 15 us."""
+"""Messages sent in one batch. Between two batches the event loop reads messages."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Peer:
     _waiting: list[p.ToWorker] = field(default_factory=list)
     """Messages posted before its Welcome."""
     _later: list[p.ToWorker] = field(default_factory=list)
-    """Messages to be sent before the next one, or when the loop has time."""
+    """Queued messages, which go before the next one."""
     _measured: tuple[float, float] = field(init=False)
     """`busy_s` and `heartbeat_at` when `idle_fraction` was computed."""
 
@@ -133,10 +133,11 @@ class Peer:
             self.post(self._waiting.pop(0))
 
     def post_later(self, message: p.ToWorker) -> None:
-        """Keep a message until `send_later`, or until the next message, which it precedes."""
+        """Queue a message. `send_later` sends it, or the next `post`, before its own message."""
         self._later.append(message)
 
     def send_later(self) -> None:
+        """Send the queued messages."""
         later, self._later = self._later, []
         for message in later:
             self.post(message)
@@ -160,7 +161,7 @@ class Peers:
     _announced: p.SyncFrom | None = None
     """The last one sent to all rollout replicas."""
     _with_later: deque[Peer] = field(default_factory=deque)
-    """Those with messages that are sent when the loop has time."""
+    """Workers with queued messages, in the order in which they get them."""
 
     def add(self, peer: Peer) -> None:
         self.remove(peer.name)
@@ -206,7 +207,7 @@ class Peers:
         return bool(self._publisher(mesh))
 
     def post_each(self, messages: Mapping[str, p.ToWorker]) -> None:
-        """Send a message each to workers by name; to more than AT_ONCE in turns, between which others are read."""
+        """Send one message to each worker named, AT_ONCE at a time. Unknown names are skipped."""
         found = [(self.by_name[name], message) for name, message in messages.items() if name in self.by_name]
         for peer, message in found[:AT_ONCE]:
             peer.post(message)

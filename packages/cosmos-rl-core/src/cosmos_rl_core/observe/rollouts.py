@@ -57,7 +57,7 @@ def write_rollouts(
 
 
 class RolloutFiles:
-    """The files `rollouts/step_*.jsonl` of a run, written in a thread of their own."""
+    """Writes `rollouts/step_*.jsonl` in a background thread, while the step is computed."""
 
     def __init__(self, directory: Path, *, every: int, write: Callable[..., Path]) -> None:
         """every: steps from one file to the next; 0: none. write: `write_rollouts` with what it shows of the terms."""
@@ -70,15 +70,14 @@ class RolloutFiles:
         return bool(self._every) and step % self._every == 0
 
     def begin(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """Begin to write a step's rollouts, whose advantages are final; again for a step that is computed again."""
+        """Start writing the rollouts of a step, with final advantages. A step computed again replaces its file."""
         if self.has(step):
             self._writing = self._thread.submit(self._write, self._directory, step=step, groups=groups)
 
     async def written(self) -> None:
-        """Return when the file that was begun last is whole. Raises OSError."""
+        """Wait until the last file is written. Raises OSError."""
         if self._writing is not None:
             await asyncio.wrap_future(self._writing)
-            self._writing = None
 
 
 def _shown(groups: Sequence[RolloutGroup]) -> list[int]:

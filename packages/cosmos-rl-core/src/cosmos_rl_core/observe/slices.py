@@ -21,7 +21,7 @@ T = TypeVar("T")
 Slices = Generator[None, None, T]
 """Work that yields after each slice and returns its result."""
 SLICE = 256
-"""Workers of a slice: below a millisecond of work."""
+"""Workers per slice."""
 
 
 def slices(items: Sequence[T]) -> Iterator[Sequence[T]]:

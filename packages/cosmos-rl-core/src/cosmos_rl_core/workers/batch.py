@@ -51,7 +51,7 @@ def rollout_files(assignment: Assignment) -> RolloutFiles:
 
 
 class BatchMaker:
-    """Turns a Batch message into the trainer's input, and begins to write the step's rollouts to a file."""
+    """Turns a Batch message into the trainer's input, and starts writing the step's rollouts to a file."""
 
     def __init__(
         self,

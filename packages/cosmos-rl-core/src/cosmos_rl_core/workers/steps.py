@@ -195,7 +195,7 @@ class PolicySteps:
 
         mesh: joins the replicas of a mesh and returns the version of the weights, which may be those of a peer by then;
         raises EpochOver. batch: returns this rank's training batch, or the groups that some rank cannot read; raises
-        EpochOver. written: returns when the step's files are whole. idle: called before each wait for a message.
+        EpochOver. written: waits until the step's files are written. idle: called before each wait for a message.
         """
         self._link = link
         self._mesh = mesh
