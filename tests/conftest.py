@@ -123,13 +123,13 @@ def write_recipe():
 
 @pytest.fixture(scope="session")
 def start():
-    """Start `cosmos-rl ...` in a process of its own and return it."""
+    """Start `cosmos-rl ...` in a process of its own and return it. command: what runs in place of it."""
     started = []
 
-    def start(*arguments, **options):
+    def start(*arguments, command=COMMAND, **options):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)],
+            [*command, *map(str, arguments)],
             env=environment,
             text=True,
             stdout=subprocess.PIPE,

@@ -8,7 +8,6 @@ controller, so that as many redo a step as began it.
 import json
 import random
 import signal
-import subprocess
 import sys
 import time
 
@@ -111,12 +110,7 @@ def test_a_controller_that_was_stopped_and_replaced_leaves_the_run_alone(
     metrics, contact = run_dir / "metrics.jsonl", run_dir / "controller.json"
     wait_for(lambda: num_lines(metrics) >= 3, "three steps")
     process.send_signal(signal.SIGSTOP)
-    following = subprocess.Popen(
-        [sys.executable, "-c", WITHOUT_LOCKS, "controller", str(tmp_path / "run.toml")],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    following = start("controller", tmp_path / "run.toml", command=[sys.executable, "-c", WITHOUT_LOCKS])
     wait_for(lambda: json.loads(contact.read_text())["generation"] == 1, "the next controller")
     process.send_signal(signal.SIGCONT)
     _, errors = finished(process, 2)

@@ -132,9 +132,9 @@ def test_the_lines_of_the_real_ledger_are_edges():
     assert edges(Evaluation(version=3, rows=10).progress) == [(RUN, "rollout-0"), (RUN, "rollout-1")]
 
 
-def leaf(*waits, **fields):
+def leaf(*waits, stopped=(), **fields):
     found = status(*waits, **fields)
-    steps = chain(waits_of(found), found["members"])
+    steps = chain(waits_of(found), found["members"], stopped=stopped)
     return [steps[0].waiter, *(step.awaited for step in steps)] if steps else []
 
 
@@ -160,6 +160,16 @@ def test_of_two_holders_the_one_without_heartbeats_is_followed():
     assert leaf(line, members=("policy-0", member("rollout-0", "suspect"), member("rollout-1", age_s=40.0)))[-1] == (
         "rollout-0"
     )
+
+
+def test_the_chain_ends_at_a_process_that_does_not_run():
+    """A rank that is stopped between the commit and the publication is found behind the weights that never come."""
+    behind = ["rollout-0 waits for leases: its weights, version 5, are too old for step 7"]
+    assert leaf(*behind, members=("policy-0", "rollout-0")) == ["rollout-0", WEIGHTS]
+    assert leaf(*behind, members=("policy-0", "rollout-0"), stopped=("policy-0",)) == ["rollout-0", WEIGHTS, "policy-0"]
+    waits = ("policy-0 waits for batch 0: 0 of 8 groups ready", "rollout-0 waits for weights: it loads them")
+    assert leaf(*waits, members=("policy-0", "rollout-0"), stopped=("rollout-0",)) == ["policy-0", "rollout-0"]
+    assert leaf(*behind, members=("policy-0", "rollout-0"), stopped=("rollout-0",)) == []
 
 
 def test_two_that_wait_for_each_other_end_the_chain():
@@ -294,6 +304,16 @@ def test_02_the_rank_that_is_not_in_the_collective(written):
     assert found.level == "bad"
     assert "is in the forward and backward pass since 6 min 40 s, step 41; usual: 9.2 s" in found.text
     assert "not in it: policy-0 rank 1 (in no span since 16 min" in found.text
+
+
+def test_02_a_stopped_rank_is_named_and_shown_where_no_process_waits(written, monkeypatch):
+    ranks = [WorkerProcess(pid=10**9 + n, worker=name, rank=rank, state=state, writes_stacks=False)
+             for n, (name, rank, state) in enumerate((("rollout-0", "", "S"), ("policy-0", "1", "T")))]  # fmt: skip
+    monkeypatch.setattr("cosmos_rl_core.doctor.run.worker_processes", lambda run_dir: ranks)
+    found = examine_run(written.status(members=("policy-0", "rollout-0")).path, stacks=True)
+    assert line(found, "waits").text == f"policy-0 does not run: rank 1, process {ranks[1].pid} is stopped (SIGSTOP)"
+    assert "rollout-0" not in found.stacks
+    assert f"rank 1, process {ranks[1].pid}: no stacks, as it is stopped" in found.stacks
 
 
 def test_03_weights_that_do_not_arrive(written):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import itertools
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
@@ -285,6 +287,36 @@ def test_records_that_were_written_during_a_takeover_are_not_acknowledged(tmp_pa
         with pytest.raises(TakenOver):
             journal.sync()
         assert journal.num_durable == 0
+
+
+def test_an_error_of_a_write_whose_flush_was_cancelled_is_raised_by_close_and_not_logged(tmp_path):
+    """A controller that finds out at a message that it was replaced cancels the flush in work."""
+    entered, released, logged = threading.Event(), threading.Event(), []
+
+    def check():
+        entered.set()
+        assert released.wait(10.0)
+        raise TakenOver("another controller has taken over")
+
+    async def flush_and_cancel(journal):
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: logged.append(context["message"]))
+        journal.append(WRITTEN[0])
+        flush = asyncio.create_task(journal.flush())
+        while not entered.is_set():
+            await asyncio.sleep(0)
+        flush.cancel()
+        await asyncio.wait([flush])
+        released.set()
+        with pytest.raises(TakenOver):
+            await journal.flush()
+
+    journal = Journal(tmp_path, check=check)
+    asyncio.run(flush_and_cancel(journal))
+    with pytest.raises(TakenOver):
+        journal.close()
+    del journal
+    gc.collect()
+    assert not logged
 
 
 @pytest.mark.parametrize("written", [0, 2])

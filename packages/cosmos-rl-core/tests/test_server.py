@@ -403,6 +403,28 @@ async def test_two_policy_replicas_report_a_step_once(tmp_path):
         assert observer.steps == [0, 1]
 
 
+@pytest.mark.parametrize("external", [True, False], ids=["waits for another policy", "ends at once"])
+@in_a_loop
+async def test_the_last_report_of_a_policy_that_leaves_is_kept_although_the_first_one_has_died(external, tmp_path):
+    """The first one dies after the commit and before its report, and is suspect when the other one leaves."""
+    observer = Observer()
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, policy_members=2, suspect_grace_s=0.5))
+    job = {"newest_checkpoint": lambda: (1, "step_1"), "policy_wait_s": 0.05, "external": external}
+    async with running(tmp_path, observer=observer, ledger=ledger, **job) as (controller, task):
+        (zero, one), rollout = await two_policies_and_a_rollout(controller)
+        first, second = (await rollout.hears(p.Grant)).prompts[:2]
+        rollout.says(delivery(first, b"first"), delivery(second, b"second"))
+        for policy in (zero, one):
+            policy.says(p.Vote(step=0, epoch=(await policy.hears(p.Batch)).epoch))
+        await one.hears(p.Committed)
+        zero.says(None)
+        await until(lambda: ledger.members.by_name["policy-0"].state is MemberState.SUSPECT)
+        one.says(p.StepDone(step=0, version=1, metrics={}), p.CheckpointDone(step=1, path="step_1", lineage=0))
+        one.says(p.Goodbye())
+        await asyncio.wait_for(task, 10.0)
+    assert observer.steps == [0]
+
+
 async def until(condition):
     """Wait until the controller has brought something about."""
     while not condition():

@@ -4,6 +4,7 @@
     reports.add("policy-1", 7, message, mesh=("policy-0", "policy-1"))     # []: policy-0 reports step 7
     reports.add("policy-0", 7, message, mesh=("policy-0", "policy-1"))     # [message]
     reports.remesh(("policy-1",))                                          # those that policy-0 did not send any more
+    reports.flush()                                                        # all: no replica will send its own
 
 The first member of the mesh reports. Reports of the others are kept until it has sent its own, in case it is lost.
 """
@@ -55,6 +56,13 @@ class OncePerStep(Generic[M]):
     def remesh(self, mesh: tuple[str, ...]) -> list[M]:
         """Return the reports to record with these members; a lost member's steps are reported by another one."""
         newest = max((step for step, reports in self._kept.items() if mesh and mesh[0] in reports), default=self._last)
+        return self._take(newest, mesh)
+
+    def flush(self) -> list[M]:
+        """Return all kept reports: the first member died before it sent its own, and the others have left."""
+        return self._take(max(self._kept, default=self._last), ())
+
+    def _take(self, newest: int, mesh: tuple[str, ...]) -> list[M]:
         self._last = newest
         steps = sorted(step for step in self._kept if step <= newest)
         return [_of_first(self._kept.pop(step), mesh) for step in steps]
@@ -98,6 +106,11 @@ class PolicyReports:
         """Record the reports of a lost first member that another one has sent."""
         self._record(self._steps.remesh(mesh))
         self._record(self._versions.remesh(mesh))
+
+    def flush(self) -> None:
+        """Record all reports that are kept for a first member: no policy is left."""
+        self._record(self._steps.flush())
+        self._record(self._versions.flush())
 
     def roll_back(self, version: int) -> None:
         """Expect the reports of the steps from `version` on, and of later versions, once more."""

@@ -102,7 +102,7 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
             troubles=_troubles(processes),
             silent_s=spans.silent_s(now=now),
         )
-        waits = chain(waits_of(status), status.get("members", ()))
+        waits = chain(waits_of(status), status.get("members", ()), stopped=at.troubles)
         found = [verdict(waits, at), *_stalls(at, waits), *_clocks(spans), *found]
         awaited = any(wait.awaited == WEIGHTS for wait in waits)
         found += weight_ports(status.get("members", ()), awaited=awaited)
@@ -203,7 +203,8 @@ def _stacks(waits: Sequence[Wait], at: Situation, processes: Sequence[WorkerProc
     if leaf == WEIGHTS:
         leaf = waits[-1].waiter
     if not leaf:
-        leaf = next((each.worker for each in at.activities if each.is_stalled), "")
+        stalled = (each.worker for each in at.activities if each.is_stalled)
+        leaf = next(iter((*at.troubles, *stalled)), "")
     chosen = [process for process in processes if process.worker == leaf]
     if not chosen and leaf and leaf not in ROLES:
         return f"stacks: {leaf} has no process on this machine; run the doctor on its machine"

@@ -9,7 +9,7 @@ Functions of values: the status is a mapping as in status.json.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 RUN, WEIGHTS = "the run", "weights"
@@ -56,13 +56,16 @@ def waits_of(status: Mapping[str, Any]) -> list[Wait]:
     return found
 
 
-def chain(waits: Sequence[Wait], members: Sequence[Mapping[str, Any]]) -> list[Wait]:
+def chain(waits: Sequence[Wait], members: Sequence[Mapping[str, Any]], *, stopped: Collection[str] = ()) -> list[Wait]:
     """Return the waits from the run, a policy or a rollout to the process that all wait for; empty without a wait.
 
     Of several awaited processes the one in the worst state is followed: not connected, not ready, the oldest heartbeat.
+    stopped: workers that do not run. The chain ends at one; weights wait for a policy that is one.
     """
     if not waits:
         return []
+    publishers = [each["name"] for each in members if each["role"] == "policy" and each["name"] in stopped]
+    waits = [*waits, *(Wait(WEIGHTS, name, f"{WEIGHTS} wait for {name}, which does not run") for name in publishers)]
     order = {RUN: 0} | {each["name"]: 1 + ROLES.index(each["role"]) for each in members if each["role"] in ROLES}
     node = min((wait.waiter for wait in waits), key=lambda name: order.get(name, len(ROLES) + 1))
     states = {each["name"]: each for each in members}
@@ -70,6 +73,8 @@ def chain(waits: Sequence[Wait], members: Sequence[Mapping[str, Any]]) -> list[W
     passed: set[str] = set()
     while True:
         passed.add(node)
+        if node in stopped:
+            return found
         ways = [wait for wait in waits if wait.waiter == node and wait.awaited not in passed]
         ways = [wait for wait in ways if not wait.is_spare or not found]
         if not ways:

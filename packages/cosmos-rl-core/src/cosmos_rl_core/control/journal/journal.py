@@ -137,7 +137,9 @@ class Journal:
             if self._write is None or self._write.done():
                 self._start_write()
             assert self._write is not None
-            await asyncio.shield(asyncio.wrap_future(self._write))
+            written = asyncio.wrap_future(self._write)
+            written.add_done_callback(_retrieve)
+            await asyncio.shield(written)
 
     def sync(self) -> None:
         """Like `flush`, but blocking, without an event loop."""
@@ -227,6 +229,12 @@ class Journal:
         if number < self._snapshot_number:
             raise JournalError(f"{self._directory}: ends at record {number}, before its snapshot")
         return firsts[-1], number, size
+
+
+def _retrieve(written: asyncio.Future[None]) -> None:
+    """Take the error of a write whose flush was cancelled: `close` raises it, and asyncio need not log it as well."""
+    if not written.cancelled():
+        written.exception()
 
 
 def _failure(error: OSError, directory: Path) -> Exception:
