@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.memory.activations import BYTES, LayerBytes, layer_bytes, stream_bytes
+from cosmos_rl_core.parallel.memory.activations import BYTES, LayerBytes, layer_bytes, norm_bytes, stream_bytes
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
 from cosmos_rl_core.types import WeightSpec
@@ -285,7 +285,7 @@ class Rank:
         if not self.last:
             return round(kept), 0, round(in_layer)
         # The head: the last norm, and the hidden states that predict a term. Its backward pass precedes the layers'.
-        head = ((4 + stream + self.bytes) * hidden + _PLACES_BYTES) * self.tokens
+        head = ((norm_bytes(self.shape, stream) + self.bytes) * hidden + _PLACES_BYTES) * self.tokens
         outputs = -(-self.shape.vocabulary // self.dims.tp)
         logits = min(4 * outputs * self.tokens, self.budget)
         # Beside the logits [chunk, V] in float32: entropies, or the same in the type of the products; then gradients.

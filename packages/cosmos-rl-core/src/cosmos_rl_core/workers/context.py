@@ -159,12 +159,14 @@ class Assignment:
         import torch
 
         from cosmos_rl_core.kernel_choice import log_choice
-        from cosmos_rl_core.parallel.device import use_device
+        from cosmos_rl_core.parallel.device import keep_freed_memory, use_device
 
         if use_device().type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = self.config.run.tf32
             torch.backends.cudnn.allow_tf32 = self.config.run.tf32  # convolutions, of autoencoders and pictures
             log_choice(f"float32 matrix products: {'TF32' if self.config.run.tf32 else 'exact'}")
+        elif not self.context.shares_process:
+            keep_freed_memory()
         if self.context.threads is not None:
             torch.set_num_threads(self.context.threads)
         if not self.context.shares_process:

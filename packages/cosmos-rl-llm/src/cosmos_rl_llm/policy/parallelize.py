@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.axes.linear import use_onednn
+from cosmos_rl_core.parallel.axes.norm import use_rms_norms
 from cosmos_rl_core.parallel.axes.tensor import (
     TensorAxis,
     cut_columns,
@@ -197,6 +198,7 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
         install_attention(terms.causal_lm, traced=False)
     else:
         use_onednn(terms)
+        use_rms_norms(terms)
     experts = []
     if mesh is not None:
         check_heads(terms.config, tp=mesh.dims.tp, cp=mesh.dims.cp)

@@ -4,7 +4,8 @@ As in Korthikanti et al., "Reducing Activation Recomputation in Large Transforme
 counted anew for gated feed-forward layers, RMS norms, grouped-query attention in one fused kernel, and no dropout. With
 c the bytes of the compute type, H hidden, q = heads x head_dim, v = kv_heads x head_dim and I intermediate:
 
-    norms        2 (4 + 2c) H            the input in float32, normalised and scaled values; some families have 4
+    norms        2 (4 + 2c) H            the input in float32, normalised and scaled values; some families have 4;
+                 2 (4 + c) H             in float32 where `axes/norm.py` computes them
     attention    c (3 q + 2 v)           queries, keys, values, the output, and the output in the packed row
     feed-forward 4 c I                   gate, its activation, up, their product; some families keep more
     experts      k c (2 H + 4 I_e)       the same for each chosen expert, and its input and output
@@ -57,6 +58,12 @@ def stream_bytes(shape: ModelShape, dims: ParallelDims) -> int:
     return BYTES["float32"] if dims.world_size == 1 else BYTES[shape.compute_dtype]
 
 
+def norm_bytes(shape: ModelShape, normalised: int) -> int:
+    """Return the bytes that a norm keeps of each number beside its output; `normalised`: of a normalised one."""
+    lean = shape.lean_norms and shape.compute_dtype == "float32"
+    return 4 if lean or shape.adapter_parameters else 4 + normalised  # a frozen scale needs its input no more
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sizes:
     """The sums of the table above, in bytes a token."""
@@ -76,14 +83,13 @@ class _Sizes:
         heads, kv_heads = shape.heads / dims.tp, max(shape.kv_heads / dims.tp, 1)
         query, value = heads * shape.head_dim, kv_heads * shape.head_dim
         along = shape.hidden / dims.tp if sequence_parallel else shape.hidden
-        scaled = 0 if shape.adapter_parameters else 1  # the input of a frozen norm's scale is not needed again
-        norms = shape.stream_norms * ((4 + scaled * stream + c) * along + 4)
+        norms = shape.stream_norms * ((norm_bytes(shape, stream) + c) * along + 4)
         if stream != c:  # autocast: the norm's output is cast for each product it goes into
             norms += c * along * (2 if shape.has_experts(layer) else 3)
         norms += 2 * c * (shape.hidden - along)  # products keep the gathered rows instead of this rank's
         attention = c * (3 * query + 2 * value) + 4 * heads
         if shape.head_norms:
-            attention += (4 + scaled * c) * (query + value) + 4 * (heads + kv_heads)
+            attention += norm_bytes(shape, c) * (query + value) + 4 * (heads + kv_heads)
         attention += (4 + 2 * c) * shape.latent + (4 * c * query if shape.sinks else 0)
         attention -= c * shape.unread_inputs / dims.tp
         inner = _feed_forward(shape, dims, layer=layer)

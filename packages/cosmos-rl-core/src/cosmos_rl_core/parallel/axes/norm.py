@@ -1,0 +1,106 @@
+"""RMS norms in float32 with a backward pass of their own, which takes about half the time and memory of autograd's.
+
+    y = w x r        r = (mean(x^2) + eps)^(-1/2)        Zhang and Sennrich, "Root Mean Square Layer Normalization"
+                                                         (arXiv:1910.07467, section 3)
+    with h = x r and t = dy h:    dw = sum of t over rows    dx = r (dy w - h mean(t w))
+
+Autograd keeps x and h and goes over rows of the hidden size more than ten times; here x and r are kept. Values are
+those of the module, to the bit.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+_WIDTH = 16
+"""Of the module by which a class is tried."""
+
+
+def use_rms_norms(model: nn.Module) -> None:
+    """Let the RMS norms of a model use `rms_norm` where they compute in float32. Names and weights stay as they are.
+
+    Those are modules of transformers with a `weight` and a `variance_epsilon` that compute w x r in float32; others,
+    as of Gemma with 1 + w, stay. Modules on meta are changed too: each call decides by its tensors.
+    """
+    for module in model.modules():
+        if (changed := _changed(type(module))) is not None:
+            module.__class__ = changed
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """input [..., n], weight [n] -> input / sqrt(mean(input^2) + eps) * weight [..., n], differentiable."""
+    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+        return _RmsNorm.apply(input, weight, eps)
+    return F.rms_norm(input, weight.shape, weight, eps)
+
+
+class _Changed(nn.Module):
+    """Goes before the class of a norm."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not _is_served(hidden_states, self.weight):
+            return super().forward(hidden_states)
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _is_served(input: Tensor, weight: Tensor) -> bool:
+    return (
+        input.dtype == weight.dtype == torch.float32
+        and type(weight) in (nn.Parameter, Tensor)  # not a shard of a distributed tensor
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_autocast_enabled("cuda")
+    )
+
+
+@cache
+def _changed(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class with `rms_norm` for a class of norms; None if it computes something else."""
+    if "RMSNorm" not in kind.__name__ or issubclass(kind, _Changed) or len(signature(kind.forward).parameters) != 2:
+        return None
+    with ThreadPoolExecutor(max_workers=1) as pool:  # has none of the caller's modes of torch
+        computes_it = pool.submit(_computes_rms_norm, kind).result()
+    return type(kind.__name__, (_Changed, kind), {}) if computes_it else None
+
+
+def _computes_rms_norm(kind: type[nn.Module]) -> bool:
+    try:
+        norm: Any = kind(_WIDTH).float()
+        eps, weight = norm.variance_epsilon, norm.weight
+    except (TypeError, AttributeError):  # it is built otherwise, or has other parameters
+        return False
+    with torch.no_grad():
+        weight.copy_(torch.linspace(-1.0, 2.0, _WIDTH))
+        input = torch.linspace(-3.0, 2.0, 4 * _WIDTH).view(4, _WIDTH)
+        return torch.equal(norm(input), rms_norm(input, weight, eps))
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = input.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(input, weight, scale)
+        return (input * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input, weight, scale = ctx.saved_tensors
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        normalised = input * scale
+        slopes = grad * normalised
+        d_weight = slopes.reshape(-1, len(weight)).sum(0) if needs_weight else None
+        if not needs_input:
+            return None, d_weight, None
+        mean = (slopes @ weight).unsqueeze(-1).mul_(1 / len(weight))
+        return (grad * weight).sub_(normalised.mul_(mean)).mul_(scale), d_weight, None

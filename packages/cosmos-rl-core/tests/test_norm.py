@@ -1,0 +1,113 @@
+"""RMS norms with a backward pass of their own: values to the bit, gradients of float64, other modules as they are."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from cosmos_rl_core.parallel.axes.norm import rms_norm, use_rms_norms
+
+EPS = 1e-6
+
+
+class RMSNorm(nn.Module):
+    """As in transformers."""
+
+    def __init__(self, hidden_size, eps=EPS):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        values = hidden_states.to(torch.float32)
+        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * values.to(dtype)
+
+
+class OnePlusRMSNorm(RMSNorm):
+    """As in Gemma."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) / self.weight * (1.0 + self.weight)
+
+
+class SizedRMSNorm(RMSNorm):
+    def __init__(self, *, width):
+        super().__init__(width)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact(input, weight):
+    return weight * input * torch.rsqrt(input.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 24), (64, 1, 3, 24), (1, 24)])
+@pytest.mark.parametrize("trained", ["input", "weight", "both"])
+def test_values_and_gradients_are_those_of_float64(shape, trained):
+    input, weight = drawn(*shape), drawn(24, seed=1)
+    chosen = [x.requires_grad_() for name, x in (("input", input), ("weight", weight)) if trained in (name, "both")]
+    wanted = [x.detach().double().requires_grad_(x.requires_grad) for x in (input, weight)]
+    slope = drawn(*shape, seed=2).transpose(0, -2).contiguous().transpose(0, -2)
+    output = rms_norm(input, weight, EPS)
+    torch.testing.assert_close(output, exact(*wanted).float(), rtol=1e-5, atol=1e-6)
+    found = torch.autograd.grad(output, chosen, slope)
+    right = torch.autograd.grad(exact(*wanted), [x for x in wanted if x.requires_grad], slope.double())
+    for gradient, expected in zip(found, right, strict=True):
+        torch.testing.assert_close(gradient, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_keeps_its_names_and_values_and_its_copies_are_its_own():
+    model = nn.Sequential(nn.Linear(24, 24), RMSNorm(24))
+    model[1].weight.data.copy_(drawn(24, seed=1))
+    before, wanted = dict(model.state_dict()), model(drawn(5, 24))
+    use_rms_norms(model)
+    use_rms_norms(model)
+    assert type(model[1]) is not RMSNorm and isinstance(model[1], RMSNorm)
+    assert dict(model.state_dict()).keys() == before.keys()
+    output = model(drawn(5, 24))
+    assert torch.equal(output, wanted) and "RmsNorm" in type(output.grad_fn).__name__
+    with torch.no_grad():
+        assert torch.equal(model(drawn(5, 24)), wanted)
+    other = copy.deepcopy(model)
+    other[1].weight.data.zero_()
+    assert not other(drawn(5, 24)).any() and torch.equal(model(drawn(5, 24)), wanted)
+
+
+@pytest.mark.parametrize("norm", [OnePlusRMSNorm(24), SizedRMSNorm(width=24), nn.RMSNorm(24), nn.LayerNorm(24)])
+def test_modules_that_compute_something_else_stay(norm):
+    kind = type(norm)
+    use_rms_norms(norm)
+    assert type(norm) is kind
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_are_computed_by_the_module(dtype):
+    norm, changed = RMSNorm(24), RMSNorm(24)
+    use_rms_norms(changed)
+    input = drawn(5, 24).to(dtype).requires_grad_()
+    assert torch.equal(changed.to(dtype)(input), norm.to(dtype)(input))
+    assert "RmsNorm" not in type(changed(input).grad_fn).__name__
+
+
+def test_a_module_on_meta_decides_when_it_has_values():
+    with torch.device("meta"):
+        norm = RMSNorm(24)
+    use_rms_norms(norm)
+    assert norm(torch.empty(5, 24, device="meta")).shape == (5, 24)
+    norm.to_empty(device="cpu").weight.data.fill_(1.0)
+    assert "RmsNorm" in type(norm(drawn(5, 24)).grad_fn).__name__
+
+
+def test_a_context_of_another_device_does_not_reach_the_trial():
+    class Norm2RMSNorm(RMSNorm):
+        """A class that was not tried before."""
+
+    norm = Norm2RMSNorm(24)
+    with torch.device("meta"):
+        use_rms_norms(norm)
+    assert type(norm) is not Norm2RMSNorm
