@@ -38,6 +38,11 @@ class SizedRMSNorm(RMSNorm):
         super().__init__(width)
 
 
+class GatedRMSNorm(RMSNorm):
+    def forward(self, hidden_states, gate):
+        return super().forward(hidden_states) * gate
+
+
 def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -78,7 +83,7 @@ def test_a_model_keeps_its_names_and_values_and_its_copies_are_its_own():
     assert not other(drawn(5, 24)).any() and torch.equal(model(drawn(5, 24)), wanted)
 
 
-@pytest.mark.parametrize("norm", [OnePlusRMSNorm(24), SizedRMSNorm(width=24), nn.RMSNorm(24), nn.LayerNorm(24)])
+@pytest.mark.parametrize("norm", [OnePlusRMSNorm(24), SizedRMSNorm(width=24), GatedRMSNorm(24), nn.LayerNorm(24)])
 def test_modules_that_compute_something_else_stay(norm):
     kind = type(norm)
     use_rms_norms(norm)
@@ -92,6 +97,17 @@ def test_other_types_are_computed_by_the_module(dtype):
     input = drawn(5, 24).to(dtype).requires_grad_()
     assert torch.equal(changed.to(dtype)(input), norm.to(dtype)(input))
     assert "RmsNorm" not in type(changed(input).grad_fn).__name__
+
+
+@pytest.mark.parametrize("given", [{}, {"eps": 1e-5}, {"elementwise_affine": False}])
+@pytest.mark.parametrize("shape", [24, (5, 24)])
+def test_torchs_own_norm_keeps_its_values_whatever_its_options(shape, given):
+    norm, changed = nn.RMSNorm(shape, **given), nn.RMSNorm(shape, **given)
+    use_rms_norms(changed)
+    input = drawn(5, 24).requires_grad_()
+    assert torch.equal(changed(input), norm(input))
+    served = shape == 24 and "eps" in given
+    assert ("RmsNorm" in type(changed(input).grad_fn).__name__) == served
 
 
 def test_a_module_on_meta_decides_when_it_has_values():

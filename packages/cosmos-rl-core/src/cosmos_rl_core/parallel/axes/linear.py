@@ -28,6 +28,7 @@ In generation it applies with one thread and at least two columns. With more thr
 product so that the last bit of a row depends on how many rows there are; a rollout must not depend on the others in
 its batch.
 """
+MIN_WEIGHTS_OF_MANY_ROWS = 64 * 64
 MIN_ROWS = 4
 """Fewest rows of a batch in generation, filled up with rows that are thrown away.
 
@@ -37,8 +38,8 @@ to give a row the same bits whatever its neighbours.
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _MKL_ROWS = 16
 """`MIN_ROWS` of MKL's products on Intel's CPUs, whose kernels for few rows serve more rows the longer a row is."""
-_FEW, _MANY = 64, 256
-"""Row classes in training, by the number that is measured: up to twice the first, and more."""
+_ROWS = (64, 256, 1024)
+"""Row classes in training, by the number that is measured: each has up to twice as many rows, the last one all more."""
 _MAX_SIDE = 512
 """Longest side of a weight that is measured; for longer ones the ratio of the two libraries is the same."""
 
@@ -53,8 +54,9 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
     trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
     if trained or many_rows:
         # With `many_rows` a layer has one kernel, however many rows there are: its bits do not depend on them.
-        rows = _MANY if many_rows or input.numel() > 2 * _FEW * input.shape[-1] else _FEW
-        if weight.numel() < MIN_WEIGHTS or not _wins(rows, weight.shape, torch.get_num_threads()):
+        rows = _ROWS[-1] if many_rows else _class_of(input.numel() // input.shape[-1])
+        least = MIN_WEIGHTS_OF_MANY_ROWS if many_rows else MIN_WEIGHTS
+        if weight.numel() < least or not _wins(rows, weight.shape, torch.get_num_threads()):
             return F.linear(input, weight, bias)
     elif weight.numel() < MIN_WEIGHTS and len(weight) > 1 and torch.get_num_threads() == 1:
         return _steady_mkl(input, weight, bias)
@@ -92,11 +94,16 @@ def use_onednn(model: nn.Module, *, many_rows: bool = False, generates: bool = F
     `many_rows` as for `product`. Small layers change only in a model that `generates`, where a rollout must not depend
     on the others in its batch. Layers on meta are changed too: `product` decides again when they run.
     """
+    least = 1 if generates else MIN_WEIGHTS_OF_MANY_ROWS if many_rows else MIN_WEIGHTS
     for module in model.modules():
-        if type(module) is not nn.Linear or not (generates or module.weight.numel() >= MIN_WEIGHTS):
+        if type(module) is not nn.Linear or module.weight.numel() < least:
             continue
         if module.weight.is_meta or _is_served(module.weight, module.weight):
             module.__class__ = ManyRowsLinear if many_rows else OneDnnLinear
+
+
+def _class_of(rows: int) -> int:
+    return next((measured for measured in _ROWS if rows <= 2 * measured), _ROWS[-1])
 
 
 @cache

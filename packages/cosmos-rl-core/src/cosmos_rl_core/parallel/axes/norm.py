@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-_WIDTH = 16
+_WIDTH, _EPS = 16, 1e-6
 """Of the module by which a class is tried."""
 
 
 def use_rms_norms(model: nn.Module) -> None:
     """Let the RMS norms of a model use `rms_norm` where they compute in float32. Names and weights stay as they are.
 
-    Those are modules of transformers with a `weight` and a `variance_epsilon` that compute w x r in float32; others,
-    as of Gemma with 1 + w, stay. Modules on meta are changed too: each call decides by its tensors.
+    Those are modules of torch, transformers and diffusers that compute w x r; others, as of Gemma with 1 + w, stay.
+    Modules on meta are changed too: each call decides by its tensors.
     """
     for module in model.modules():
         if (changed := _changed(type(module))) is not None:
@@ -45,18 +45,24 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _Changed(nn.Module):
     """Goes before the class of a norm."""
 
-    weight: nn.Parameter
-    variance_epsilon: float
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not _is_served(hidden_states, self.weight):
+        weight, eps = self.weight, _eps_of(self)
+        if weight is None or eps is None or self.bias is not None or not _is_served(hidden_states, weight):
             return super().forward(hidden_states)
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return rms_norm(hidden_states, weight, eps)
+
+
+def _eps_of(norm: Any) -> float | None:
+    return getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None)
 
 
 def _is_served(input: Tensor, weight: Tensor) -> bool:
     return (
         input.dtype == weight.dtype == torch.float32
+        and weight.dim() == 1
         and type(weight) in (nn.Parameter, Tensor)  # not a shard of a distributed tensor
         and not torch.is_autocast_enabled("cpu")
         and not torch.is_autocast_enabled("cuda")
@@ -75,9 +81,11 @@ def _changed(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 def _computes_rms_norm(kind: type[nn.Module]) -> bool:
     try:
-        norm: Any = kind(_WIDTH).float()
-        eps, weight = norm.variance_epsilon, norm.weight
-    except (TypeError, AttributeError):  # it is built otherwise, or has other parameters
+        norm: Any = kind(_WIDTH, eps=_EPS).float()
+    except TypeError:  # it is built otherwise
+        return False
+    weight, eps = getattr(norm, "weight", None), _eps_of(norm)
+    if not isinstance(weight, nn.Parameter) or eps is None:
         return False
     with torch.no_grad():
         weight.copy_(torch.linspace(-1.0, 2.0, _WIDTH))

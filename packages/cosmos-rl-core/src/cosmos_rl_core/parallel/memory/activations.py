@@ -58,9 +58,9 @@ def stream_bytes(shape: ModelShape, dims: ParallelDims) -> int:
     return BYTES["float32"] if dims.world_size == 1 else BYTES[shape.compute_dtype]
 
 
-def norm_bytes(shape: ModelShape, normalised: int) -> int:
+def norm_bytes(shape: ModelShape, normalised: int, *, of_heads: bool = False) -> int:
     """Return the bytes that a norm keeps of each number beside its output; `normalised`: of a normalised one."""
-    lean = shape.lean_norms and shape.compute_dtype == "float32"
+    lean = shape.compute_dtype == "float32" and shape.lean_norms in ("all", "heads" if of_heads else "all")
     return 4 if lean or shape.adapter_parameters else 4 + normalised  # a frozen scale needs its input no more
 
 
@@ -89,7 +89,7 @@ class _Sizes:
         norms += 2 * c * (shape.hidden - along)  # products keep the gathered rows instead of this rank's
         attention = c * (3 * query + 2 * value) + 4 * heads
         if shape.head_norms:
-            attention += norm_bytes(shape, c) * (query + value) + 4 * (heads + kv_heads)
+            attention += norm_bytes(shape, c, of_heads=True) * (query + value) + 4 * (heads + kv_heads)
         attention += (4 + 2 * c) * shape.latent + (4 * c * query if shape.sinks else 0)
         attention -= c * shape.unread_inputs / dims.tp
         inner = _feed_forward(shape, dims, layer=layer)
