@@ -70,10 +70,11 @@ class Recovery:
 
     def begin(self) -> None:
         """All policy replicas are lost."""
+        self.parts.reports.flush()
         if self.policy_wait_s == 0.0:
             self.outcome.policy_lost(WorkerFailed(POLICIES_LOST))
             return
-        self.close()
+        self._stop_waiting()
         self._task = asyncio.create_task(self._run())
 
     async def rolled_back(self) -> None:
@@ -97,6 +98,12 @@ class Recovery:
             self._task = asyncio.create_task(self._wait())
 
     def close(self) -> None:
+        """The run is over. Its last steps have rows too, except in a run that another controller continues."""
+        self._stop_waiting()
+        if not self.outcome.is_taken_over:
+            self.parts.reports.flush()
+
+    def _stop_waiting(self) -> None:
         if self._task is not None:
             self._task.cancel()
 

@@ -164,7 +164,6 @@ class Controller:
             await asyncio.wait([*tasks, self.outcome.decided], return_when=asyncio.FIRST_COMPLETED)
             for task in (*filter(asyncio.Task.done, tasks), self.outcome.decided):
                 task.result()
-            self._reports.flush()
         finally:
             self.outcome.decided.cancel()
             self._recovery.close()
@@ -278,7 +277,6 @@ class Controller:
             case events.Halt():
                 self.outcome.fail(UserError(output.message))
             case events.PoliciesLost():
-                self._reports.flush()
                 if not self.outcome.is_decided:
                     self._recovery.begin()
             case events.Removed():

@@ -78,8 +78,10 @@ _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size
 _GATE_COPIES = {"gpt_oss": 7}
 """Families whose gated activation is not activation(gate) * up: gpt-oss clamps both and scales the gate."""
 _OTHER_NORMS = frozenset(
-    ["gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "nanochat", "qwen3_next"]
-    + ["qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
+    (
+        *("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "nanochat"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    )
 )
 """Families whose norms multiply by 1 + weight, or by none: `use_rms_norms` leaves them as they are."""
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
