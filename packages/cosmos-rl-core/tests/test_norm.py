@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.parallel.axes.norm import rms_norm, use_rms_norms
+from cosmos_rl_core.testing.slowdown import NO_SLOWER, slowdown
 
 EPS = 1e-6
 
@@ -127,3 +128,14 @@ def test_a_context_of_another_device_does_not_reach_the_trial():
     with torch.device("meta"):
         use_rms_norms(norm)
     assert type(norm) is not Norm2RMSNorm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [RMSNorm, nn.RMSNorm])
+@pytest.mark.parametrize("shape", [(64, 32), (64, 128), (1024, 128), (4096, 32), (2048, 576)])
+def test_it_is_never_slower_than_the_module(one_thread, make, shape):
+    plain, changed = make(shape[-1], eps=EPS), make(shape[-1], eps=EPS)
+    use_rms_norms(changed)
+    input, slope = drawn(*shape).requires_grad_(), drawn(*shape, seed=1)
+    runs = [lambda norm=norm: norm(input).backward(slope) for norm in (plain, changed)]
+    assert slowdown(plain=runs[0], chosen=runs[1]) <= NO_SLOWER

@@ -29,6 +29,7 @@ product so that the last bit of a row depends on how many rows there are; a roll
 its batch.
 """
 MIN_WEIGHTS_OF_MANY_ROWS = 64 * 64
+"""The same for networks that get many rows."""
 MIN_ROWS = 4
 """Fewest rows of a batch in generation, filled up with rows that are thrown away.
 

@@ -4,8 +4,8 @@
                                                          (arXiv:1910.07467, section 3)
     with h = x r and t = dy h:    dw = sum of t over rows    dx = r (dy w - h mean(t w))
 
-Autograd keeps x and h and goes over rows of the hidden size more than ten times; here x and r are kept. Values are
-those of the module, to the bit.
+Autograd keeps x and h and goes over rows of the hidden size more than ten times; here x and r are kept. On a CPU values
+are those of the module, to the bit. Without gradients the module computes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 _WIDTH, _EPS = 16, 1e-6
 """Of the module by which a class is tried."""
@@ -37,9 +36,7 @@ def use_rms_norms(model: nn.Module) -> None:
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """input [..., n], weight [n] -> input / sqrt(mean(input^2) + eps) * weight [..., n], differentiable."""
-    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
-        return _RmsNorm.apply(input, weight, eps)
-    return F.rms_norm(input, weight.shape, weight, eps)
+    return _RmsNorm.apply(input, weight, eps)
 
 
 class _Changed(nn.Module):
@@ -49,6 +46,8 @@ class _Changed(nn.Module):
     bias: nn.Parameter | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(hidden_states)
         weight, eps = self.weight, _eps_of(self)
         if weight is None or eps is None or self.bias is not None or not _is_served(hidden_states, weight):
             return super().forward(hidden_states)

@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.parallel.axes.linear import MIN_ROWS, use_onednn
-from cosmos_rl_core.parallel.axes.norm import use_rms_norms
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.rollout.engine_thread import EngineRequest
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
@@ -131,7 +130,6 @@ class RunningBatch:
     ) -> None:
         install_attention(model)
         use_onednn(model, generates=True)
-        use_rms_norms(model)
         use_steady_experts(model)
         use_steady_activations(model)
         model.eval().requires_grad_(False)
