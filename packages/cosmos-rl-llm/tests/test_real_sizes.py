@@ -3,6 +3,9 @@
 One process takes the place of one rank, parameters are on meta, and nothing is sent. The quick cases have few layers.
 """
 
+import json
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -17,15 +20,22 @@ from cosmos_rl_core.parallel.axes import expert
 from cosmos_rl_core.parallel.axes.traffic import traffic
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.dtensor import parameters_on_meta
+from cosmos_rl_core.parallel.dtensor import materialise, parameters_on_meta
 from cosmos_rl_core.parallel.estimate import estimate
+from cosmos_rl_core.parallel.held import START
+from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.fake_ranks import Collectives, fake_rank, faked
 from cosmos_rl_core.types import Share
+from cosmos_rl_llm import build
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.data.collate import Sample, pack_batch
+from cosmos_rl_llm.domain import LLM
+from cosmos_rl_llm.model import weights
+from cosmos_rl_llm.model.causal_lm import empty_model
 from cosmos_rl_llm.model.checkpoint import read_shape
-from cosmos_rl_llm.model.weights import specs_of_config
+from cosmos_rl_llm.model.weights import find_weights, specs_of_config
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy, TermStage
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
@@ -137,6 +147,88 @@ def test_a_rank_holds_the_planned_bytes_of_parameters(tmp_path, name, dims):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_rank_of_a_whole_model_holds_the_planned_bytes(tmp_path, name):
     check_bytes(tmp_path, name, LAYOUTS[name])
+
+
+def write_headers(folder):
+    """A checkpoint as published, in bfloat16: names and sizes, and a file without blocks on disk."""
+    found, end = {}, 0
+    for spec in specs_of_config(folder):
+        for name, shape in published(spec.name, spec.shape):
+            start, end = end, end + 2 * int(np.prod(shape))
+            found[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    header = json.dumps(found).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+
+
+def published(name, shape):
+    """Experts one by one, as in checkpoints of Qwen3-MoE."""
+    if ".experts." not in name:
+        return [(name, shape)]
+    experts, rows, columns = shape
+    whole = name.removesuffix("gate_up_proj").removesuffix("down_proj")
+    parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+    size = (rows // len(parts), columns)
+    return [(f"{whole}{expert}.{part}.weight", size) for part in parts for expert in range(experts)]
+
+
+@contextmanager
+def open_without_reading(source):
+    """As `open_weights`; the values of boxes do not exist."""
+
+    def read(name, box):
+        return torch.empty([piece.stop - piece.start for piece in box], dtype=torch.bfloat16)
+
+    yield lambda weight: lambda index: weights._read(weight, index, read)
+
+
+def check_start(monkeypatch, folder, name, dims, *, layers=None):
+    monkeypatch.setattr(build, "open_weights", open_without_reading)
+    dims = ParallelDims(**dims)
+    with fake_rank(dims) as mesh:
+        policy, config = policy_of(name, mesh, layers=layers)
+        config.save_pretrained(folder)
+        write_headers(folder)
+        found = find_weights(empty_model(folder, dtype=torch.float32), str(folder))
+        assert found is not None
+        materialise(policy.module, device=torch.device("cpu"))
+        parts = [local(parameter) for parameter in policy.module.parameters()]
+        with LiveBytes(inputs=True) as held:
+            for part in parts:
+                part.detach()  # all of them are there before one is filled
+            build.fill_model(policy.module, str(folder), found)
+    assert held.peak == pytest.approx(planned_start(folder, dims), rel=0.01)
+
+
+def local(parameter):
+    return parameter.detach().to_local()
+
+
+def planned_start(folder, dims):
+    """Bytes of a rank while it is built, according to `cosmos-rl plan`."""
+    recipe = {
+        "run": {"domain": "llm", "max_steps": 1},
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "data": {"path": "unused.jsonl", "chat_template": "none"},
+        "algorithm": {"name": "sft"},
+        "policy": {"parallel": {**dict(dims), "ep": dims.ep}},
+    }
+    config = load_config(recipe)
+    shape = read_shape(folder, LLMModelConfig(path=str(folder), dtype="bfloat16"))
+    rank = estimate(shape, dims=dims, policy=config.policy, tokens=TOKENS)
+    return sum(part.bytes for part in LLM.held_by_policy(config, rank) if START in part.at)
+
+
+@pytest.mark.parametrize(("name", "dims"), QUICK)
+def test_a_rank_starts_within_the_planned_bytes(monkeypatch, tmp_path, name, dims):
+    check_start(monkeypatch, tmp_path, name, dims, layers=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_of_a_whole_model_starts_within_the_planned_bytes(monkeypatch, tmp_path, name):
+    check_start(monkeypatch, tmp_path, name, LAYOUTS[name])
 
 
 def one_microbatch():

@@ -32,6 +32,8 @@ MOMENTS = {"sgd": 1, "adam": 2, "adamw": 2}
 _STEP_BYTES = 4
 """Adam's step counter, a tensor for each parameter."""
 
+_JOINED = 4
+"""Thirds of a layer's experts that exist while gates and ups, two thirds of them, are joined: they and the result."""
 _PLACES_BYTES = 6 * 8
 """A token's positions and labels, int64."""
 
@@ -60,9 +62,9 @@ class MemoryEstimate:
     """At the end of the backward pass, in place of the five parts before: what FSDP's root takes to be reduced."""
     largest: int = 0
     """Elements of the largest trained tensor of the rank. Not part of the sum."""
-    block: int = 0
-    """Whole parameters of the largest layer, or of the embedding or head: held beside the rank's own part while a model
-    over ranks is built. Not part of the sum."""
+    read: int = 0
+    """What is read at a time, in the checkpoint's type, while a model over ranks is filled: the rank's own part of the
+    largest weight. Not part of the sum."""
     host: int = 0
     """The part of the above that [policy.memory] keeps in the host's memory; on a CPU it is the same memory."""
 
@@ -180,7 +182,7 @@ class Rank:
             backward=backward,
             root=root,
             largest=0 if self.shape.adapter_parameters else max(map(self.shard, learning), default=0),
-            block=trained_bytes * self._largest_block(),
+            read=self._largest_read(),
             host=host,
         )
 
@@ -234,11 +236,15 @@ class Rank:
         rows, row = self._cut(spec)
         return rows * row // (self.dims.ep if is_expert(spec.name) else 1)
 
-    def _largest_block(self) -> int:
-        sizes: Counter[int | str] = Counter()
+    def _largest_read(self) -> int:
+        """Bytes of the largest read; a layer's experts are read one by one, stacked, and gates joined with ups."""
+        sizes: Counter[int | str | None] = Counter()
         for spec in self.specs:
-            layer = self.block(spec)
-            sizes[spec.name if layer is None else layer] += math.prod(spec.shape)
+            size = BYTES.get(spec.dtype, 4) * self.shard(spec)
+            if is_expert(spec.name):
+                sizes[layer_of(spec.name)] += -(-_JOINED * size // 3)
+            else:
+                sizes[spec.name] = size
         return max(sizes.values())
 
     def _passing(self) -> tuple[int, int, int]:

@@ -52,6 +52,7 @@ class FilePublisher:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._version = -1
+        self._is_closed = False
 
     @property
     def address(self) -> str:
@@ -80,17 +81,21 @@ class FilePublisher:
         return {}
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._is_closed = True
         for writer in self._writers:
             writer.close()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()  # also for connections that were accepted just now
         self._directory.cleanup()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
-        writer.write(f"{self._version}\n".encode())
-        await reader.read()
+        if not self._is_closed:
+            writer.write(f"{self._version}\n".encode())
+            await reader.read()  # until the subscriber closes
         self._writers.discard(writer)
+        writer.close()
 
 
 class FileSubscriber:

@@ -203,7 +203,7 @@ def while_loading(config: RunConfig, rank: MemoryEstimate) -> tuple[Held, ...]:
     if not config.is_sft and config.algorithm.kl_coef and config.model.lora is None:
         size = rank.parameters * BYTES[config.model.dtype] // BYTES[policy.precision.parameters]
         found.append(Held(name="reference, as it is filled", bytes=size, at=(START,), host=host))
-    return (*found, Held(name="one block, as it is filled", bytes=rank.block, at=(START,), host=host))
+    return (*found, Held(name="the largest weight, as it is read", bytes=rank.read, at=(START,)))
 
 
 PROMPTS = "prompts are read"

@@ -11,11 +11,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +28,8 @@ from cosmos_rl_core.parallel.dtensor import local_part
 class LiveBytes(TorchDispatchMode):
     """Counts the real storages that operators return, and with `inputs` those they use, while they are alive.
 
-    A distributed tensor counts with its local part; tensors on meta have no storage to count.
+    A distributed tensor counts with its local part. Tensors on meta have no storage to count, nor have the fake ones in
+    which distributed tensors compute shapes, of an inner mode.
     """
 
     def __init__(self, *, inputs: bool = False, without: Iterable[Tensor] = ()) -> None:
@@ -38,18 +40,28 @@ class LiveBytes(TorchDispatchMode):
         self._inputs = inputs
         self._without = {local_part(tensor).untyped_storage()._cdata for tensor in without}
         self._alive: dict[int, StorageWeakRef] = {}
+        self._fakes: FakeTensorMode | None = None
+
+    def __enter__(self) -> Self:
+        self._fakes = active_fake_mode()
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if DTensor in types:
             return NotImplemented  # its local operators follow
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, result) if self._inputs else result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+            if isinstance(tensor, Tensor) and self._has_storage(tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._without:
                     self._alive[storage._cdata] = StorageWeakRef(storage)
         self.peak = max(self.peak, self.now())
         return result
+
+    def _has_storage(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode is self._fakes
+        return not isinstance(tensor, DTensor) and not tensor.is_meta
 
     def now(self) -> int:
         """Return the bytes that are alive, and forget the storages that are not."""
