@@ -42,4 +42,4 @@ def test_a_worker_asks_the_kernel_for_memory_once():
     before, inline, _, kept, _, last = map(int, done.stdout.split())
     assert before > 5 * 2**28 // 4096, "the kernel gives larger pages: nothing is measured"
     assert inline > before // 2, "a process that runs inline keeps its memory as it was"
-    assert max(kept, last) < before // 50
+    assert max(kept, last) < before // 10  # one block more may be needed once, as others lie in its place

@@ -63,8 +63,8 @@ class MemoryEstimate:
     largest: int = 0
     """Elements of the largest trained tensor of the rank. Not part of the sum."""
     read: int = 0
-    """What is read at a time, in the checkpoint's type, while a model over ranks is filled: the rank's own part of the
-    largest weight. Not part of the sum."""
+    """The rank's own part of the largest weight in the checkpoint's type, as it is read while a model over ranks is
+    filled. Not part of the sum."""
     host: int = 0
     """The part of the above that [policy.memory] keeps in the host's memory; on a CPU it is the same memory."""
 
