@@ -163,7 +163,7 @@ def test_of_two_holders_the_one_without_heartbeats_is_followed():
 
 
 def test_the_chain_ends_at_a_process_that_does_not_run():
-    """A rank that is stopped between the commit and the publication is found behind the weights that never come."""
+    """A policy stopped between the commit and the publication of its weights is named, not the weights."""
     behind = ["rollout-0 waits for leases: its weights, version 5, are too old for step 7"]
     assert leaf(*behind, members=("policy-0", "rollout-0")) == ["rollout-0", WEIGHTS]
     assert leaf(*behind, members=("policy-0", "rollout-0"), stopped=("policy-0",)) == ["rollout-0", WEIGHTS, "policy-0"]

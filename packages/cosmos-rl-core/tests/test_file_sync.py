@@ -15,7 +15,8 @@ WEIGHTS = {"weight": torch.ones(2)}
 async def subscriber_first(publisher, subscriber):
     await subscriber.stage(after=-1)
     await subscriber.close()
-    await asyncio.sleep(0.05)  # the publisher reads the end of the connection
+    while publisher._writers:  # until the publisher has read the end of the connection
+        await asyncio.sleep(0)
     await publisher.close()
 
 

@@ -290,7 +290,7 @@ def test_records_that_were_written_during_a_takeover_are_not_acknowledged(tmp_pa
 
 
 def test_an_error_of_a_write_whose_flush_was_cancelled_is_raised_by_close_and_not_logged(tmp_path):
-    """A controller that finds out at a message that it was replaced cancels the flush in work."""
+    """A controller that was replaced cancels its running flush when the next message arrives."""
     entered, released, logged = threading.Event(), threading.Event(), []
 
     def check():

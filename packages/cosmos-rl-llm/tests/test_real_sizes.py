@@ -163,7 +163,7 @@ def write_headers(folder):
 
 
 def published(name, shape):
-    """Experts one by one, as in checkpoints of Qwen3-MoE."""
+    """Names and shapes in a published checkpoint, which stores each expert by itself, as Qwen3-MoE's do."""
     if ".experts." not in name:
         return [(name, shape)]
     experts, rows, columns = shape

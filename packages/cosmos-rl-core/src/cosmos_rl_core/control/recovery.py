@@ -98,7 +98,7 @@ class Recovery:
             self._task = asyncio.create_task(self._wait())
 
     def close(self) -> None:
-        """The run is over. Its last steps have rows too, except in a run that another controller continues."""
+        """Stop waiting, and record reports kept for a dead policy, unless another controller continues the run."""
         self._stop_waiting()
         if not self.outcome.is_taken_over:
             self.parts.reports.flush()

@@ -81,7 +81,7 @@ T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 _MAPPED_BYTES = 2**30
-"""Blocks of this size and larger are still returned at once."""
+"""Blocks of at least this size are still returned to the kernel as soon as they are freed."""
 _MOST_OF_OLD_GLIBC = 2**25
 """Before 2.35."""
 _ALIGNED = 16

@@ -4,7 +4,7 @@
                                                          (arXiv:1910.07467, section 3)
     with h = x r and t = dy h:    dw = sum of t over rows    dx = r (dy w - h mean(t w))
 
-Autograd keeps x and h and goes over rows of the hidden size more than ten times; here x and r are kept. On a CPU values
+Autograd keeps x and h, and has a backward operation for each step of the norm; here x and r are kept. On a CPU values
 are those of the module, to the bit. Without gradients the module computes them.
 """
 
