@@ -13,19 +13,19 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import SamplingSection
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.rewards import REWARDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
-DOMAIN_TABLES: dict[str, type[BaseModel]] = {
+DOMAIN_TABLES: dict[str, type[Strict]] = {
     "model": LLMModelConfig,
     "data": LLMDataConfig,
     "rollout.sampling": SamplingSection,
@@ -62,28 +62,30 @@ def render() -> str:
     parts += _section("rollout.options", TorchEngineOptions)
     parts += _section("rollout.options", VllmEngineOptions, title='`[rollout.options]` of engine = "vllm"')
     for name, reward in sorted(REWARDS.items()):
-        assert isinstance(reward, type) and issubclass(reward, BaseModel)
+        assert isinstance(reward, type) and issubclass(reward, Strict)
         parts += _section("reward.functions.options", reward, title=f'`options` of the reward "{name}"')
     return "\n".join(parts)
 
 
-def _section(at: str, model: type[BaseModel], *, title: str = "") -> Iterator[str]:
+def _section(at: str, model: type[Strict], *, title: str = "") -> Iterator[str]:
     """Heading, text and table of one section, then those inside it."""
     brackets = f"[[{at}]]" if at == "reward.functions" else f"[{at}]"
     yield f"## {title or f'`{brackets}`'}\n"
     yield f"{_text(model, at)}\n"
-    rows = [row for name, field in model.model_fields.items() if (row := _row(name, field, at)) is not None]
+    texts = model.descriptions()
+    fields = model.model_fields.items()
+    rows = [row for name, field in fields if (row := _row(name, field, texts.get(name, ""), at)) is not None]
     if rows:
         yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
     if at == "algorithm":
         yield _algorithm_defaults()
-    for name, field in model.model_fields.items():
+    for name, field in fields:
         inner = DOMAIN_TABLES.get(f"{at}.{name}") or _model(field.annotation)
         if inner is not None:
             yield from _section(f"{at}.{name}", inner)
 
 
-def _text(model: type[BaseModel], at: str) -> str:
+def _text(model: type[Strict], at: str) -> str:
     """The model's docstring without the section's name; with a note for sections that the domain defines."""
     text = " ".join((model.__doc__ or "").split())
     for prefix in (f"[{at}]: ", f"[[{at}]]: ", f'[{at}] of engine = "torch".'):  # the heading says that
@@ -94,13 +96,13 @@ def _text(model: type[BaseModel], at: str) -> str:
     return text + note
 
 
-def _row(name: str, field: FieldInfo, at: str) -> str | None:
+def _row(name: str, field: FieldInfo, text: str, at: str) -> str | None:
     """One line of the table; None for a section, which has a table of its own."""
     if f"{at}.{name}" in DOMAIN_TABLES or _model(field.annotation) is not None:
         return None
     shown = "required" if field.is_required() else _default(field)
-    assert field.description, f"{at}.{name} has no docstring"
-    meaning = _cell(field.description)
+    assert text, f"{at}.{name} has no docstring"
+    meaning = _cell(text)
     kind = _cell(_type(field.annotation) + _bounds(field))
     if at in ("eval", "data_regularization") and name == "data":
         kind = "table"
@@ -142,10 +144,10 @@ def _bounds(field: FieldInfo) -> str:
     return f", {', '.join(found)}" if found else ""
 
 
-def _model(annotation: Any) -> type[BaseModel] | None:
+def _model(annotation: Any) -> type[Strict] | None:
     """The model of a section: X, or tuple[X, ...]."""
     candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Strict)), None)
 
 
 def _algorithm_defaults() -> str:

@@ -34,6 +34,12 @@ def test_what_is_made_inside_is_old_afterwards_and_still_collected(thawed):
     assert lost() is None
 
 
+def test_in_a_fork_what_is_made_inside_stays_young():
+    with collector_paused(forked=True):
+        kept = Circle()
+    assert any(found is kept for found in gc.get_objects(generation=0))
+
+
 def test_one_inside_another_and_an_error_leave_it_running():
     with pytest.raises(ValueError, match="no"), collector_paused(), collector_paused():
         raise ValueError("no")

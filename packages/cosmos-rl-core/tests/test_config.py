@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.errors import UserError
@@ -449,8 +450,16 @@ def test_a_string_under_a_field_is_its_description():
     class Section(Strict):
         count: int = 0
         """How many."""
+        size: int = 0
+        """How large."""
+        name: str = ""
 
-    assert Section.model_fields["count"].description == "How many."
+    class Inner(Section):
+        size: int = Field(default=1, description="Not so large.")
+
+    assert Section.descriptions() == {"count": "How many.", "size": "How large."}
+    assert Inner.descriptions() == {"count": "How many.", "size": "Not so large."}
+    assert Section.model_json_schema()["properties"]["count"]["description"] == "How many."
 
 
 def test_evaluation_sampling_replaces_length_and_temperature_only():

@@ -18,6 +18,9 @@ VARIABLE = "COSMOS_RL_PYTHON_PATH"
 """Folders for child processes, as PYTHONPATH lists them."""
 PYTHON = (sys.executable, "-P")
 """Begins the command line of a child process: -P keeps the current directory off the front of sys.path."""
+WORKER_MODULE = "cosmos_rl_core.workers.main"
+WORKER = (*PYTHON, "-m", WORKER_MODULE)
+"""Begins the command line of a worker; its arguments are those of `cosmos-rl worker`."""
 
 
 def import_from(recipe: Path) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,8 +26,10 @@ from cosmos_rl_llm.model.parts import freeze
 from cosmos_rl_llm.model.weights import Weight, find_weights, open_weights
 from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters
-from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import TextPolicy
+
+if TYPE_CHECKING:
+    from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +74,7 @@ def build_policy(
     if model.lora is not None:
         add_adapters(whole, model.lora, base=model.path, seed=seed, without=model.freeze)
     log_kernels(whole, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)
-    pipelined = setup.mesh is not None and setup.mesh.dims.pp > 1
-    policy = (PipelinedPolicy if pipelined else TextPolicy)(
+    policy = _kind(pipelined=setup.mesh is not None and setup.mesh.dims.pp > 1)(
         whole,
         chat=replace(chat(whole), ranks=cache(RankGroup.of_all)),
         temperature=temperature,
@@ -84,6 +86,14 @@ def build_policy(
         fill_adapters(policy.module, seed=seed)
         fill_model(policy.module, source, weights)
     return policy
+
+
+def _kind(*, pipelined: bool) -> type[TextPolicy | PipelinedPolicy]:
+    if pipelined:
+        from cosmos_rl_llm.policy.pipelined import PipelinedPolicy  # with torch's schedules, which others do not need
+
+        return PipelinedPolicy
+    return TextPolicy
 
 
 def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torch.dtype | None]:

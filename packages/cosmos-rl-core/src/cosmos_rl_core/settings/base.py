@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.source import Source
@@ -18,9 +23,45 @@ class Strict(BaseModel):
         extra="forbid",
         frozen=True,
         validate_default=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Return the description of each field that has one. Reads the source, which pydantic would do at import."""
+        found: dict[str, str] = {}
+        for kind in reversed(cls.__mro__):
+            if issubclass(kind, Strict):
+                inherited = {name: text for name, text in found.items() if name not in kind.__annotations__}
+                found = inherited | _strings_under_fields(kind)
+        given = {name: field.description for name, field in cls.model_fields.items()}
+        return {name: text for name in given if (text := given[name] or found.get(name))}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in cls.descriptions().items():
+            properties[name].setdefault("description", text)
+        return schema
+
+
+def _strings_under_fields(section: type) -> dict[str, str]:
+    try:
+        source = inspect.getsource(section)
+    except (OSError, TypeError):  # made by `create_model`, or typed at a prompt
+        return {}
+    (definition,) = ast.parse(textwrap.dedent(source)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
 Options = Strict

@@ -38,12 +38,12 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
-from cosmos_rl_core.imports import PYTHON
+from cosmos_rl_core.imports import WORKER
 from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.connection.interfaces import use_interface
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
-from cosmos_rl_core.workers.node import AGENT_PID, ENTRY, LEFT_FILE, Node, WorkerAddress, to_arguments
+from cosmos_rl_core.workers.node import AGENT_PID, LEFT_FILE, Node, WorkerAddress, to_arguments
 
 WATCH_S = 0.1
 """Seconds between checks of the ranks."""
@@ -201,7 +201,7 @@ def _start_again(worker: WorkerAddress, node: Node, meeting: Machines) -> None:
     # A rank of the first machine may notice at the end of a collective only.
     if meeting.again(worker.run, timeout_s=node.collective_timeout_s + START_S):
         arguments = to_arguments(worker, replace(node, restarts=node.restarts - 1))
-        os.execv(sys.executable, [*PYTHON, "-m", ENTRY, *arguments])
+        os.execv(sys.executable, [*WORKER, *arguments])
 
 
 def _agent(worker: WorkerAddress, node: Node, meeting: RendezvousHandler, folder: Path) -> Agent:

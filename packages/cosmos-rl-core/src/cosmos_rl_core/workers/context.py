@@ -44,6 +44,8 @@ class WorkerContext:
     """Processes of the run on this worker's GPU."""
     address: str = ""
     """This machine's address for others of the run; empty in the controller's process, which has [run] bind."""
+    forked: bool = False
+    """Whether the memory of its imports is that of a fork server."""
     shares_process: bool = False
     """Whether other roles run in this process; then the global random state is not seeded."""
     ranks: Ranks | None = None
@@ -142,7 +144,7 @@ class Assignment:
             span.enter_context(context.timeline.span(name))
             self.enter(name)
 
-        with context.build_lock, context.timeline.span("build"), collector_paused(), entering(enter):
+        with context.build_lock, context.timeline.span("build"), collector_paused(context.forked), entering(enter):
             try:
                 yield
             finally:
@@ -174,12 +176,13 @@ class Assignment:
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused(forked: bool = False) -> Iterator[None]:
     """Pause garbage collection; objects created inside are moved to the oldest generation afterwards.
 
     In a forked worker they stay young: its imports are frozen, and a collection that visits them copies their pages.
+    Whether there are frozen objects, `gc` counts by visiting each, which takes 50 ms.
     """
-    running, forked = gc.isenabled(), gc.get_freeze_count() > 0
+    running = gc.isenabled()
     gc.disable()
     try:
         yield

@@ -32,11 +32,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from cosmos_rl_core.imports import PYTHON
+from cosmos_rl_core.imports import PYTHON, WORKER, WORKER_MODULE
 from cosmos_rl_core.processes import ChildProcess, environment, inherited_socket, machine_gpus, unnamed_memory
-from cosmos_rl_core.workers.node import ENTRY
 
-EVERY_RUN = (ENTRY, *(f"cosmos_rl_core.workers.{name}" for name in ("policy", "rollout", "steps")))
+EVERY_RUN = (WORKER_MODULE, *(f"cosmos_rl_core.workers.{name}" for name in ("policy", "rollout", "steps")))
 """Modules of the workers of every run."""
 LONGEST_COMMAND = 4096
 """Bytes for a worker's command line, as `ps` shows it."""
@@ -316,7 +315,7 @@ def _become_worker(status: socket.socket, *, request: int, log: int) -> None:
         os.close(log)
         os.environ.clear()
         os.environ.update(asked["environment"])
-        _show_command([*PYTHON, "-m", ENTRY, *asked["arguments"]])
+        _show_command([*WORKER, *asked["arguments"]])
         gc.enable()
         code = _work(asked["arguments"])
     except BaseException:
@@ -336,7 +335,7 @@ def _work(arguments: Sequence[str]) -> int:
     worker, node = from_arguments(arguments, program="worker")
     if worker.threads is not None:
         torch.set_num_threads(worker.threads)  # OMP_NUM_THREADS was read in the server
-    return run_worker(worker, node)
+    return run_worker(worker, node, forked=True)
 
 
 def _show_command(command: Sequence[str]) -> None:

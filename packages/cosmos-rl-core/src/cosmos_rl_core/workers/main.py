@@ -55,8 +55,11 @@ def main() -> None:
     sys.exit(run_worker(*from_arguments(sys.argv[1:], program="worker")))
 
 
-def run_worker(worker: WorkerAddress, node: Node) -> int:
-    """Work until the run ends and return the exit code. A worker of one process does not return: it exits."""
+def run_worker(worker: WorkerAddress, node: Node, *, forked: bool = False) -> int:
+    """Work until the run ends and return the exit code. A worker of one process does not return: it exits.
+
+    forked: the process shares the memory of its imports with the fork server.
+    """
     raise_descriptor_limit()
     write_stacks_on_signal()
     worker = worker.resolved()
@@ -68,7 +71,7 @@ def run_worker(worker: WorkerAddress, node: Node) -> int:
 
         return run_node(worker, node)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the controller decides
-    code = asyncio.run(_work(worker, node))
+    code = asyncio.run(_work(worker, node, forked=forked))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # does not wait for the thread of a reward that never returns
@@ -137,7 +140,7 @@ def _listen_for_signals(context: WorkerContext) -> asyncio.Event:
     return terminated
 
 
-async def _work(worker: WorkerAddress, node: Node) -> int:
+async def _work(worker: WorkerAddress, node: Node, *, forked: bool) -> int:
     leaving = asyncio.Event()
     try:
         connection, address = await connect_to(worker, leaving=leaving), worker_address(worker.controller)
@@ -155,6 +158,7 @@ async def _work(worker: WorkerAddress, node: Node) -> int:
         threads=worker.threads,
         processes_per_gpu=worker.processes_per_gpu,
         leaving=leaving,
+        forked=forked,
     )
     terminated = _listen_for_signals(context)
     try:
@@ -210,7 +214,7 @@ class Role(Protocol):
 
 async def run_role(role: str, context: WorkerContext, connection: LastingConnection) -> None:
     """Receive the recipe, run `policy` or `rollout` to the end, send Goodbye."""
-    with collector_paused():  # imports torch; a worker that cannot connect fails earlier
+    with collector_paused(context.forked):  # imports torch; a worker that cannot connect fails earlier
         from cosmos_rl_core.workers.policy import PolicyRole
         from cosmos_rl_core.workers.rollout import RolloutRole
         from cosmos_rl_core.workers.steps import DirectLink

@@ -27,8 +27,6 @@ from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token, rea
 from cosmos_rl_core.wire.listening import Address, is_loopback, listen
 from cosmos_rl_core.wire.tls import TLS_FILE, TLS_VARIABLE, Tls, environment_tls, read_tls
 
-ENTRY = "cosmos_rl_core.workers.main"
-"""Module that runs a worker, with the command line of `cosmos-rl worker`."""
 AGENT_PID = "COSMOS_RL_AGENT_PID"
 """Environment variable of a rank: the process of its agent."""
 LEFT_FILE = "COSMOS_RL_LEFT_FILE"

@@ -18,11 +18,11 @@ from typing import IO, Protocol
 
 import msgspec
 
-from cosmos_rl_core.imports import PYTHON
+from cosmos_rl_core.imports import WORKER
 from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
 from cosmos_rl_core.wire.handshake import keep_secret
 from cosmos_rl_core.workers.fork_server import ForkedProcess, ForkServer
-from cosmos_rl_core.workers.node import ENTRY, Node, WorkerAddress, to_arguments
+from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ class ProcessKeeper:
             forked = self._fork_server.start(arguments, environment=variables, output=log, keeps=keeps)
             if forked is not None:
                 return forked
-        return ChildProcess([*PYTHON, "-m", ENTRY, *arguments], environment=variables, output=log, keeps=keeps)
+        return ChildProcess([*WORKER, *arguments], environment=variables, output=log, keeps=keeps)
 
     async def _watch(self, spec: WorkerSpec, process: ChildProcess, log: Path) -> None:
         status = await process.ended()
