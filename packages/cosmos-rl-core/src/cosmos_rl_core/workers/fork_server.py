@@ -231,14 +231,19 @@ def main() -> None:
         return
     _import(modules)
     gc.freeze()  # a collection writes to every object that it visits, and a write copies a shared page
-    if pid := os.fork():  # OpenBLAS ends its threads at the first fork
-        os.waitpid(pid, 0)
-    else:
-        os._exit(0)
-    if number := len(os.listdir("/proc/self/task")) - 1:
+    if _other_threads():  # OpenBLAS ends its own at the first fork
+        if pid := os.fork():
+            os.waitpid(pid, 0)
+        else:
+            os._exit(0)
+    if number := _other_threads():
         print(f"imports have left {number} threads running: workers are started one by one", file=sys.stderr)  # noqa: T201
         return
     _serve(server)
+
+
+def _other_threads() -> int:
+    return len(os.listdir("/proc/self/task")) - 1
 
 
 def _import(modules: Sequence[str]) -> None:
