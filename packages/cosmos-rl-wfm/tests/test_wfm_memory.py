@@ -9,6 +9,7 @@ from wfm_fixtures import mock_data, pixel_model, recipe, save_pipeline, tiny_mod
 
 from cosmos_rl_core.launch.memory import parse_bytes
 from cosmos_rl_core.launch.plan import plan
+from cosmos_rl_core.parallel.held import PREPARE
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -149,7 +150,11 @@ def test_encoders_are_on_the_policy_where_it_reads_real_clips(folder):
     assert supervised is not None and supervised.rollout is None
     assert {"text encoder", "autoencoder"} <= {part.name for part in supervised.policy.parts}
     guided = parts_of(config_of(folder, sampling={"guidance": 3.0}))
-    assert guided["text encoder"].at == ("the model is loaded",)
+    assert guided["text encoder"].at == (PREPARE,)
+    networks = guided["networks that are there by then"]
+    assert networks.at == (PREPARE,) and networks.bytes == guided["parameters"].bytes
+    pulled = parts_of(config_of(folder, sampling={"guidance": 3.0}, algorithm={"kl_coef": 0.1}))
+    assert pulled["networks that are there by then"].bytes == 2 * (networks.bytes or 0)
 
 
 def test_an_offloaded_encoder_is_on_the_device_only_while_captions_are_embedded(folder):
@@ -160,7 +165,7 @@ def test_an_offloaded_encoder_is_on_the_device_only_while_captions_are_embedded(
     assert (plain.at, encoder.at, host.at) == ((), ("captions are embedded",), ())
     assert encoder.bytes == host.bytes == plain.bytes and host.host and not encoder.host
     guided = parts_of(config_of(folder, model={"text": {**text, "offload": True}}, sampling={"guidance": 3.0}))
-    assert guided["text encoder"].at == ("the model is loaded",) and "text encoder, offloaded" not in guided
+    assert guided["text encoder"].at == (PREPARE,) and "text encoder, offloaded" not in guided
 
 
 def test_averages_and_old_weights_are_float32_copies_of_what_is_trained(folder):

@@ -3,6 +3,7 @@
 Nothing is allocated or sent.
 """
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,13 +14,19 @@ from torch.distributed.tensor import DTensor
 from cosmos_rl_core.parallel.axes.traffic import traffic
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.dtensor import parameters_on_meta
+from cosmos_rl_core.parallel.dtensor import materialise, parameters_on_meta
 from cosmos_rl_core.parallel.estimate import estimate
+from cosmos_rl_core.parallel.held import START
+from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.fake_ranks import Collectives, fake_rank
+from cosmos_rl_wfm.domain import WFM
+from cosmos_rl_wfm.models import weights
+from cosmos_rl_wfm.models.folder import WEIGHTS
 from cosmos_rl_wfm.models.weights import empty_network, with_defaults
 from cosmos_rl_wfm.parallel.parallelize import parallelize
-from cosmos_rl_wfm.parallel.shape import model_shape, num_tokens
+from cosmos_rl_wfm.parallel.shape import model_shape, num_tokens, parameter_shapes
 
 NAME = "WanTransformer3DModel"
 WAN = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256}
@@ -77,3 +84,59 @@ def test_a_pass_sends_the_planned_bytes(dims, checkpointing):
     policy = PolicySection(parallel=ParallelSection(**dict(dims)), memory=memory)
     shape = replace(shape, tokens_per_term=tokens)
     assert seen.found == seen.expected(traffic(shape, dims=dims, policy=policy, tokens=2 * tokens))
+
+
+class WithoutValues:
+    """A file of safetensors in float32; the values of its slices do not exist."""
+
+    def __init__(self, path, framework):
+        self.shapes = parameter_shapes(json.loads((path.parent / "config.json").read_text()))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def keys(self):
+        return list(self.shapes)
+
+    def get_slice(self, name):
+        return SliceWithoutValues(self.shapes[name])
+
+
+class SliceWithoutValues:
+    def __init__(self, shape):
+        self.shape = shape
+
+    def get_shape(self):
+        return list(self.shape)
+
+    def __getitem__(self, box):
+        return torch.empty([piece.stop - piece.start for piece in box])
+
+
+@pytest.mark.parametrize("dims", [{"dp_shard": 64}, {"dp_shard": 8, "cp": 8}])
+def test_a_rank_starts_within_the_planned_bytes(monkeypatch, tmp_path, dims):
+    monkeypatch.setattr(weights, "safe_open", WithoutValues)
+    config = {"_class_name": NAME, **with_defaults(NAME, {**WAN, "num_layers": 2})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with fake_rank(ParallelDims(**dims)) as mesh:
+        network = sharded(mesh, layers=2)
+        materialise(network, device=torch.device("cpu"))
+        with LiveBytes(inputs=True) as held:
+            for parameter in network.parameters():
+                parameter.detach().to_local().detach()  # all of them are there before one is filled
+            weights.fill(network, [tmp_path / WEIGHTS])
+    recipe = {
+        "run": {"domain": "wfm", "max_steps": 1},
+        "model": {"path": str(tmp_path), "codec": "pixels", "text": {"encoder": "words"}},
+        "data": {"path": "unused.jsonl", "size": {"frames": 1, "height": 64, "width": 64}},
+        "algorithm": {"name": "sft"},
+        "policy": {"parallel": dims},
+    }
+    config = load_config(recipe)
+    policy = PolicySection(parallel=ParallelSection(**dims))
+    rank = estimate(planned(2)[0], dims=ParallelDims(**dims), policy=policy, tokens=1000)
+    expected = sum(part.bytes for part in WFM.held_by_policy(config, rank) if START in part.at)
+    assert held.peak == pytest.approx(expected, rel=0.01)

@@ -18,7 +18,7 @@ from typing import Any
 
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate
-from cosmos_rl_core.parallel.held import START, STEP, Held
+from cosmos_rl_core.parallel.held import PREPARE, START, STEP, Held
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.safetensors_header import read_header
@@ -57,6 +57,7 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
     size = BYTES[config.policy.precision.parameters]
     copy = BYTES["float32"] * rank.gradients // size
     old = None if sampling is None else sampling.old_decay
+    has_reference = bool(config.algorithm.kl_coef) and not model.lora and not model.pulls_to_average
     found: list[Held] = []
     if size != BYTES["float32"]:  # parameters and, where they are trained, gradients and moments
         kept = (size if model.lora else 4 * size) * parts.kept_in_float32
@@ -72,10 +73,13 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
     if _reads_clips(config):
         found += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
     elif sampling is not None and sampling.guidance is not None:
-        found += parts.encoders(at=(START,), only=START)
-        if config.algorithm.kl_coef and not model.lora and not model.pulls_to_average:
-            found.append(Held(name="policy, while its reference is loaded", bytes=rank.parameters, at=(START,)))
-    found += parts.building(size, sharded=ranks > 1)
+        found += parts.encoders(at=(PREPARE,), only=PREPARE)
+        networks = has_reference + (ranks == 1)  # the policy, and the one that is built, unless it is on meta then
+        found.append(Held(name="networks that are there by then", bytes=networks * rank.parameters, at=(PREPARE,)))
+    if not model.path and (ranks > 1 or size < BYTES["float32"]):
+        found += parts.building()
+    elif ranks > 1:
+        found += rank.while_filled(reference=BYTES[model.dtype] / size if has_reference else 0, host=offloaded)
     return found
 
 
@@ -85,7 +89,8 @@ def held_by_rollout(config: RunConfig) -> list[Held]:
     found = [*parts.encoders(at=(CAPTIONS,)), *parts.codec()]
     if (size := BYTES[config.model.dtype]) != BYTES["float32"]:
         found.append(Held(name="parameters kept in float32", bytes=size * parts.kept_in_float32, away=True))
-    found += parts.building(size, sharded=False)
+        if not config.model.path:
+            found += parts.building()
     if config.model.given.max_frames:
         found += parts.encoding()
     return [*found, *parts.generating()]
@@ -189,14 +194,10 @@ class _Parts:
         if not sampling.trains_steps:
             yield Held(name="velocities of the old weights", bytes=size, host=True)
 
-    def building(self, size: int, *, sharded: bool) -> Iterator[Held]:
-        """A network with random weights, made whole in float32, then cast to `size` bytes an element and sharded.
-
-        One of a folder takes nothing beside its parameters.
-        """
-        if not self.model.path and (sharded or size < BYTES["float32"]):
-            made = BYTES["float32"] * sum(self.numbers.values())
-            yield Held(name="the whole network in float32", bytes=made, at=(START,))
+    def building(self) -> Iterator[Held]:
+        """A network with random weights, made whole in float32 before it is cast and sharded."""
+        made = BYTES["float32"] * sum(self.numbers.values())
+        yield Held(name="the whole network in float32", bytes=made, at=(START,))
 
     def encoders(self, *, at: tuple[str, ...], only: str = "") -> Iterator[Held]:
         """The text encoder, its activations, and the captions in host memory; `only`: the one phase that keeps it."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.held import START, Held
 from cosmos_rl_core.parallel.memory.activations import BYTES, LayerBytes, layer_bytes, norm_bytes, stream_bytes
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
@@ -82,6 +83,19 @@ class MemoryEstimate:
     def device(self) -> int:
         """Bytes that have to fit into the memory of the rank's own device."""
         return self.total - self.host
+
+    def while_filled(self, *, reference: float, host: bool) -> list[Held]:
+        """Return the memory of a rank of several while its model is filled, having been made on meta and sharded.
+
+        Args:
+            reference: bytes of the reference, which is built after the policy, over those of the policy; 0: none.
+            host: whether parameters are in the host's memory.
+        """
+        found = [Held(name="parameters, as they are filled", bytes=self.parameters, at=(START,), host=host)]
+        if reference:
+            size = int(reference * self.parameters)
+            found.append(Held(name="reference, as it is filled", bytes=size, at=(START,), host=host))
+        return [*found, Held(name="the largest weight, as it is read", bytes=self.read, at=(START,))]
 
 
 def logits_budget(device_bytes: int | None) -> int:

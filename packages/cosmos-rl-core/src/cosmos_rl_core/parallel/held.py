@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PREPARE = "a prompt is embedded before the model is loaded"
 START = "the model is loaded"
-"""The time before all others: parts that are held from the start on do not count yet."""
+"""These two come before all others: parts that are held from the start on do not count yet."""
 STEP = "a step is computed"
 """The time of a policy's forward and backward passes."""
 REDUCED = "gradients of embedding and head are summed"
@@ -75,4 +76,4 @@ class Needs:
 
 
 def _is_held(part: Held, time: str) -> bool:
-    return time in part.at or (not part.at and time != START)
+    return time in part.at or (not part.at and time not in (PREPARE, START))

@@ -13,7 +13,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, is_expert, layer_of
-from cosmos_rl_core.parallel.held import START, Held
+from cosmos_rl_core.parallel.held import Held
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.run import RunConfig
@@ -190,20 +190,14 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
     return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)
 
 
-def while_loading(config: RunConfig, rank: MemoryEstimate) -> tuple[Held, ...]:
-    """Return the memory of a policy rank of several while its model is built on meta, sharded and filled.
-
-    A reference is built after the policy.
-    """
+def while_loading(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
+    """Return the memory of a policy rank of several while its model is built."""
     policy = config.policy
     if ParallelDims.of(policy.parallel, world_size=policy.world_size).world_size == 1:
-        return ()
-    host = policy.memory.parameter_offload
-    found = [Held(name="parameters, as they are filled", bytes=rank.parameters, at=(START,), host=host)]
-    if not config.is_sft and config.algorithm.kl_coef and config.model.lora is None:
-        size = rank.parameters * BYTES[config.model.dtype] // BYTES[policy.precision.parameters]
-        found.append(Held(name="reference, as it is filled", bytes=size, at=(START,), host=host))
-    return (*found, Held(name="the largest weight, as it is read", bytes=rank.read, at=(START,)))
+        return []
+    has_reference = not config.is_sft and config.algorithm.kl_coef and config.model.lora is None
+    reference = BYTES[config.model.dtype] / BYTES[policy.precision.parameters] if has_reference else 0
+    return rank.while_filled(reference=reference, host=policy.memory.parameter_offload)
 
 
 PROMPTS = "prompts are read"
