@@ -113,7 +113,7 @@ def test_prompts_of_text_are_not_in_the_gallery_nor_are_media_that_are_gone(tmp_
     gallery = answers(tmp_path)
     assert gallery.save(0, make_answers(media={})) is None
     assert gallery.save(0, make_answers(media=Gone(image=None))) is None
-    assert gallery.wants(0)
+    assert not gallery.wants(0, make_answers(media={})) and gallery.wants(0, make_answers())
     assert not list(tmp_path.iterdir())
 
 
@@ -179,7 +179,7 @@ def test_a_step_keeps_as_many_groups_as_it_may(tmp_path):
 
 def test_only_some_steps_are_kept(tmp_path):
     gallery = Gallery(tmp_path, every_steps=10)
-    assert [gallery.wants(step) for step in (0, 1, 9, 10)] == [True, False, False, True]
+    assert [gallery.wants(step, make_group()) for step in (0, 1, 9, 10)] == [True, False, False, True]
     assert gallery.save(1, make_group()) is None and not any(tmp_path.iterdir())
 
 

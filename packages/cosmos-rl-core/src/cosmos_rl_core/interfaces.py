@@ -231,8 +231,12 @@ class Recorder(Protocol):
     of_rollouts: bool
     """Whether rollouts are images or videos, which `write` writes; false: they are text about those of the prompt."""
 
+    def wants(self, step: int, group: RolloutGroup, /) -> bool:
+        """Whether `save` would write this group. Called in the event loop: it must not take time."""
+        ...
+
     def save(self, step: int, group: RolloutGroup, /) -> object:
-        """Write a group sampled with version `step`, unless that version has enough of them."""
+        """Write a group sampled with version `step`, unless that version has enough of them. Called in a thread."""
         ...
 
     def write(self, stem: Path, group: RolloutGroup, index: int, /) -> Path:

@@ -61,9 +61,9 @@ class _Steps(Generic[R]):
         self._suffix = f"_{name}" if name else ""
         self._rows: dict[int, dict[int, R]] = {}
 
-    def wants(self, step: int) -> bool:
-        """Whether `save` would write another group: the step is not full and not too old."""
-        if len(self._rows) == KEPT_STEPS and step < min(self._rows):
+    def wants(self, step: int, group: RolloutGroup) -> bool:
+        """Whether `save` would write this group: the step is not full and not too old."""
+        if not group.rollouts or (len(self._rows) == KEPT_STEPS and step < min(self._rows)):
             return False
         return step % self._every_steps == 0 and len(self._rows.get(step, ())) < self._groups_per_step
 
@@ -137,7 +137,7 @@ class Gallery(_Steps[Row]):
         Raises:
             ValueError: a rollout has no `media["video"]`.
         """
-        if not self.wants(step) or not group.rollouts:
+        if not self.wants(step, group):
             return None
         shown = _best_to_worst(group.rollouts, most=self._rollouts_per_group)
         row = Row(
@@ -219,12 +219,15 @@ class AnswerGallery(_Steps[Question]):
         self._cell = cell
         self._max_frames = max_frames
 
+    def wants(self, step: int, group: RolloutGroup) -> bool:
+        return bool(group.media) and super().wants(step, group)
+
     def save(self, step: int, group: RolloutGroup) -> Path | None:
         """Write a scored group and return the image of its prompt's media.
 
         None if the step needs no more groups, or the prompt has no media, or they cannot be read again.
         """
-        if not group.media or not group.rollouts or not self.wants(step):
+        if not self.wants(step, group):
             return None
         try:
             media = [media if media.ndim == 4 else media[None] for media in group.rollouts[0].media.values()]

@@ -156,9 +156,10 @@ class ThreadedEngine(ABC, Generic[R]):
 
     def _put(self, posts: Sequence[EngineRequest]) -> None:
         with self._lock:
-            if not self._posts:
-                self._rope.send_bytes(b"")
+            rings = not self._posts
             self._posts += posts
+        if rings:  # after the lock is free: the engine wakes up at once
+            self._rope.send_bytes(b"")
 
     def _stopped(self) -> BaseException:
         if isinstance(self._error, UserError | WorkerFailed):

@@ -24,6 +24,7 @@ _DTYPES = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -167,8 +168,8 @@ def _unpack_episode(episode: _Episode, num_terms: int) -> Episode:
 
 
 def _pack(array: np.ndarray, name: str) -> _Array:
-    dtype = array.dtype.name
-    if array.dtype != _DTYPES.get(dtype):
+    dtype = _NAMES.get(array.dtype)  # `dtype.name` is computed anew each time
+    if dtype is None:
         raise ValueError(f"array {name!r} is {array.dtype}: convert it to one of {', '.join(_DTYPES)}")
     return _Array(dtype=dtype, shape=array.shape, data=np.ascontiguousarray(array).data)
 

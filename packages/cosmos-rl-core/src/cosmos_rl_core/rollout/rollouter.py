@@ -76,8 +76,10 @@ class Rollouter:
         return await self._rubric.score(group)
 
     async def _record(self, recorder: Recorder | None, group: RolloutGroup) -> None:
-        if recorder is not None:
-            async with self._recording:
+        if recorder is None:
+            return
+        async with self._recording:
+            if recorder.wants(group.max_policy_version, group):
                 await asyncio.to_thread(recorder.save, group.max_policy_version, group)
 
     async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Any, stream: int) -> RolloutGroup:

@@ -342,9 +342,12 @@ class PromptRecorder:
         self._keys = {"name": name, "groups_per_step": groups, "every_steps": every}
         self._gallery: AnswerGallery | None = None
 
+    def wants(self, step: int, group: RolloutGroup) -> bool:
+        return bool(group.media) and (self._gallery is None or self._gallery.wants(step, group))
+
     def save(self, step: int, group: RolloutGroup) -> Path | None:
         """Write a group as `AnswerGallery.save`; None for a prompt of text."""
-        if not group.media:
+        if not self.wants(step, group):
             return None
         if self._gallery is None:
             from cosmos_rl_core.observe.gallery import AnswerGallery
