@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import SamplingSection
-from cosmos_rl_core.settings.base import Strict
+from cosmos_rl_core.settings.base import Strict, descriptions
 from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
@@ -72,7 +72,7 @@ def _section(at: str, model: type[Strict], *, title: str = "") -> Iterator[str]:
     brackets = f"[[{at}]]" if at == "reward.functions" else f"[{at}]"
     yield f"## {title or f'`{brackets}`'}\n"
     yield f"{_text(model, at)}\n"
-    texts = model.descriptions()
+    texts = descriptions(model)
     fields = model.model_fields.items()
     rows = [row for name, field in fields if (row := _row(name, field, texts.get(name, ""), at)) is not None]
     if rows:

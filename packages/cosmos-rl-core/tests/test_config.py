@@ -11,7 +11,7 @@ from pydantic import Field
 from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.recipe.load import dump_resolved, load_config
-from cosmos_rl_core.settings.base import ConfigError, Problem, Strict
+from cosmos_rl_core.settings.base import ConfigError, Problem, Strict, descriptions
 from cosmos_rl_core.settings.source import Source
 from cosmos_rl_core.testing.tiny import Tiny
 
@@ -457,8 +457,8 @@ def test_a_string_under_a_field_is_its_description():
     class Inner(Section):
         size: int = Field(default=1, description="Not so large.")
 
-    assert Section.descriptions() == {"count": "How many.", "size": "How large."}
-    assert Inner.descriptions() == {"count": "How many.", "size": "Not so large."}
+    assert descriptions(Section) == {"count": "How many.", "size": "How large."}
+    assert descriptions(Inner) == {"count": "How many.", "size": "Not so large."}
     assert Section.model_json_schema()["properties"]["count"]["description"] == "How many."
 
 

@@ -74,8 +74,8 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
         found += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
     elif sampling is not None and sampling.guidance is not None:
         found += parts.encoders(at=(PREPARE,), only=PREPARE)
-        networks = has_reference + (ranks == 1)  # the policy, and the one that is built, unless it is on meta then
-        found.append(Held(name="networks that are there by then", bytes=networks * rank.parameters, at=(PREPARE,)))
+        if networks := has_reference + (ranks == 1):  # the policy, and the one that is built, unless it is on meta then
+            found.append(Held(name="networks that are there by then", bytes=networks * rank.parameters, at=(PREPARE,)))
     if not model.path and (ranks > 1 or size < BYTES["float32"]):
         found += parts.building()
     elif ranks > 1:

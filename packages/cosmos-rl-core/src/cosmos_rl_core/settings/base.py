@@ -27,23 +27,23 @@ class Strict(BaseModel):
     )
 
     @classmethod
-    def descriptions(cls) -> dict[str, str]:
-        """Return the description of each field that has one. Reads the source, which pydantic would do at import."""
-        found: dict[str, str] = {}
-        for kind in reversed(cls.__mro__):
-            if issubclass(kind, Strict):
-                inherited = {name: text for name, text in found.items() if name not in kind.__annotations__}
-                found = inherited | _strings_under_fields(kind)
-        given = {name: field.description for name, field in cls.model_fields.items()}
-        return {name: text for name in given if (text := given[name] or found.get(name))}
-
-    @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
-        for name, text in cls.descriptions().items():
+        for name, text in descriptions(cls).items():
             properties[name].setdefault("description", text)
         return schema
+
+
+def descriptions(section: type[Strict]) -> dict[str, str]:
+    """Return the description of each field that has one. Reads the source, which pydantic would do at import."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__):
+        if issubclass(kind, Strict):
+            inherited = {name: text for name, text in found.items() if name not in kind.__annotations__}
+            found = inherited | _strings_under_fields(kind)
+    given = {name: field.description for name, field in section.model_fields.items()}
+    return {name: text for name in given if (text := given[name] or found.get(name))}
 
 
 def _strings_under_fields(section: type) -> dict[str, str]:
