@@ -462,6 +462,14 @@ def test_a_string_under_a_field_is_its_description():
     assert Section.model_json_schema()["properties"]["count"]["description"] == "How many."
 
 
+def test_a_field_with_an_alias_is_in_the_schema_too():
+    class Section(Strict):
+        start: int = Field(default=0, alias="from")
+        """The first."""
+
+    assert list(Section.model_json_schema()["properties"]) == ["from"]
+
+
 def test_evaluation_sampling_replaces_length_and_temperature_only():
     config = load_config(recipe(eval={"max_length": 5}, rollout={"sampling": {"top_k": 3, "stop": ["x"]}}))
     sampling = config.rollout.sampling.evaluation(temperature=0.0, max_terms=config.eval.max_length)

@@ -15,8 +15,9 @@ WEIGHTS = {"weight": torch.ones(2)}
 async def subscriber_first(publisher, subscriber):
     await subscriber.stage(after=-1)
     await subscriber.close()
-    while publisher._writers:  # until the publisher has read the end of the connection
-        await asyncio.sleep(0)
+    async with asyncio.timeout(10.0):
+        while publisher._writers:  # until the publisher has read the end of the connection
+            await asyncio.sleep(0)
     await publisher.close()
 
 

@@ -32,7 +32,10 @@ def prepare(shares_process):
     return pages()
 
 torch.set_num_threads(1)
-print(pages(), prepare(True), prepare(False), pages(), ThreadPoolExecutor(1).submit(prepare, False).result(), pages())
+def again():
+    return min(pages() for _ in range(3))  # one block more may be needed once, as others lie in its place
+
+print(pages(), prepare(True), prepare(False), again(), ThreadPoolExecutor(1).submit(prepare, False).result(), again())
 """
 
 
@@ -42,4 +45,4 @@ def test_a_worker_asks_the_kernel_for_memory_once():
     before, inline, _, kept, _, last = map(int, done.stdout.split())
     assert before > 5 * 2**28 // 4096, "the kernel gives larger pages: nothing is measured"
     assert inline > before // 2, "a process that runs inline keeps its memory as it was"
-    assert max(kept, last) < before // 10  # one block more may be needed once, as others lie in its place
+    assert max(kept, last) < before // 50

@@ -1,6 +1,7 @@
 """One prompt becomes one scored group with advantages."""
 
 import asyncio
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,7 +58,7 @@ def length(group):
     return [r.num_terms for r in group.rollouts]
 
 
-def rollouter(engine, *, function=length, group_size=3, seed=0, tokens=None, **rules):
+def rollouter(engine, *, function=length, group_size=3, seed=0, tokens=None, recorder=None, **rules):
     return Rollouter(
         engine,
         rubric=Rubric([WeightedReward(name="length", weight=2.0, function=function)]),
@@ -67,6 +68,7 @@ def rollouter(engine, *, function=length, group_size=3, seed=0, tokens=None, **r
         eval_sampling=EVAL_SAMPLING,
         seed=seed,
         tokens=tokens,
+        recorder=recorder,
     )
 
 
@@ -80,6 +82,24 @@ def test_a_group_is_scored_and_given_advantages():
     assert [r.reward for r in group.rollouts] == [2.0, 4.0, 6.0]
     assert [r.reward_breakdown for r in group.rollouts] == [{"length": 1.0}, {"length": 2.0}, {"length": 3.0}]
     assert [r.advantage for r in group.rollouts] == [-2.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("wants", [False, True])
+def test_a_thread_saves_a_group_that_the_recorder_wants(wants):
+    saved = []
+
+    class Recorder:
+        of_rollouts = False
+
+        def wants(self, step, group):
+            assert threading.current_thread() is threading.main_thread()
+            return wants
+
+        def save(self, step, group):
+            saved.append((step, group.prompt.sample_id, threading.current_thread() is threading.main_thread()))
+
+    group = run(ScriptedEngine(), recorder=Recorder())
+    assert saved == ([(group.max_policy_version, group.prompt.sample_id, False)] if wants else [])
 
 
 def test_the_engine_is_asked_for_a_whole_group_under_the_training_sampling():

@@ -151,10 +151,11 @@ def test_encoders_are_on_the_policy_where_it_reads_real_clips(folder):
     assert {"text encoder", "autoencoder"} <= {part.name for part in supervised.policy.parts}
     guided = parts_of(config_of(folder, sampling={"guidance": 3.0}))
     assert guided["text encoder"].at == (PREPARE,)
-    networks = guided["networks that are there by then"]
-    assert networks.at == (PREPARE,) and networks.bytes == guided["parameters"].bytes
+    network, policy = "network, loaded before", "policy, while its reference is built"
+    assert guided[network].at == (PREPARE,) and guided[network].bytes == guided["parameters"].bytes
     pulled = parts_of(config_of(folder, sampling={"guidance": 3.0}, algorithm={"kl_coef": 0.1}))
-    assert pulled["networks that are there by then"].bytes == 2 * (networks.bytes or 0)
+    assert pulled[network].bytes == pulled["reference of the KL term"].bytes
+    assert policy not in guided and pulled[policy].bytes == pulled["parameters"].bytes
 
 
 def test_an_offloaded_encoder_is_on_the_device_only_while_captions_are_embedded(folder):

@@ -20,7 +20,7 @@ PYTHON = (sys.executable, "-P")
 """Begins the command line of a child process: -P keeps the current directory off the front of sys.path."""
 WORKER_MODULE = "cosmos_rl_core.workers.main"
 WORKER = (*PYTHON, "-m", WORKER_MODULE)
-"""Begins the command line of a worker; its arguments are those of `cosmos-rl worker`."""
+"""The first words of a worker's command line; the arguments of `cosmos-rl worker` follow."""
 
 
 def import_from(recipe: Path) -> tuple[str, str]:

@@ -236,7 +236,7 @@ class Recorder(Protocol):
         ...
 
     def save(self, step: int, group: RolloutGroup, /) -> object:
-        """Write a group sampled with version `step`, unless that version has enough of them. Called in a thread."""
+        """Write a group, unless `wants` is false. Called in a thread. step: policy version that sampled the group."""
         ...
 
     def write(self, stem: Path, group: RolloutGroup, index: int, /) -> Path:

@@ -57,7 +57,6 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
     size = BYTES[config.policy.precision.parameters]
     copy = BYTES["float32"] * rank.gradients // size
     old = None if sampling is None else sampling.old_decay
-    has_reference = bool(config.algorithm.kl_coef) and not model.lora and not model.pulls_to_average
     found: list[Held] = []
     if size != BYTES["float32"]:  # parameters and, where they are trained, gradients and moments
         kept = (size if model.lora else 4 * size) * parts.kept_in_float32
@@ -74,12 +73,15 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
         found += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
     elif sampling is not None and sampling.guidance is not None:
         found += parts.encoders(at=(PREPARE,), only=PREPARE)
-        if networks := has_reference + (ranks == 1):  # the policy, and the one that is built, unless it is on meta then
-            found.append(Held(name="networks that are there by then", bytes=networks * rank.parameters, at=(PREPARE,)))
+        if ranks == 1:  # of several, the network is on meta then
+            built = rank.reference or rank.parameters
+            found.append(Held(name="network, loaded before", bytes=built, at=(PREPARE,)))
+        if rank.reference:
+            found.append(Held(name="policy, while its reference is built", bytes=rank.parameters, at=(PREPARE,)))
     if not model.path and (ranks > 1 or size < BYTES["float32"]):
         found += parts.building()
     elif ranks > 1:
-        found += rank.while_filled(reference=BYTES[model.dtype] / size if has_reference else 0, host=offloaded)
+        found += rank.while_filled(host=offloaded)
     return found
 
 

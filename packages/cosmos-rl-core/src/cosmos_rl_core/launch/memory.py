@@ -89,8 +89,8 @@ def policy_needs(
     ]
     if _copies_reference(shape, config, counts):
         held = policy_dtype if dims.world_size == 1 else shape.reference_dtype or policy_dtype
-        size = rank.parameters * BYTES[held] // BYTES[policy_dtype]
-        parts.append(Held(name="reference of the KL term", bytes=size, host=offloaded, away=True))
+        rank = replace(rank, reference=rank.parameters * BYTES[held] // BYTES[policy_dtype])
+        parts.append(Held(name="reference of the KL term", bytes=rank.reference, host=offloaded, away=True))
     if gpu:
         parts += [Held(name=CONTEXT, bytes=CONTEXT_BYTES), *_communicators(dims)]
     parts += _updating(config, rank, offloaded=offloaded)

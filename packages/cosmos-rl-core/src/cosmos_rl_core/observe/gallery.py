@@ -62,7 +62,7 @@ class _Steps(Generic[R]):
         self._rows: dict[int, dict[int, R]] = {}
 
     def wants(self, step: int, group: RolloutGroup) -> bool:
-        """Whether `save` would write this group: the step is not full and not too old."""
+        """Whether `save` would write this group: its step is one of those shown, and has fewer than its groups."""
         if not group.rollouts or (len(self._rows) == KEPT_STEPS and step < min(self._rows)):
             return False
         return step % self._every_steps == 0 and len(self._rows.get(step, ())) < self._groups_per_step

@@ -64,8 +64,10 @@ class MemoryEstimate:
     largest: int = 0
     """Elements of the largest trained tensor of the rank. Not part of the sum."""
     read: int = 0
-    """The rank's own part of the largest weight in the checkpoint's type, as it is read while a model over ranks is
-    filled. Not part of the sum."""
+    """The largest single read while a model over ranks is filled: this rank's part of one weight, in the checkpoint's
+    dtype. Not part of the sum."""
+    reference: int = 0
+    """The second model that a KL term loads. Not part of the sum."""
     host: int = 0
     """The part of the above that [policy.memory] keeps in the host's memory; on a CPU it is the same memory."""
 
@@ -84,17 +86,14 @@ class MemoryEstimate:
         """Bytes that have to fit into the memory of the rank's own device."""
         return self.total - self.host
 
-    def while_filled(self, *, reference: float, host: bool) -> list[Held]:
+    def while_filled(self, *, host: bool) -> list[Held]:
         """Return the memory of a rank of several while its model is filled, having been made on meta and sharded.
 
-        Args:
-            reference: bytes of the reference, which is built after the policy, over those of the policy; 0: none.
-            host: whether parameters are in the host's memory.
+        host: whether parameters are in the host's memory. A reference is filled after the policy.
         """
         found = [Held(name="parameters, as they are filled", bytes=self.parameters, at=(START,), host=host)]
-        if reference:
-            size = int(reference * self.parameters)
-            found.append(Held(name="reference, as it is filled", bytes=size, at=(START,), host=host))
+        if self.reference:
+            found.append(Held(name="reference, as it is filled", bytes=self.reference, at=(START,), host=host))
         return [*found, Held(name="the largest weight, as it is read", bytes=self.read, at=(START,))]
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PREPARE = "a prompt is embedded before the model is loaded"
+PREPARE = "the negative prompt is embedded"
 START = "the model is loaded"
-"""These two come before all others: parts that are held from the start on do not count yet."""
+"""The two times of the start-up, in this order: only parts that name them are held then."""
 STEP = "a step is computed"
 """The time of a policy's forward and backward passes."""
 REDUCED = "gradients of embedding and head are summed"
@@ -31,7 +31,7 @@ class Held:
     share: float | None = None
     """Share of the device that the process fills with this part and its weights; `bytes` is not known without it."""
     at: tuple[str, ...] = ()
-    """Times at which it is held; none: always after `START`."""
+    """Times at which it is held; none: always after the start-up."""
     host: bool = False
     """In the host's memory; on a CPU it is the same memory."""
     away: bool = False

@@ -158,7 +158,7 @@ class ThreadedEngine(ABC, Generic[R]):
         with self._lock:
             rings = not self._posts
             self._posts += posts
-        if rings:  # after the lock is free: the engine wakes up at once
+        if rings:  # without the lock, which the engine takes as soon as it wakes up
             self._rope.send_bytes(b"")
 
     def _stopped(self) -> BaseException:

@@ -179,8 +179,8 @@ class Assignment:
 def collector_paused(forked: bool = False) -> Iterator[None]:
     """Pause garbage collection; objects created inside are moved to the oldest generation afterwards.
 
-    In a forked worker they stay young: its imports are frozen, and a collection that visits them copies their pages.
-    Whether there are frozen objects, `gc` counts by visiting each, which takes 50 ms.
+    forked: leave them young, as unfreezing would thaw the imports that a fork server has frozen, and a collection that
+    visits those copies their pages. (`gc.get_freeze_count()` is no test for it: it visits every object, 50 ms.)
     """
     running = gc.isenabled()
     gc.disable()

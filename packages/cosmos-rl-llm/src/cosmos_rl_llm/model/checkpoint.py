@@ -191,13 +191,11 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
 
 
 def while_loading(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
-    """Return the memory of a policy rank of several while its model is built."""
+    """Return what a policy rank holds while its model is loaded; nothing to add where a policy has one rank."""
     policy = config.policy
     if ParallelDims.of(policy.parallel, world_size=policy.world_size).world_size == 1:
         return []
-    has_reference = not config.is_sft and config.algorithm.kl_coef and config.model.lora is None
-    reference = BYTES[config.model.dtype] / BYTES[policy.precision.parameters] if has_reference else 0
-    return rank.while_filled(reference=reference, host=policy.memory.parameter_offload)
+    return rank.while_filled(host=policy.memory.parameter_offload)
 
 
 PROMPTS = "prompts are read"
