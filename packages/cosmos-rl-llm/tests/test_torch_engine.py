@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cosmos_rl_core.errors import PromptError
+from cosmos_rl_core.testing.held import HeldModule, posted
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.data.collate import collate
@@ -225,13 +226,15 @@ def test_a_stop_string_ends_the_rollout_and_is_cut_from_its_text():
 def test_new_weights_are_taken_between_two_terms():
     model, prompts = tiny(), prompts_of(6, 9)
     old, new = copy.deepcopy(model), tiny(seed=1)
+    held = HeldModule(model.base_model)
 
     async def work(engine):
         sampling = Sampling(max_terms=50)
         calls = [asyncio.ensure_future(engine.generate(p, num_samples=2, sampling=sampling, seed=3)) for p in prompts]
-        while engine.progress < 5:
-            await asyncio.sleep(0)
-        await engine.switch(4, lambda: copy_weights(named_weights(new), engine.weights()))
+        await held.reached()
+        switch = await posted(engine.switch(4, lambda: copy_weights(named_weights(new), engine.weights())))
+        held.go()
+        await switch
         assert engine.version == 4
         return [rollout for call in calls for rollout in (await call)[1]]
 
@@ -283,19 +286,23 @@ def test_cancelling_frees_the_sequences():
 
     async def work(engine):
         sampling = Sampling(max_terms=59)
-        running = asyncio.ensure_future(engine.generate(long, num_samples=8, sampling=sampling, seed=0))
-        waiting = asyncio.ensure_future(engine.generate(long, num_samples=8, sampling=sampling, seed=0))
-        while engine.progress < 3:
-            await asyncio.sleep(0)
-        running.cancel()
-        waiting.cancel()
+        calls = [
+            asyncio.ensure_future(engine.generate(long, num_samples=8, sampling=sampling, seed=0)) for _ in range(2)
+        ]
+        await held.reached()
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        held.go()
         _, rollouts = await engine.generate(short, num_samples=8, sampling=Sampling(max_terms=2), seed=0)
-        assert running.cancelled() and waiting.cancelled()
+        assert all(call.cancelled() for call in calls)
         return rollouts
 
-    engine = engine_of(tiny(), stop_ids=[])
+    model = tiny()
+    held = HeldModule(model.base_model)
+    engine = engine_of(model, stop_ids=[])
     assert len(run(engine, work)) == 8
-    assert engine.stats.prefill_terms == 9  # the waiting one never started
+    assert engine.stats.prefill_terms == 9  # the one that waited for a place never started
 
 
 def test_a_prompt_too_long_names_row_length_limit_and_key():
@@ -329,14 +336,17 @@ def test_an_error_in_the_engine_reaches_everyone_who_waits():
 
     async def work(engine):
         call = asyncio.ensure_future(engine.generate(long, num_samples=2, sampling=Sampling(max_terms=59), seed=0))
-        while engine.progress < 2:
-            await asyncio.sleep(0)
-        outcomes = await asyncio.gather(call, engine.switch(1, fail), return_exceptions=True)
+        await held.reached()
+        switch = await posted(engine.switch(1, fail))
+        held.go()
+        outcomes = await asyncio.gather(call, switch, return_exceptions=True)
         with pytest.raises(RuntimeError, match="stopped"):
             await engine.generate(short, num_samples=1, sampling=Sampling(max_terms=2), seed=0)
         return outcomes
 
-    for outcome in run(engine_of(tiny(), stop_ids=[]), work):
+    model = tiny()
+    held = HeldModule(model.base_model)
+    for outcome in run(engine_of(model, stop_ids=[]), work):
         assert isinstance(outcome, RuntimeError)
         assert isinstance(outcome.__cause__, ZeroDivisionError)
 
@@ -345,11 +355,14 @@ def test_closing_fails_what_waits_and_joins_the_thread():
     (prompt,) = prompts_of(4)
 
     async def work():
-        engine = engine_of(tiny(), stop_ids=[])
+        model = tiny()
+        held = HeldModule(model.base_model)
+        engine = engine_of(model, stop_ids=[])
         call = asyncio.ensure_future(engine.generate(prompt, num_samples=2, sampling=Sampling(max_terms=59), seed=0))
-        while engine.progress < 2:
-            await asyncio.sleep(0)
-        await engine.close()
+        await held.reached()
+        closing = await posted(engine.close())
+        held.go()
+        await closing
         (outcome,) = await asyncio.gather(call, return_exceptions=True)
         return outcome
 

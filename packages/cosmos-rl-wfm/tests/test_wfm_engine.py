@@ -10,6 +10,7 @@ from wfm_fixtures import mock_data, pixel_model, prompt
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.held import HeldModule, posted
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share
 from cosmos_rl_wfm.build import build_engine, build_policy
 from cosmos_rl_wfm.collate import collate
@@ -119,11 +120,13 @@ def test_new_weights_come_between_two_steps_and_terms_say_so():
         engine = engine_of()
         weights = {name: tensor.clone() for name, tensor in engine.weights().items()}
         await copy_weights(engine, weights, version=1)
-        sampling = FlowSampling(num_steps=40, window="all")
+        held = HeldModule(engine._model.network)
+        sampling = FlowSampling(num_steps=10, window="all")
         drawing = asyncio.create_task(engine.generate(prompt(), num_samples=1, sampling=sampling, seed=0))
-        while engine.progress < 5:
-            await asyncio.sleep(0)
-        await copy_weights(engine, weights, version=2)
+        await held.reached()
+        switch = await posted(copy_weights(engine, weights, version=2))
+        held.go()
+        await switch
         _, (rollout,) = await drawing
         await engine.close()
         return rollout.versions
@@ -136,15 +139,16 @@ def test_new_weights_come_between_two_steps_and_terms_say_so():
 def test_a_cancelled_request_stops_at_the_next_step():
     async def main():
         engine = engine_of()
-        sampling = FlowSampling(num_steps=2000, window="fixed", steps=(0,))
+        held = HeldModule(engine._model.network)
+        sampling = FlowSampling(num_steps=100, window="fixed", steps=(0,))
         drawing = asyncio.create_task(engine.generate(prompt(), num_samples=1, sampling=sampling, seed=0))
-        while engine.progress < 2:
-            await asyncio.sleep(0)
+        await held.reached()
         drawing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await drawing
+        held.go()
         _, rollouts = await engine.generate(prompt(), num_samples=1, sampling=STEPS, seed=0)
-        assert engine.progress < 1000
+        assert engine.progress <= 3 + STEPS.num_steps
         await engine.close()
         return rollouts
 
