@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_core.parallel.axes.norm import rms_norm, use_rms_norms
+from cosmos_rl_core.parallel.axes.norm import MIN_VALUES, rms_norm, use_rms_norms
 from cosmos_rl_core.testing.slowdown import NO_SLOWER, slowdown
 
 EPS = 1e-6
+ROWS = 2 * MIN_VALUES // 24 + 1
 
 
 class RMSNorm(nn.Module):
@@ -70,18 +71,18 @@ def test_values_and_gradients_are_those_of_float64(shape, trained):
 def test_a_model_keeps_its_names_and_values_and_its_copies_are_its_own():
     model = nn.Sequential(nn.Linear(24, 24), RMSNorm(24))
     model[1].weight.data.copy_(drawn(24, seed=1))
-    before, wanted = dict(model.state_dict()), model(drawn(5, 24))
+    before, wanted = dict(model.state_dict()), model(drawn(ROWS, 24))
     use_rms_norms(model)
     use_rms_norms(model)
     assert type(model[1]) is not RMSNorm and isinstance(model[1], RMSNorm)
     assert dict(model.state_dict()).keys() == before.keys()
-    output = model(drawn(5, 24))
+    output = model(drawn(ROWS, 24))
     assert torch.equal(output, wanted) and "RmsNorm" in type(output.grad_fn).__name__
     with torch.no_grad():
-        assert torch.equal(model(drawn(5, 24)), wanted)
+        assert torch.equal(model(drawn(ROWS, 24)), wanted)
     other = copy.deepcopy(model)
     other[1].weight.data.zero_()
-    assert not other(drawn(5, 24)).any() and torch.equal(model(drawn(5, 24)), wanted)
+    assert not other(drawn(ROWS, 24)).any() and torch.equal(model(drawn(ROWS, 24)), wanted)
 
 
 @pytest.mark.parametrize("norm", [OnePlusRMSNorm(24), SizedRMSNorm(width=24), GatedRMSNorm(24), nn.LayerNorm(24)])
@@ -91,21 +92,28 @@ def test_modules_that_compute_something_else_stay(norm):
     assert type(norm) is kind
 
 
+@pytest.mark.parametrize(("norm", "least"), [(RMSNorm(32), MIN_VALUES), (nn.RMSNorm(32, eps=EPS), 2 * MIN_VALUES)])
+def test_few_values_are_computed_by_the_module(norm, least):
+    use_rms_norms(norm)
+    few, enough = (type(norm(drawn(rows, 32)).grad_fn).__name__ for rows in (least // 32 - 1, least // 32))
+    assert "RmsNorm" not in few and "RmsNorm" in enough
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types_are_computed_by_the_module(dtype):
     norm, changed = RMSNorm(24), RMSNorm(24)
     use_rms_norms(changed)
-    input = drawn(5, 24).to(dtype).requires_grad_()
+    input = drawn(ROWS, 24).to(dtype).requires_grad_()
     assert torch.equal(changed.to(dtype)(input), norm.to(dtype)(input))
     assert "RmsNorm" not in type(changed(input).grad_fn).__name__
 
 
 @pytest.mark.parametrize("given", [{}, {"eps": 1e-5}, {"elementwise_affine": False}])
-@pytest.mark.parametrize("shape", [24, (5, 24)])
+@pytest.mark.parametrize("shape", [24, (ROWS, 24)])
 def test_torchs_own_norm_keeps_its_values_whatever_its_options(shape, given):
     norm, changed = nn.RMSNorm(shape, **given), nn.RMSNorm(shape, **given)
     use_rms_norms(changed)
-    input = drawn(5, 24).requires_grad_()
+    input = drawn(ROWS, 24).requires_grad_()
     assert torch.equal(changed(input), norm(input))
     served = shape == 24 and "eps" in given
     assert ("RmsNorm" in type(changed(input).grad_fn).__name__) == served
@@ -117,7 +125,7 @@ def test_a_module_on_meta_decides_when_it_has_values():
     use_rms_norms(norm)
     assert norm(torch.empty(5, 24, device="meta")).shape == (5, 24)
     norm.to_empty(device="cpu").weight.data.fill_(1.0)
-    assert "RmsNorm" in type(norm(drawn(5, 24)).grad_fn).__name__
+    assert "RmsNorm" in type(norm(drawn(ROWS, 24)).grad_fn).__name__
 
 
 def test_a_context_of_another_device_does_not_reach_the_trial():
@@ -132,7 +140,7 @@ def test_a_context_of_another_device_does_not_reach_the_trial():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [RMSNorm, nn.RMSNorm])
-@pytest.mark.parametrize("shape", [(64, 32), (64, 128), (1024, 128), (4096, 32), (2048, 576)])
+@pytest.mark.parametrize("shape", [(64, 32), (64, 128), (16, 576), (128, 128), (1024, 128), (4096, 32), (2048, 576)])
 def test_it_is_never_slower_than_the_module(one_thread, make, shape):
     plain, changed = make(shape[-1], eps=EPS), make(shape[-1], eps=EPS)
     use_rms_norms(changed)

@@ -6,8 +6,9 @@ parameter says where it came from.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ class Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Checkpoint]]:
     """Write the checkpoint of a family once, and make vLLM know its class without a look into another process."""
     root, made = tmp_path_factory.mktemp("models"), {}
 
@@ -127,7 +128,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
             made[family] = _write(family, root / family)
         return made[family]
 
-    return write
+    yield write
+    gc.collect()  # vLLM's models: their products read a tensor when they are freed, and a later test may have fake ones
 
 
 def _write(family: str, path: Path) -> Checkpoint:

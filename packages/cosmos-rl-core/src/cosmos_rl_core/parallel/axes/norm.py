@@ -5,7 +5,7 @@
     with h = x r and t = dy h:    dw = sum of t over rows    dx = r (dy w - h mean(t w))
 
 Autograd keeps x and h, and has a backward operation for each step of the norm; here x and r are kept. On a CPU values
-are those of the module, to the bit. Without gradients the module computes them.
+are those of the module, to the bit. Without gradients, or of few values, the module computes them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+MIN_VALUES = 2**13
+"""Below this the calls take longer than they save, on a processor or another; for torch's own module, below twice this.
+"""
 _WIDTH, _EPS = 16, 1e-6
 """Of the module by which a class is tried."""
 
@@ -44,9 +47,10 @@ class _Changed(nn.Module):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None = None
+    min_values = MIN_VALUES
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or hidden_states.numel() < self.min_values:
             return super().forward(hidden_states)
         weight, eps = self.weight, _eps_of(self)
         if weight is None or eps is None or self.bias is not None or not _is_served(hidden_states, weight):
@@ -75,7 +79,8 @@ def _changed(kind: type[nn.Module]) -> type[nn.Module] | None:
         return None
     with ThreadPoolExecutor(max_workers=1) as pool:  # has none of the caller's modes of torch
         computes_it = pool.submit(_computes_rms_norm, kind).result()
-    return type(kind.__name__, (_Changed, kind), {}) if computes_it else None
+    own = {"min_values": 2 * MIN_VALUES} if issubclass(kind, nn.RMSNorm) else {}
+    return type(kind.__name__, (_Changed, kind), own) if computes_it else None
 
 
 def _computes_rms_norm(kind: type[nn.Module]) -> bool:
