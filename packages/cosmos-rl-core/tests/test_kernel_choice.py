@@ -85,7 +85,7 @@ def test_without_a_writable_folder_each_process_measures(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(("width", "out"), [(64, 64), (128, 512), (576, 576)])
 def test_a_chosen_product_is_never_slower_than_torchs(one_thread, rows, width, out):
     plain = nn.Linear(width, out)
-    chosen = copy.deepcopy(plain)
+    chosen = copy.copy(plain)  # the same weights and gradients: where they lie makes a difference of up to 4 %
     use_onednn(chosen)
     input, slope = torch.randn(rows, width, requires_grad=True), torch.randn(rows, out)
     runs = [lambda layer=layer: layer(input).backward(slope) for layer in (plain, chosen)]
