@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cosmos_rl_core.errors import PromptError
+from cosmos_rl_core.rollout.cached_keys import cache_argument
 from cosmos_rl_core.testing.held import HeldModule, posted
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Encoded
@@ -257,7 +258,7 @@ def mixed_logprobs(old, new, rollout):
     count = int((rollout.versions == 3).sum())
     head = torch.cat([prompt, tokens[: count - 1]])[None]
     before = old(head, use_cache=True)
-    after = new(tokens[None, count - 1 : -1], past_key_values=before.past_key_values)
+    after = new(tokens[None, count - 1 : -1], **{cache_argument(new): before.past_key_values})
     logits = torch.cat([before.logits[0, len(prompt) - 1 :], after.logits[0]])
     return torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0].numpy()
 

@@ -10,6 +10,7 @@ import torch
 from sent_weights import sent_weights
 
 from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.rollout.cached_keys import cache_argument
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero, is_seeded, wakes_as_it_was
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import OwnsSubscriber, SyncSettings
@@ -103,7 +104,7 @@ def mixed_logprobs(old, new, rollout):
     prompt, tokens = (torch.from_numpy(rollout.arrays[name]).long() for name in ("prompt_tokens", "tokens"))
     count = int((rollout.versions == rollout.versions[0]).sum())
     before = old(torch.cat([prompt, tokens[: count - 1]])[None], use_cache=True)
-    after = new(tokens[None, count - 1 : -1], past_key_values=before.past_key_values)
+    after = new(tokens[None, count - 1 : -1], **{cache_argument(new): before.past_key_values})
     return picked(torch.cat([before.logits[0, len(prompt) - 1 :], after.logits[0]]), rollout)
 
 

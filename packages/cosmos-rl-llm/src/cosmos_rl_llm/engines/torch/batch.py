@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from cosmos_rl_core.parallel.axes.linear import MIN_ROWS, use_onednn
 from cosmos_rl_core.parallel.device import to_device
+from cosmos_rl_core.rollout.cached_keys import cache_argument
 from cosmos_rl_core.rollout.engine_thread import EngineRequest
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
@@ -145,6 +146,7 @@ class RunningBatch:
         self._stop_ids = frozenset(stop_ids)
         self._max_sequences, self._cache_terms = max_sequences, cache_terms
         self._span_unit = span_unit(model)
+        self._cache_argument = cache_argument(model.base_model)
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
         self._recorder = RouteRecorder(model) if record_routes else None
         self._sampler: Sampler | None = None
@@ -273,9 +275,9 @@ class RunningBatch:
         output = self._model.base_model(
             input_ids=tokens,
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
             layout=layout,
+            **{self._cache_argument: self._cache},
             **(media or {}),
         )
         return output.last_hidden_state

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cosmos_rl_core.parallel.device import to_device
+from cosmos_rl_core.rollout.cached_keys import cache_argument
 from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.openvla.config import OpenVLAConfig
 from cosmos_rl_vla.models.openvla.prismatic import Projector, ProprioProjector, VisionBackbone
@@ -150,12 +151,13 @@ class OpenVLAModel(nn.Module):
     def _run(self, embedded: Tensor, mask: Tensor, *, seen: Tensor, kept: object = None) -> Tensor:
         """Return outputs [B, n, width] of the last n positions. mask: [B, N]; seen: [B, 1, n, N] attention mask."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :]
-        return self.language_model.model(
+        model = self.language_model.model
+        return model(
             inputs_embeds=embedded,
             attention_mask=seen,
             position_ids=positions,
-            past_key_values=kept,
             use_cache=kept is not None,
+            **{cache_argument(model): kept},
         ).last_hidden_state
 
     def _observe(self, inputs: Inputs) -> Observed:

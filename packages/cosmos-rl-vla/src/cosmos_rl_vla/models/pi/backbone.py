@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cosmos_rl_core.rollout.cached_keys import cache_argument
 from cosmos_rl_vla.models.base import Inputs
 from cosmos_rl_vla.models.pi.config import PiConfig
 from cosmos_rl_vla.models.pi.expert import Prefix, pad_last
@@ -40,12 +41,13 @@ class Backbone(nn.Module):
         """Return keys, values and outputs at the P tokens of each observation."""
         embedded, mask = self._embed(inputs)
         kept = _KeptKeys()
-        outputs = self.paligemma.language_model(
+        model = self.paligemma.language_model
+        outputs = model(
             inputs_embeds=embedded,
             attention_mask=mask[:, None, None].expand(-1, 1, mask.shape[1], -1),
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            past_key_values=kept,
             use_cache=True,
+            **{cache_argument(model): kept},
         )
         return Prefix(
             keys=tuple(kept.keys.values()),
