@@ -10,7 +10,7 @@ from wfm_fixtures import mock_data, pixel_model, prompt
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.held import HeldModule, posted
+from cosmos_rl_core.testing.held_module import HeldModule, posted
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share
 from cosmos_rl_wfm.build import build_engine, build_policy
 from cosmos_rl_wfm.collate import collate
