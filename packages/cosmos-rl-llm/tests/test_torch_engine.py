@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cosmos_rl_core.errors import PromptError
-from cosmos_rl_core.rollout.cached_keys import cache_argument
+from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.testing.held_module import HeldModule, posted
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Encoded

@@ -10,7 +10,7 @@ import torch
 from sent_weights import sent_weights
 
 from cosmos_rl_core.errors import PromptError, UserError
-from cosmos_rl_core.rollout.cached_keys import cache_argument
+from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero, is_seeded, wakes_as_it_was
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import OwnsSubscriber, SyncSettings

@@ -1,4 +1,4 @@
-"""Stops an engine in the middle of a rollout, so that a test posts its next request at a known place.
+"""Pauses an engine in a forward pass, so that a test cancels, switches or closes at a known point of a rollout.
 
 held = HeldModule(model)
 call = asyncio.ensure_future(engine.generate(...))
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class HeldModule:
-    """Holds the thread that calls `module` for the `passes`-th time, before that forward pass, until `go`."""
+    """Blocks forward pass number `passes` of `module` until `go` is called."""
 
     def __init__(self, module: nn.Module, *, passes: int = 3) -> None:
         self._left = passes
@@ -46,7 +46,7 @@ class HeldModule:
 
 
 async def posted(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Start `call` to a `ThreadedEngine` and return its task once the engine's thread has the request."""
+    """Start `call`, a request to a `ThreadedEngine`, and return its task when the request has been posted."""
     task = asyncio.ensure_future(call)
     for _ in range(2):  # the turn in which it asks, and the turn that posts all requests of that one
         await asyncio.sleep(0)

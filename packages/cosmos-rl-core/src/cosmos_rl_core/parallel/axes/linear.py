@@ -3,9 +3,9 @@
 torch sends them to MKL, which leaves AVX-512 unused on CPUs that are not Intel's: on AMD's Zen 5 oneDNN, which torch
 carries for other dtypes anyway, is about twice as fast for the same float32 arithmetic. On Zen 4, which computes
 AVX-512 in two halves, and with AVX2 alone the two are close, and for narrow layers or few rows MKL wins; in training a
-measurement decides for each shape class (`kernel_choice`). The operator is the one that
-torch's own compiler emits for linear layers (`mkldnn::_linear_pointwise`); where this build of torch lacks oneDNN, or
-the tensors are of another kind, the ordinary product is taken.
+measurement decides for each shape class (`kernel_choice`). The operator is the one that torch's own compiler emits for
+linear layers (`mkldnn::_linear_pointwise`); where this build of torch lacks oneDNN, or the tensors are of another kind,
+the ordinary product is taken.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     with h = x r and t = dy h:    dw = sum of t over rows    dx = r (dy w - h mean(t w))
 
 Autograd keeps x and h, and has a backward operation for each step of the norm; here x and r are kept. On a CPU values
-are those of the module, to the bit. Without gradients, or of few values, the module computes them.
+are those of the module, to the bit. Without gradients, and for small inputs, the module computes them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 MIN_VALUES = 2**13
-"""Below this the calls take longer than they save, on a processor or another; for torch's own module, below twice this.
-"""
+"""Elements of the smallest input that is served; twice as many for `nn.RMSNorm`. The calls cost more than is saved on
+smaller ones, as measured on AMD's Zen 4."""
 _WIDTH, _EPS = 16, 1e-6
 """Of the module by which a class is tried."""
 

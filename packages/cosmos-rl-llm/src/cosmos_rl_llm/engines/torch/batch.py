@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from cosmos_rl_core.parallel.axes.linear import MIN_ROWS, use_onednn
 from cosmos_rl_core.parallel.device import to_device
-from cosmos_rl_core.rollout.cached_keys import cache_argument
 from cosmos_rl_core.rollout.engine_thread import EngineRequest
+from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
 from cosmos_rl_llm.engines.torch.exact import use_steady_activations, use_steady_experts

@@ -27,7 +27,7 @@ _FEWEST_PRODUCTS = 400
 
 
 class SlotCache(Cache):
-    """The keys and values of prefill and decode passes; call one of the two `begin_` methods before each."""
+    """The key-value cache of the engine. Call `begin_prefill` or `begin_decode` before each forward pass."""
 
     def __init__(self, num_layers: int, *, limit: int) -> None:
         """`limit`: maximum slots * capacity to allocate."""

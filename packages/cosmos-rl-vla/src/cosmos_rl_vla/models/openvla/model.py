@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cosmos_rl_core.parallel.device import to_device
-from cosmos_rl_core.rollout.cached_keys import cache_argument
+from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.openvla.config import OpenVLAConfig
 from cosmos_rl_vla.models.openvla.prismatic import Projector, ProprioProjector, VisionBackbone

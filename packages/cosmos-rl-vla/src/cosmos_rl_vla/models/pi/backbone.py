@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cosmos_rl_core.rollout.cached_keys import cache_argument
+from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_vla.models.base import Inputs
 from cosmos_rl_vla.models.pi.config import PiConfig
 from cosmos_rl_vla.models.pi.expert import Prefix, pad_last

@@ -1,4 +1,4 @@
-"""The keys and values of earlier tokens that a model of transformers takes, which its versions name differently."""
+"""The key-value cache of a transformers model: releases name the argument of `forward` differently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the argument of `model.forward` for a transformers `Cache`: "cache", "past_key_values" in older ones."""
+    """Return the name of the argument that takes a `Cache`: "cache" in transformers 5.24, "past_key_values" in 5.19."""
     return _cache_argument(type(model).forward)
 
 

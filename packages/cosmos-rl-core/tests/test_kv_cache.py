@@ -1,10 +1,10 @@
-"""Models of transformers take keys and values by one name or the other."""
+"""The name of the argument for the key-value cache, in old and new releases of transformers."""
 
 from functools import wraps
 
 from torch import nn
 
-from cosmos_rl_core.rollout.cached_keys import cache_argument
+from cosmos_rl_core.rollout.kv_cache import cache_argument
 
 
 class Old(nn.Module):
@@ -12,7 +12,7 @@ class Old(nn.Module):
 
 
 def renames(forward):
-    """As transformers does for callers with the old name."""
+    """Wraps `forward` with `functools.wraps`, as transformers' decorators do."""
 
     @wraps(forward)
     def renamed(*args, **kwargs):
@@ -26,5 +26,5 @@ class New(nn.Module):
     def forward(self, tokens, cache=None, **kwargs): ...
 
 
-def test_each_class_takes_them_by_its_own_name():
+def test_each_class_has_its_own_name_for_the_cache():
     assert [cache_argument(model) for model in (Old(), New(), Old())] == ["past_key_values", "cache", "past_key_values"]
