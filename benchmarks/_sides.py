@@ -80,7 +80,8 @@ class Sides:
             command = [str(python), "-c", f"import {module}; {imports}"]
             subprocess.run(command, check=True, env=self._environment, capture_output=True)
 
-    def run(self, workload: Workload, side: str) -> Outcome:
+    def run(self, workload: Workload, side: str, *, memory: bool = False) -> Outcome:
+        """Run one side; its times count without `memory` only."""
         out = WORK / "run"
         shutil.rmtree(out, ignore_errors=True)
         if side == TRL:
@@ -94,6 +95,7 @@ class Sides:
             log=WORK / "output.log",
             environment=self._environment,
             timeout_s=TIMEOUT_S,
+            memory=memory,
         )
         one = outcome(out / "metrics.jsonl", watched, warm=workload.warm)
         if side == TRL:

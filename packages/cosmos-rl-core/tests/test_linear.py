@@ -20,13 +20,17 @@ def drawn(*shape, seed=0):
 
 @needs_onednn
 @pytest.mark.parametrize("rows", [(1,), (5,), (3, 70)])
+@pytest.mark.parametrize("out", [130, 192])
 @pytest.mark.parametrize("bias", [False, True])
-def test_values_and_gradients_are_those_of_float64(rows, bias):
-    input, weight = drawn(*rows, 160).requires_grad_(), drawn(192, 160, seed=1).requires_grad_()
-    offset = drawn(192, seed=2).requires_grad_() if bias else None
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_values_and_gradients_are_those_of_float64(rows, out, bias, is_faster, monkeypatch):
+    monkeypatch.setattr("cosmos_rl_core.parallel.axes.linear._wins", lambda *_: is_faster)
+    input, weight = drawn(*rows, 160).requires_grad_(), drawn(out, 160, seed=1).requires_grad_()
+    offset = drawn(out, seed=2).requires_grad_() if bias else None
     inputs = [x for x in (input, weight, offset) if x is not None]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     output, wanted = product(*inputs), F.linear(*exact)
+    assert ("Product" in type(output.grad_fn).__name__) == is_faster
     slope = drawn(*output.shape, seed=3)
     torch.testing.assert_close(output, wanted.float(), rtol=1e-5, atol=1e-4)
     found = torch.autograd.grad(output, inputs, slope)

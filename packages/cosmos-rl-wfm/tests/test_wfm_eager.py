@@ -8,7 +8,7 @@ import pytest
 import torch
 from wfm_fixtures import NETWORK, mock_data, pixel_model, prompt
 
-from cosmos_rl_core.parallel.axes.linear import MIN_WEIGHTS_OF_MANY_ROWS, ManyRowsLinear
+from cosmos_rl_core.parallel.axes.linear import MIN_MEASURED, ManyRowsLinear
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.slowdown import NO_SLOWER, slowdown
 from cosmos_rl_core.types import RolloutGroup, Share
@@ -95,7 +95,7 @@ def test_ratios_are_exactly_one_where_products_go_through_onednn():
     (microbatch, other) = collate([group], microbatch_terms=4, share=Share()).microbatches
     if torch.backends.mkldnn.is_available():
         widest = policy.module.blocks[0].ffn.net[2]
-        assert isinstance(widest, ManyRowsLinear) == (widest.weight.numel() >= MIN_WEIGHTS_OF_MANY_ROWS)
+        assert isinstance(widest, ManyRowsLinear) == (widest.weight.numel() >= MIN_MEASURED)
     for each in (microbatch, other):
         logprobs = policy.forward(each).logprobs.detach().numpy()
         np.testing.assert_array_equal(logprobs, each.terms.rollout_logprobs.numpy())

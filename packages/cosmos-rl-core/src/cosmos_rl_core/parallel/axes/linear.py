@@ -22,15 +22,16 @@ from torch.nn import functional as F
 
 from cosmos_rl_core.kernel_choice import fastest
 
+MIN_MEASURED = 64 * 64
+"""Elements of the smallest weight that is measured, for training and networks that get many rows."""
+MIN_WORK = 2**22
+"""Rows times elements of the weight below which training takes torch's product at once: asking costs too much."""
 MIN_WEIGHTS = 128 * 128
-"""Elements of the smallest weight for which the call's fixed cost of some 10 microseconds may pay.
+"""Elements of the smallest weight in generation for which the call's fixed cost of some 10 microseconds pays.
 
-In generation it applies with one thread and at least two columns. With more threads or one column, MKL cuts the
-product so that the last bit of a row depends on how many rows there are; a rollout must not depend on the others in
-its batch.
+It applies with one thread and at least two columns. With more threads or one column, MKL cuts the product so that the
+last bit of a row depends on how many rows there are; a rollout must not depend on the others in its batch.
 """
-MIN_WEIGHTS_OF_MANY_ROWS = 64 * 64
-"""The same for networks that get many rows."""
 MIN_ROWS = 4
 """Fewest rows of a batch in generation, filled up with rows that are thrown away.
 
@@ -57,8 +58,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
     if trained or many_rows:
         # With `many_rows` a layer has one kernel, however many rows there are: its bits do not depend on them.
         rows = _ROWS[-1] if many_rows else _class_of(input.numel() // input.shape[-1])
-        least = MIN_WEIGHTS_OF_MANY_ROWS if many_rows else MIN_WEIGHTS
-        if weight.numel() < least or not _wins(rows, weight.shape, torch.get_num_threads()):
+        if weight.numel() < MIN_MEASURED or not _wins(rows, weight.shape, torch.get_num_threads()):
             return F.linear(input, weight, bias)
     elif weight.numel() < MIN_WEIGHTS and len(weight) > 1 and torch.get_num_threads() == 1:
         return _steady_mkl(input, weight, bias)
@@ -71,6 +71,8 @@ class OneDnnLinear(nn.Linear):
     many_rows = False
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and input.numel() * self.out_features < MIN_WORK and not self.many_rows:
+            return F.linear(input, self.weight, self.bias)
         return product(input, self.weight, self.bias, many_rows=self.many_rows)
 
 
@@ -96,9 +98,8 @@ def use_onednn(model: nn.Module, *, many_rows: bool = False, generates: bool = F
     `many_rows` as for `product`. Small layers change only in a model that `generates`, where a rollout must not depend
     on the others in its batch. Layers on meta are changed too: `product` decides again when they run.
     """
-    least = 1 if generates else MIN_WEIGHTS_OF_MANY_ROWS if many_rows else MIN_WEIGHTS
     for module in model.modules():
-        if type(module) is not nn.Linear or module.weight.numel() < least:
+        if type(module) is not nn.Linear or (module.weight.numel() < MIN_MEASURED and not generates):
             continue
         if module.weight.is_meta or _is_served(module.weight, module.weight):
             module.__class__ = ManyRowsLinear if many_rows else OneDnnLinear
@@ -168,5 +169,12 @@ class _Product(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         d_input = _onednn(grad, weight.t(), None) if needs_input else None
-        d_weight = _onednn(rows.t(), input.reshape(-1, input.shape[-1]).t(), None) if needs_weight else None
+        d_weight = _outer(rows, input.reshape(-1, input.shape[-1])) if needs_weight else None
         return d_input, d_weight, rows.sum(0) if needs_bias else None
+
+
+def _outer(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows [N, out], columns [N, in] -> rows.T @ columns [out, in]. oneDNN copies its first operand: the narrow one."""
+    if rows.shape[1] <= columns.shape[1]:
+        return _onednn(rows.t(), columns.t(), None)
+    return _onednn(columns.t(), rows.t(), None).t()
