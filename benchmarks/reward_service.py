@@ -152,7 +152,7 @@ async def measure(folder: Path, *, num_requests: int) -> tuple[Tally, Tally, lis
         pass
 
     slice_size = num_requests // NUM_SLICES
-    command = ("-c", "from cosmos_rl_core.cli.app import main; main()", "reward-server", "rewards.toml")
+    command = ("-c", "from cosmos_rl_core.cli.main import main; main()", "reward-server", "rewards.toml")
     with server(*command, cwd=folder) as (url, pid), server(__file__, "--floor", cwd=folder) as (floor_url, floor_pid):
         async with clients(url) as ours, clients(floor_url) as bare:
             warm = Tally()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.main import main; main()"]
 FILE_SYNC = "cosmos_rl_core.testing.file_sync:FileSync"
 CHARACTERS = "0123456789+="
 

@@ -229,7 +229,7 @@ def test_ctrl_c_ends_with_130(recipe, cosmos_rl):
 
 
 def test_the_process_itself_exits_with_2_and_one_message(recipe):
-    code = "from cosmos_rl_core.cli.app import main; main()"
+    code = "from cosmos_rl_core.cli.main import main; main()"
     command = [sys.executable, "-c", code, "check", str(recipe), "run.max_steps=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     message = refused(Done(done.returncode, done.stdout, done.stderr)).splitlines()

@@ -308,7 +308,7 @@ def test_nothing_but_failures_has_exit_code_1(recipe, tmp_path, capsys):
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(recipe, tmp_path):
     options = ["rollout.options.delay_s=0.05", "--prompts-at-once", "1", "--out", str(tmp_path), "--num-gpus", "2"]
-    code = "from cosmos_rl_core.cli.app import main; main()"
+    code = "from cosmos_rl_core.cli.main import main; main()"
     line = [sys.executable, "-c", code, "generate", str(recipe), *options]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     file = tmp_path / "rollouts.jsonl"

@@ -203,7 +203,7 @@ def command(folder):
     running = []
 
     def start(*arguments, without="nothing"):
-        code = f"import sys; sys.modules[{without!r}] = None; from cosmos_rl_core.cli.app import main; main()"
+        code = f"import sys; sys.modules[{without!r}] = None; from cosmos_rl_core.cli.main import main; main()"
         environment = {**os.environ, "WFM_REWARD_TOKEN": "hush-hush", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
             [sys.executable, "-c", code, "reward-server", *arguments],

@@ -113,7 +113,7 @@ def test_a_publisher_that_cannot_be_read_is_unavailable_with_the_reason(link):
     outlet = Nixl().open(bucket_bytes=100, num_slots=1)
     offer = dict(outlet.offer)
     outlet.close()
-    del outlet  # and with it the agent; its memory may be reused by now, and be readable: then the nonce differs
+    del outlet  # and with it the agent; its memory may still be readable: the nonce is gone
     with pytest.raises(TransportUnavailable, match=r"NIXL (cannot (reach|read) the publisher|read other memory)"):
         Nixl().attach(link, offer=offer, memory=[])
 

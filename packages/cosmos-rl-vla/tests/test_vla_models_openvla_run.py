@@ -17,7 +17,7 @@ from cosmos_rl_vla.models.families import load
 
 pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("openvla_run")]  # one process makes what they share
 
-COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.main import main; main()"]
 
 
 def recipe(output, model, **run):

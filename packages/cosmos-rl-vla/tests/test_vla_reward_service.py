@@ -22,7 +22,7 @@ for needed in ("httpx", "starlette", "uvicorn"):
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COMMAND = "from cosmos_rl_core.cli.app import main; main()"
+COMMAND = "from cosmos_rl_core.cli.main import main; main()"
 HORIZON = 4
 JUDGE = """
 def seen(group):

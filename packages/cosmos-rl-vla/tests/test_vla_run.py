@@ -25,7 +25,7 @@ from cosmos_rl_vla.actions import ActionStats
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS, PROMPTS = 3, 4
-COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.main import main; main()"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.main import main; main()"]
 HIDE = 'mount -t tmpfs none "$0" && exec "$@"'
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import tomli_w
 from gpu_hour import GIB, ROOT, Hour, Skipped, gpu_processes, used_mib
 
-COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.main import main; main()"]
 MODEL_7B, SECOND_NODE = "COSMOS_RL_GPU_MODEL", "COSMOS_RL_GPU_SECOND_NODE"
 """Environment: a folder with Qwen2.5-7B-Instruct; a command that runs its arguments on another node, as "ssh node2"."""
 AXES = ("dp_shard", "dp_replicate", "tp", "cp", "pp")

@@ -197,7 +197,7 @@ class PutsEnginesToSleep(Protocol):
 
 @runtime_checkable
 class NamesModules(Protocol):
-    """A domain whose workers may be forked from one process that has imported their modules."""
+    """A domain whose workers may be forked from one process that has imported their modules; or its weight sync."""
 
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
         """Return the modules that policy and rollout workers import; none if they must not be forked.

@@ -7,13 +7,16 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cosmos_rl_core.cli import elastic, inference, reference, scale
 from cosmos_rl_core.cli.inference import Overrides, Recipe
 from cosmos_rl_core.imports import add_folders, import_from
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.workers.fork_server import ForkServer
 
 app = typer.Typer(
     name="cosmos-rl",
@@ -31,6 +34,7 @@ def options(version: reference.Version = False) -> None:
 
 @app.command()
 def run(
+    context: typer.Context,
     file: Recipe,
     overrides: Overrides = None,
     *,
@@ -44,12 +48,8 @@ def run(
         check(file, overrides)
         plan(file, overrides)
         return
-    folders = import_from(file)
-    from cosmos_rl_core.workers.fork_server import opened
-
-    with opened(folders) as forks:  # imports for the workers while this process imports for itself
-        given = overrides or []
-        elastic.train(file, given, folders, resume=resume, overwrite=overwrite, forks=forks, deep=not checked)
+    folders, given = import_from(file), overrides or []
+    elastic.train(file, given, folders, resume=resume, overwrite=overwrite, forks=context.obj, deep=not checked)
 
 
 app.command()(elastic.launch)
@@ -272,12 +272,15 @@ app.command()(inference.export_episodes)
 app.command("eval")(inference.evaluate)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: exit code 2 with one message for a user's error, 130 after Ctrl-C."""
+def main(arguments: list[str] | None = None, *, forks: ForkServer | None = None) -> None:
+    """Run the command line: exit code 2 with one message for a user's error, 130 after Ctrl-C.
+
+    forks: a server that has begun to import for the workers of a run.
+    """
     if os.getpid() == 1:  # of a container: the kernel ignores signals without a handler
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
-        app(arguments)
+        app(arguments, obj=forks)
     except ValueError as error:
         from cosmos_rl_core.errors import UserError  # already imported by the module that raised it
 

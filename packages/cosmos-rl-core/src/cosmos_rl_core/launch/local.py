@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
+from cosmos_rl_core.assemble import build_sync
 from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.external import ExternalWorkers
@@ -22,7 +23,6 @@ from cosmos_rl_core.launch.gpus import GpuSupply, gpus_per_rollout
 from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch, threads
 from cosmos_rl_core.launch.supervised.keeper import Ended, Keeper, Present, ProcessKeeper, WorkerSpec
 from cosmos_rl_core.optional import NamesModules
-from cosmos_rl_core.plugins import locate
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
@@ -226,20 +226,23 @@ def fork_server(
     """
     node = policy_node(config.policy, bind=config.run.bind)
     workers = 0 if config.is_sft else config.rollout.replicas + (node.num_ranks == 1)
-    domain = load_domain(config.run.domain)
     modules: Sequence[str] = ()
     if config.run.placement == "local" and workers > 1:
-        modules = domain.worker_modules(config) if isinstance(domain, NamesModules) else ()
+        modules = _modules(load_domain(config.run.domain), config)
     if not modules:
         if begun is not None:
             begun.close()  # the processor is the workers'
         yield None
         return
-    sync = locate("cosmos_rl.weight_sync", config.sync.backend).partition(":")[0]
-    with opened(python_path) if begun is None else contextlib.nullcontext(begun) as server:
+    modules = (*_modules(build_sync(config), config), *modules)
+    with opened() if begun is None else contextlib.nullcontext(begun) as server:
         if server is not None:
-            server.load((sync, *modules), log=directory / "logs" / "imports.log")
+            server.load(modules, folders=python_path, log=directory / "logs" / "imports.log")
         yield server
+
+
+def _modules(part: object, config: RunConfig) -> Sequence[str]:
+    return part.worker_modules(config) if isinstance(part, NamesModules) else ()
 
 
 async def start_processes(launch: Launch) -> LocalWorkers:

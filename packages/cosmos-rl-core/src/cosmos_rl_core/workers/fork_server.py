@@ -1,7 +1,7 @@
 """A process that imports a run's modules once and forks its workers, which share the memory of the imports.
 
-    with opened(folders) as server:                                      # begins with the modules of every run
-        server.load(modules, log=path)
+    with opened() as server:                                             # begins with the modules of every run
+        server.load(modules, folders=folders, log=path)
         child = server.start(arguments, environment=..., output=log)     # at once; the fork follows the imports
 
     run   --one byte; descriptors of the modules' names and of a log-->            server
@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from cosmos_rl_core.imports import PYTHON, WORKER, WORKER_MODULE
+from cosmos_rl_core.imports import PYTHON, WORKER, WORKER_MODULE, add_folders
 from cosmos_rl_core.processes import ChildProcess, environment, inherited_socket, machine_gpus, unnamed_memory
 
 EVERY_RUN = (WORKER_MODULE, *(f"cosmos_rl_core.workers.{name}" for name in ("policy", "rollout", "steps")))
@@ -72,15 +72,15 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
-    def load(self, modules: Sequence[str], *, log: Path) -> None:
+    def load(self, modules: Sequence[str], *, folders: Sequence[str] = (), log: Path) -> None:
         """Import the other modules of the run, once; those that cannot be imported are left to the workers.
 
-        log: the file for output of all imports.
+        folders: the import path of "module:attribute" names. log: the file for output of all imports.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
         names = unnamed_memory()
         try:
-            os.write(names, json.dumps(modules).encode())
+            os.write(names, json.dumps({"modules": modules, "folders": folders}).encode())
             with log.open("ab") as output, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended
                 socket.send_fds(self._socket, [b"\0"], [names, output.fileno()])
         finally:
@@ -105,16 +105,13 @@ class ForkServer:
 
 
 @contextlib.contextmanager
-def opened(folders: Sequence[str] = ()) -> Iterator[ForkServer | None]:
-    """A server that begins to import; None where workers must not be forked: on a machine with GPUs, or not on Linux.
-
-    folders: the import path of "module:attribute" names.
-    """
+def opened() -> Iterator[ForkServer | None]:
+    """A server that begins to import; None where workers must not be forked: with GPUs, or not on Linux."""
     if sys.platform != "linux" or machine_gpus(os.environ):
         yield None
         return
     threads = max(1, len(os.sched_getaffinity(0)) // 2)  # of libraries that do not take torch's number
-    with ForkServer(environment=environment(folders, threads=threads)) as server:
+    with ForkServer(environment=environment(threads=threads)) as server:
         yield server
 
 
@@ -253,7 +250,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _other_modules(server: socket.socket) -> list[str] | None:
-    """Receive the modules of `ForkServer.load` and continue in its log; None if the run has ended."""
+    """Receive the modules and folders of `ForkServer.load`, and continue in its log; None if the run has ended."""
     data, received, *_ = socket.recv_fds(server, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     if not data:
         return None
@@ -261,10 +258,11 @@ def _other_modules(server: socket.socket) -> list[str] | None:
     os.write(log, os.pread(1, os.fstat(1).st_size, 0))
     os.dup2(log, 1)
     os.dup2(log, 2)
-    modules = json.loads(os.pread(names, os.fstat(names).st_size, 0))
+    asked = json.loads(os.pread(names, os.fstat(names).st_size, 0))
     os.close(names)
     os.close(log)
-    return modules
+    add_folders(asked["folders"])
+    return asked["modules"]
 
 
 def _serve(server: socket.socket) -> None:

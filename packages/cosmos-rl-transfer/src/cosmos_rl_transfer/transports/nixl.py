@@ -108,7 +108,8 @@ class _Outlet:
         """Do nothing: the subscriber reads by itself."""
 
     def close(self) -> None:
-        """Deregister everything."""
+        """Deregister everything. Memory that can be read a while longer no longer proves that this is the publisher."""
+        self._catalog[:_NONCE_BYTES] = 0
         if self._own:
             self._agent.deregister([*self._own, *self._exposed])
         self._own, self._exposed, self._kept, self.slots = [], [], [], []
