@@ -112,8 +112,9 @@ def weighted(logprobs, entropy):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_packed_sequences_equal_separate_ones(kind):
-    model, pairs = tiny(kind), sequences(SIZES)
+@pytest.mark.parametrize("further", [[], [(3, 4)]], ids=["132 tokens", "139 tokens and one of padding"])
+def test_packed_sequences_equal_separate_ones(kind, further):
+    model, pairs = tiny(kind), sequences(SIZES + further)
     expected = plain(copy.deepcopy(model).eval(), pairs, 0.8)
     outputs = CausalLMPolicy(model, temperature=0.8).forward(packed(pairs), with_entropy=True)
     torch.testing.assert_close(outputs.logprobs, expected[0], rtol=1e-5, atol=1e-5)
@@ -152,6 +153,26 @@ def test_shared_prompts_run_through_the_decoder_once():
     model.base_model.layers[0].register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[1]))
     policy.forward(packed(group()))
     assert rows == [9 + 6 + 8 + 8 + 20 + 4 + 9 + 6]  # a group again later in the row counts again
+
+
+EXPERTS = {**BASE, "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "wanted"),
+    [
+        (CONFIGS["qwen3"], 127, 127),
+        (CONFIGS["qwen3"], 129, 130),
+        (CONFIGS["qwen3"], 257, 260),
+        (CONFIGS["qwen3"], 1001, 1008),
+        (EXPERTS, 1001, 1001),  # the rows of an expert do not recur anyway
+    ],
+)
+def test_rows_on_a_cpu_are_filled_up_to_lengths_that_recur(config, tokens, wanted):
+    module = CausalLMPolicy(make_model(config, dtype=torch.float32, seed=0)).module
+    row = module.row(packed(sequences([(1, tokens - 1)])).inputs)
+    assert row.tokens.shape == row.positions.shape == (1, wanted)
+    assert len(row.term_rows) == tokens - 1 and row.term_rows.max() < tokens
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])

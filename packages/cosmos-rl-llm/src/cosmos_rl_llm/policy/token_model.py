@@ -15,6 +15,7 @@ pipeline is the same module: the first stage takes tokens, all but the last retu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -38,7 +39,7 @@ from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
-from cosmos_rl_llm.policy.routing import check_replay, install_replay
+from cosmos_rl_llm.policy.routing import check_replay, install_replay, routers
 
 Compare = Callable[[Tensor, Head, "Row"], Mapping[str, Tensor]]
 """Hidden states [t, H] and head of the policy, with gradient, and the row -> outputs [t] by name."""
@@ -125,6 +126,8 @@ class TermModel(nn.Module):
             cut_at_entrance(language_model(model), self.axis)
         self.temperature = temperature or 1.0
         self.logits_bytes = logits_bytes
+        # On a CPU oneDNN compiles its products for each length of a row, and a process keeps few (`bound_caches`).
+        self._lengths_recur = self.device.type == "cpu" and not routers(model)
         self.returns_hidden = False
         """Return hidden states of terms [t, H], not log-probabilities."""
         self.compare: Compare | None = None
@@ -184,7 +187,7 @@ class TermModel(nn.Module):
         rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
-        if missing := -len(kept) % self._multiple:
+        if missing := -len(kept) % self._multiple(len(kept)):
             # An additional sequence as padding: its tokens are the first of text, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
             text = int((inputs["item_index"] < 0).int().argmax()) if "item_index" in inputs else 0
@@ -315,16 +318,21 @@ class TermModel(nn.Module):
     def _context(self) -> DeviceMesh | None:
         return None if self.mesh is None else self.mesh.axis("cp")
 
-    @property
-    def _multiple(self) -> int:
-        """Divisor of a row's length."""
+    def _multiple(self, length: int) -> int:
+        """Divisor of the length of a row of `length` tokens."""
         context = 1 if self._context is None else self._context.size()
-        return context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
+        parts = context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
+        return math.lcm(parts, _recurring_unit(length)) if self._lengths_recur else parts
 
     @property
     def autocast(self) -> torch.dtype | None:
         """Dtype of matrix products where the weights have another one; None: that of the weights."""
         return self.compute_dtype if self.mesh is None else None
+
+
+def _recurring_unit(length: int) -> int:
+    """Return a power of two, at most 1/64 of `length`: lengths that are multiples of it recur."""
+    return 1 << max(0, length.bit_length() - 7)
 
 
 def outputs_of(passed: Any) -> PolicyOutputs:
