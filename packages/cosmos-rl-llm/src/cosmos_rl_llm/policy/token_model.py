@@ -126,7 +126,6 @@ class TermModel(nn.Module):
             cut_at_entrance(language_model(model), self.axis)
         self.temperature = temperature or 1.0
         self.logits_bytes = logits_bytes
-        # On a CPU oneDNN compiles its products for each length of a row, and a process keeps few (`bound_caches`).
         self._lengths_recur = self.device.type == "cpu" and not routers(model)
         self.returns_hidden = False
         """Return hidden states of terms [t, H], not log-probabilities."""
@@ -187,11 +186,11 @@ class TermModel(nn.Module):
         rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
-        if missing := -len(kept) % self._multiple(len(kept)):
+        if missing := -len(kept) % math.lcm(self._cuts, _unit(len(kept)) if self._lengths_recur else 1):
             # An additional sequence as padding: its tokens are the first of text, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
             text = int((inputs["item_index"] < 0).int().argmax()) if "item_index" in inputs else 0
-            kept = np.concatenate([kept, np.full(missing, text, dtype=kept.dtype)])
+            kept = np.append(kept, [text] * missing)
         taken, vision = torch.from_numpy(kept), self.vision if self.first else None
         return Row(
             tokens=inputs["tokens"][None, taken],
@@ -280,9 +279,8 @@ class TermModel(nn.Module):
         seen: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """One pass of the decoder: tokens [B, l], or hidden states [B, l, H] -> hidden states [B, l, H]."""
-        dtype = self.autocast
         replayed = {} if routes is None else {"routes": routes}
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             output = self.causal_lm.base_model(
                 input_ids=given if self.first else None,
                 inputs_embeds=None if self.first else given,
@@ -318,11 +316,11 @@ class TermModel(nn.Module):
     def _context(self) -> DeviceMesh | None:
         return None if self.mesh is None else self.mesh.axis("cp")
 
-    def _multiple(self, length: int) -> int:
-        """Divisor of the length of a row of `length` tokens."""
+    @property
+    def _cuts(self) -> int:
+        """Ranks that a row is cut over."""
         context = 1 if self._context is None else self._context.size()
-        parts = context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
-        return math.lcm(parts, _recurring_unit(length)) if self._lengths_recur else parts
+        return context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -330,8 +328,11 @@ class TermModel(nn.Module):
         return self.compute_dtype if self.mesh is None else None
 
 
-def _recurring_unit(length: int) -> int:
-    """Return a power of two, at most 1/64 of `length`: lengths that are multiples of it recur."""
+def _unit(length: int) -> int:
+    """A power of two, at most 1/64 of `length`: lengths that are multiples of it recur.
+
+    On a CPU oneDNN compiles its products for each length, and a process keeps few of them (`linear.bound_caches`).
+    """
     return 1 << max(0, length.bit_length() - 7)
 
 
