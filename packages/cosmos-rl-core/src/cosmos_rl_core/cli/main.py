@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 
 NO_RUN = {"--help", "--dry-run"}
+"""Options with which `cosmos-rl run` starts no workers."""
 
 
 def main() -> None:
