@@ -81,7 +81,7 @@ class Sides:
             subprocess.run(command, check=True, env=self._environment, capture_output=True)
 
     def run(self, workload: Workload, side: str, *, memory: bool = False) -> Outcome:
-        """Run one side; its times count without `memory` only."""
+        """Run one side. memory: read its memory, which slows it down: do not use its times."""
         out = WORK / "run"
         shutil.rmtree(out, ignore_errors=True)
         if side == TRL:

@@ -23,9 +23,9 @@ class Watched:
     cpu_s: Mapping[int, float]
     """CPU seconds until this many steps were done; two that end within a poll are one entry."""
     peak_rss: int
-    """Bytes: each process's own peak (VmHWM), added up; pages that processes share count in each. 0 without memory."""
+    """Bytes: each process's own peak (VmHWM), added up; pages that processes share count in each. 0 if not read."""
     peak_pss: int
-    """Bytes: the most at one moment, shared pages counted once. 0 without memory."""
+    """Bytes: the most at one moment, shared pages counted once. 0 if not read."""
 
 
 class CommandFailed(Exception):

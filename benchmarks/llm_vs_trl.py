@@ -108,7 +108,7 @@ class Runs:
 
     timed: Sequence[Outcome]
     memory: Outcome
-    """Of the run whose memory was read."""
+    """The run whose memory was read."""
 
     def median_of(self, row: Row) -> float:
         return row.of(self.memory) if row.is_memory else median(row.of(one) for one in self.timed)

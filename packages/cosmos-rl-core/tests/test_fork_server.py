@@ -194,6 +194,20 @@ def test_the_log_has_the_output_of_all_imports(serving, tmp_path):
     server.close()  # again, without effect
 
 
+def test_the_server_imports_from_the_folders_of_the_recipe(tmp_path):
+    folder = tmp_path / "recipe"
+    folder.mkdir()
+    (folder / "beside_the_recipe.py").write_text("print(__file__)\n")
+    log = tmp_path / "imports.log"
+    with ForkServer(environment=environment()) as server:
+        server.load(["beside_the_recipe"], folders=[str(folder)], log=log)
+        deadline = time.monotonic() + 60.0
+        while not log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert log.read_text().strip() == str(folder / "beside_the_recipe.py")
+
+
 @pytest.mark.parametrize(("placement", "is_used"), [("inline", False), ("local", True)])
 def test_a_server_that_has_begun_is_used_or_closed(placement, is_used, tmp_path):
     config = load_config(

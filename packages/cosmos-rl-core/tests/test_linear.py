@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cosmos_rl_core.parallel.axes import linear
 from cosmos_rl_core.parallel.axes.linear import OneDnnLinear, product, use_onednn
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -24,7 +25,8 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("is_faster", [False, True])
 def test_values_and_gradients_are_those_of_float64(rows, out, bias, is_faster, monkeypatch):
-    monkeypatch.setattr("cosmos_rl_core.parallel.axes.linear._wins", lambda *_: is_faster)
+    monkeypatch.setattr(linear, "_wins", lambda *_: is_faster)
+    monkeypatch.setattr(linear, "MIN_WORK", 0)
     input, weight = drawn(*rows, 160).requires_grad_(), drawn(out, 160, seed=1).requires_grad_()
     offset = drawn(out, seed=2).requires_grad_() if bias else None
     inputs = [x for x in (input, weight, offset) if x is not None]
@@ -36,6 +38,14 @@ def test_values_and_gradients_are_those_of_float64(rows, out, bias, is_faster, m
     found = torch.autograd.grad(output, inputs, slope)
     for gradient, right in zip(found, torch.autograd.grad(wanted, exact, slope.double()), strict=True):
         torch.testing.assert_close(gradient, right.float(), rtol=1e-5, atol=1e-4)
+
+
+@needs_onednn
+@pytest.mark.parametrize(("rows", "many_rows", "is_onednn"), [(64, False, False), (256, False, True), (64, True, True)])
+def test_a_small_product_in_training_is_torchs_unless_many_rows_share_a_kernel(rows, many_rows, is_onednn, monkeypatch):
+    monkeypatch.setattr(linear, "_wins", lambda *_: True)
+    output = product(drawn(rows, 160), drawn(192, 160, seed=1).requires_grad_(), many_rows=many_rows)
+    assert ("Product" in type(output.grad_fn).__name__) == is_onednn
 
 
 @needs_onednn

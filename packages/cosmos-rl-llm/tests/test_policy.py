@@ -165,10 +165,10 @@ EXPERTS = {**BASE, "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_
         (CONFIGS["qwen3"], 129, 130),
         (CONFIGS["qwen3"], 257, 260),
         (CONFIGS["qwen3"], 1001, 1008),
-        (EXPERTS, 1001, 1001),  # the rows of an expert do not recur anyway
+        (EXPERTS, 1001, 1001),  # the number of an expert's rows never repeats
     ],
 )
-def test_rows_on_a_cpu_are_filled_up_to_lengths_that_recur(config, tokens, wanted):
+def test_rows_on_a_cpu_are_padded_to_lengths_that_repeat(config, tokens, wanted):
     module = CausalLMPolicy(make_model(config, dtype=torch.float32, seed=0)).module
     row = module.row(packed(sequences([(1, tokens - 1)])).inputs)
     assert row.tokens.shape == row.positions.shape == (1, wanted)

@@ -197,7 +197,7 @@ class PutsEnginesToSleep(Protocol):
 
 @runtime_checkable
 class NamesModules(Protocol):
-    """A domain whose workers may be forked from one process that has imported their modules; or its weight sync."""
+    """A domain or a weight sync with modules that are imported once, in the process from which workers are forked."""
 
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
         """Return the modules that policy and rollout workers import; none if they must not be forked.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cosmos_rl_core.parallel.axes.linear import product
+from cosmos_rl_core.parallel.axes.linear import outer, product
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
 from cosmos_rl_llm.model.causal_lm import Head
 
@@ -229,16 +229,6 @@ def scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
     """hidden [n, hidden] -> logits / temperature [n, V], a tensor of the caller's own."""
     logits = head.logits(hidden)
     return logits if temperature == 1 else logits.div_(temperature)
-
-
-def outer(rows: Tensor, columns: Tensor) -> Tensor:
-    """rows [n, V], columns [n, hidden] -> rows.T @ columns [V, hidden]; on a CPU the transpose of [hidden, V].
-
-    For the other order oneDNN copies `rows`, the largest tensor of a step.
-    """
-    if rows.device.type == "cpu":
-        return product(columns.t(), rows.t()).t()
-    return product(rows.t(), columns.t())
 
 
 def _grad_logits(

@@ -126,7 +126,7 @@ class TermModel(nn.Module):
             cut_at_entrance(language_model(model), self.axis)
         self.temperature = temperature or 1.0
         self.logits_bytes = logits_bytes
-        self._lengths_recur = self.device.type == "cpu" and not routers(model)
+        self._rounds_lengths = self.device.type == "cpu" and not routers(model)
         self.returns_hidden = False
         """Return hidden states of terms [t, H], not log-probabilities."""
         self.compare: Compare | None = None
@@ -186,7 +186,7 @@ class TermModel(nn.Module):
         rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
-        if missing := -len(kept) % math.lcm(self._cuts, _unit(len(kept)) if self._lengths_recur else 1):
+        if missing := -len(kept) % math.lcm(self._num_parts, _length_unit(len(kept)) if self._rounds_lengths else 1):
             # An additional sequence as padding: its tokens are the first of text, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
             text = int((inputs["item_index"] < 0).int().argmax()) if "item_index" in inputs else 0
@@ -317,8 +317,8 @@ class TermModel(nn.Module):
         return None if self.mesh is None else self.mesh.axis("cp")
 
     @property
-    def _cuts(self) -> int:
-        """Ranks that a row is cut over."""
+    def _num_parts(self) -> int:
+        """Number of ranks that share a row."""
         context = 1 if self._context is None else self._context.size()
         return context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
 
@@ -328,10 +328,10 @@ class TermModel(nn.Module):
         return self.compute_dtype if self.mesh is None else None
 
 
-def _unit(length: int) -> int:
-    """A power of two, at most 1/64 of `length`: lengths that are multiples of it recur.
+def _length_unit(length: int) -> int:
+    """A power of two, at most 1/64 of `length`: a row on a CPU is padded to a multiple of it, so that lengths repeat.
 
-    On a CPU oneDNN compiles its products for each length, and a process keeps few of them (`linear.bound_caches`).
+    oneDNN compiles its products for each length, and a process keeps few of them (`linear.bound_caches`).
     """
     return 1 << max(0, length.bit_length() - 7)
 

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cosmos_rl_core.algorithms.distill import divergence, kl_divergence, log_mixture
-from cosmos_rl_core.parallel.axes.linear import product
+from cosmos_rl_core.parallel.axes.linear import outer, product
 from cosmos_rl_llm.model.causal_lm import Head
-from cosmos_rl_llm.policy.logprobs import Vocabulary, outer, parts, scaled_logits
+from cosmos_rl_llm.policy.logprobs import Vocabulary, parts, scaled_logits
 
 _BUFFERS = 6
 """Vocabulary-sized tensors that exist at a time: both distributions, and temporaries."""

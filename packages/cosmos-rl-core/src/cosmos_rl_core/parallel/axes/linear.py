@@ -25,7 +25,8 @@ from cosmos_rl_core.kernel_choice import fastest
 MIN_MEASURED = 64 * 64
 """Elements of the smallest weight that is measured, for training and networks that get many rows."""
 MIN_WORK = 2**22
-"""Rows times elements of the weight below which training takes torch's product at once: asking costs too much."""
+"""Rows times elements of the weight of the smallest product in training that may be oneDNN's: for smaller ones, the
+time to decide is more than 2 % of torch's product."""
 MIN_WEIGHTS = 128 * 128
 """Elements of the smallest weight in generation for which the call's fixed cost of some 10 microseconds pays.
 
@@ -52,9 +53,11 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
 
     `many_rows`: without gradients there are as many rows as in training, and the same kernel computes both.
     """
+    trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+    if trained and not many_rows and input.numel() * len(weight) < MIN_WORK:
+        return F.linear(input, weight, bias)
     if not _is_served(input, weight):
         return F.linear(input, weight, bias)
-    trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
     if trained or many_rows:
         # With `many_rows` a layer has one kernel, however many rows there are: its bits do not depend on them.
         rows = _ROWS[-1] if many_rows else _class_of(input.numel() // input.shape[-1])
@@ -65,14 +68,22 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
     return _Product.apply(input, weight, bias) if trained else _onednn(input, weight, bias)
 
 
+def outer(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows [N, out], columns [N, in] -> rows.T @ columns [out, in], a weight's gradient.
+
+    oneDNN copies its first operand. On a CPU that is the narrower of the two, and the result may be a transposed view.
+    """
+    if rows.device.type == "cpu" and rows.shape[1] > columns.shape[1]:
+        return product(columns.t(), rows.t()).t()
+    return product(rows.t(), columns.t())
+
+
 class OneDnnLinear(nn.Linear):
     """nn.Linear through `product`."""
 
     many_rows = False
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and input.numel() * self.out_features < MIN_WORK and not self.many_rows:
-            return F.linear(input, self.weight, self.bias)
         return product(input, self.weight, self.bias, many_rows=self.many_rows)
 
 
@@ -169,12 +180,5 @@ class _Product(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         d_input = _onednn(grad, weight.t(), None) if needs_input else None
-        d_weight = _outer(rows, input.reshape(-1, input.shape[-1])) if needs_weight else None
+        d_weight = outer(rows, input.reshape(-1, input.shape[-1])) if needs_weight else None
         return d_input, d_weight, rows.sum(0) if needs_bias else None
-
-
-def _outer(rows: Tensor, columns: Tensor) -> Tensor:
-    """rows [N, out], columns [N, in] -> rows.T @ columns [out, in]. oneDNN copies its first operand: the narrow one."""
-    if rows.shape[1] <= columns.shape[1]:
-        return _onednn(rows.t(), columns.t(), None)
-    return _onednn(columns.t(), rows.t(), None).t()
