@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cosmos_rl_core.parallel.axes import linear
-from cosmos_rl_core.parallel.axes.linear import OneDnnLinear, product, use_onednn
+from cosmos_rl_core.parallel.axes.linear import OneDnnLinear, SteadyLinear, product, use_onednn
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -66,9 +66,24 @@ def test_a_model_keeps_its_names_and_weights():
     torch.testing.assert_close(model(drawn(4, 160)), wanted, rtol=1e-5, atol=1e-5)
 
 
+@needs_onednn
+@pytest.mark.parametrize("width", [48, 160])
+def test_a_layer_that_generates_gives_a_row_the_same_bits_in_any_batch(width):
+    layer = nn.Linear(width, width)
+    use_onednn(layer, generates=True)
+    assert type(layer) is SteadyLinear
+    input = drawn(40, width)
+    with torch.no_grad():
+        whole = layer(input)
+        torch.testing.assert_close(whole, nn.functional.linear(input, layer.weight, layer.bias))
+        assert torch.equal(whole, product(input, layer.weight, layer.bias))
+        assert all(torch.equal(layer(input[:rows]), whole[:rows]) for rows in (4, 7, 33))
+
+
 def test_other_types_take_the_ordinary_product():
     layer = nn.Linear(160, 192, dtype=torch.bfloat16)
     use_onednn(layer)
+    use_onednn(layer, generates=True)
     assert type(layer) is nn.Linear
     input = drawn(4, 160).bfloat16()
     assert torch.equal(product(input, layer.weight, layer.bias), layer(input))

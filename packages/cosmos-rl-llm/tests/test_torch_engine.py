@@ -134,6 +134,15 @@ def test_logprobs_equal_the_policys_with_more_requests_than_slots(kind):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+def test_a_part_that_replaces_another_later_is_found():
+    model, other = tiny(), torch.nn.Identity()
+    engine_of(model)
+    mlp = model.model.layers[0].mlp
+    assert vars(mlp)["act_fn"] is mlp.act_fn, "found without the module's own tables"
+    mlp.act_fn = other
+    assert mlp.act_fn is other and "act_fn" in dict(mlp.named_children())
+
+
 def test_rollouts_hold_what_the_types_say():
     (prompt,) = prompts_of(4)
     (rollouts,) = generate_all(engine_of(tiny(), version=7), [prompt], num_samples=8)

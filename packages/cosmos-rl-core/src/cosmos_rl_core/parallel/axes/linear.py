@@ -40,6 +40,7 @@ Products of one to three rows go through other CPU kernels that round differentl
 to give a row the same bits whatever its neighbours.
 """
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
+_pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else None
 _MKL_ROWS = 16
 """`MIN_ROWS` of MKL's products on Intel's CPUs, whose kernels for few rows serve more rows the longer a row is."""
 _ROWS = (64, 256, 1024)
@@ -63,9 +64,8 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
         rows = _ROWS[-1] if many_rows else _class_of(input.numel() // input.shape[-1])
         if weight.numel() < MIN_MEASURED or not _wins(rows, weight.shape, torch.get_num_threads()):
             return F.linear(input, weight, bias)
-    elif weight.numel() < MIN_WEIGHTS and len(weight) > 1 and torch.get_num_threads() == 1:
-        return _steady_mkl(input, weight, bias)
-    return _Product.apply(input, weight, bias) if trained else _onednn(input, weight, bias)
+        return _Product.apply(input, weight, bias) if trained else _onednn(input, weight, bias)
+    return _steady(input, weight, bias)
 
 
 def outer(rows: Tensor, columns: Tensor) -> Tensor:
@@ -93,6 +93,13 @@ class ManyRowsLinear(OneDnnLinear):
     many_rows = True
 
 
+class SteadyLinear(nn.Linear):
+    """nn.Linear of a model that generates: `product` without gradients, for weights that it serves."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _steady(input, self.weight, self.bias)
+
+
 def bound_caches(capacity: int = 64) -> None:
     """Let this process keep the compiled products of `capacity` shapes, unless its environment says otherwise.
 
@@ -107,13 +114,14 @@ def use_onednn(model: nn.Module, *, many_rows: bool = False, generates: bool = F
     """Let the plain float32 linear layers of a model on the CPU use oneDNN. Names and weights stay as they are.
 
     `many_rows` as for `product`. Small layers change only in a model that `generates`, where a rollout must not depend
-    on the others in its batch. Layers on meta are changed too: `product` decides again when they run.
+    on the others in its batch. Other models' layers on meta are changed too: `product` decides again when they run.
     """
+    changed = SteadyLinear if generates else ManyRowsLinear if many_rows else OneDnnLinear
     for module in model.modules():
         if type(module) is not nn.Linear or (module.weight.numel() < MIN_MEASURED and not generates):
             continue
-        if module.weight.is_meta or _is_served(module.weight, module.weight):
-            module.__class__ = ManyRowsLinear if many_rows else OneDnnLinear
+        if (module.weight.is_meta and not generates) or _is_served(module.weight, module.weight):
+            module.__class__ = changed
 
 
 def _class_of(rows: int) -> int:
@@ -154,6 +162,13 @@ def _is_served(input: Tensor, weight: Tensor) -> bool:
     )
 
 
+def _steady(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Without gradients: a row has the same bits whatever the other rows."""
+    if weight.numel() < MIN_WEIGHTS and len(weight) > 1 and torch.get_num_threads() == 1:
+        return _steady_mkl(input, weight, bias)
+    return _onednn(input, weight, bias)
+
+
 def _steady_mkl(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if input.numel() >= _MKL_ROWS * input.shape[-1]:
         return F.linear(input, weight, bias)
@@ -163,7 +178,7 @@ def _steady_mkl(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return _pointwise(input, weight, bias, "none", [], "")
 
 
 class _Product(torch.autograd.Function):

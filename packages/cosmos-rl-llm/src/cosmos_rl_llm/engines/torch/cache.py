@@ -130,10 +130,10 @@ class DecodeLayout:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         rows, heads, _, head_dim = query.shape
-        grouped = (query * scoring.scale).reshape(rows, key.shape[1], -1, head_dim)  # no copies of shared heads
-        scores = torch.matmul(grouped, key.transpose(2, 3))
-        weights = scoring.weights(scores, self._mask(scoring.window, query.dtype))
-        return torch.matmul(weights, value).view(rows, 1, heads, -1)
+        groups = rows, key.shape[1], heads // key.shape[1]  # no copies of shared heads
+        scores = torch.bmm((query * scoring.scale).reshape(-1, groups[2], head_dim), key.flatten(0, 1).transpose(1, 2))
+        weights = scoring.weights(scores.view(*groups, self.span), self._mask(scoring.window, query.dtype))
+        return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).view(rows, 1, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[n, 1, 1, span]: 0 where visible, -inf elsewhere; computed once per step."""
