@@ -302,6 +302,24 @@ def test_weights_that_cannot_be_applied_stop_the_engine(llm, runner):
         assert isinstance(outcome.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.parametrize(("call", "what"), [("pause_generation", "not pause"), ("resume_generation", "not go on")])
+def test_a_vllm_that_fails_in_a_switch_stops_the_engine(llm, runner, monkeypatch, call, what):
+    async def fail(**_):
+        raise Exception("Call to the scheduler failed: cancelled")  # vLLM's class for a worker that was killed
+
+    async def work():
+        engine = engine_of(llm)
+        with monkeypatch.context() as patched:
+            patched.setattr(llm, call, fail)
+            with pytest.raises(RuntimeError, match=f"stopped.*{what}"):
+                await engine.switch(1, lambda: None)
+        with pytest.raises(RuntimeError, match="stopped"):
+            await draw(engine)
+        await llm.resume_generation()  # for the tests that follow
+
+    runner.run(work())
+
+
 def test_the_end_of_a_worker_is_an_error_and_no_hang(llm, runner):
     """The last one: it leaves no engine."""
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -227,27 +227,25 @@ class VllmEngine:
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         """Run `apply` in a thread while vLLM is paused between two tokens; running sequences continue afterwards.
 
-        A ConnectionError in `apply` is raised, and vLLM stays paused until the next switch. Any other error leaves the
-        weights in an unknown state and therefore stops the engine.
+        A ConnectionError in `apply` is raised, and vLLM stays paused until the next switch. Any other error, in `apply`
+        or of vLLM, leaves the weights in an unknown state and therefore stops the engine.
         """
         async with self._switching:
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            with self._stops_on_error("vLLM did not pause"):
+                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
             try:
-                await asyncio.to_thread(apply)
-                if self._recompute_kv:
-                    await self._call(self._llm.reset_encoder_cache())
-                    await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
-                await self._call(self._llm.update_weight_version(str(version)))
-            except ConnectionError:  # the publisher is lost
-                raise
+                with self._stops_on_error("new weights could not be applied"):
+                    await asyncio.to_thread(apply)
+                    if self._recompute_kv:
+                        await self._call(self._llm.reset_encoder_cache())
+                        await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+                    await self._call(self._llm.update_weight_version(str(version)))
             except asyncio.CancelledError as error:
                 self._stop(error)
                 raise
-            except Exception as error:
-                self._stop(error)
-                raise RuntimeError("the engine has stopped: new weights could not be applied") from error
             self._version = version
-            await self._call(self._llm.resume_generation())
+            with self._stops_on_error("vLLM did not go on"):
+                await self._call(self._llm.resume_generation())
 
     async def sleep(self) -> None:
         """Drop the keys and values, and move the weights to the host's memory (vLLM's sleep level 1).
@@ -300,6 +298,20 @@ class VllmEngine:
         await asyncio.gather(*self._running, return_exceptions=True)
         if (llm := vars(self).pop("_llm", None)) is not None:  # its __del__ fails if it lives until Python exits
             await asyncio.to_thread(llm.shutdown)
+
+    @contextmanager
+    def _stops_on_error(self, what: str) -> Iterator[None]:
+        """Stop the engine and raise RuntimeError with `what` for an error of any class, as vLLM's bare Exception.
+
+        A ConnectionError passes: the publisher of weights is lost.
+        """
+        try:
+            yield
+        except ConnectionError:
+            raise
+        except Exception as error:
+            self._stop(error)
+            raise RuntimeError(f"the engine has stopped: {what}") from error
 
     def _stop(self, error: BaseException) -> None:
         self._stopped = self._stopped or error
