@@ -87,12 +87,13 @@ def test_a_model_keeps_its_names_and_values_and_its_copies_are_its_own():
 
 @pytest.mark.parametrize("rows", [1, 7, ROWS])
 @pytest.mark.parametrize("width", [24, 128, 577])
-def test_without_gradients_the_bits_are_those_of_the_module(rows, width):
+def test_without_gradients_the_bits_are_those_of_the_module(rows, width, monkeypatch):
     norm = RMSNorm(width)
     norm.weight.data.copy_(drawn(width, seed=1))
     input = 3 * drawn(rows, 2, width)
     wanted = norm(input)
     use_rms_norms(norm)
+    monkeypatch.setattr(RMSNorm, "forward", None)  # it is not the module that computes them
     with torch.no_grad():
         assert torch.equal(norm(input), wanted)
         assert torch.equal(norm(input.transpose(0, 1)), wanted.transpose(0, 1))

@@ -94,7 +94,7 @@ class ManyRowsLinear(OneDnnLinear):
 
 
 class SteadyLinear(nn.Linear):
-    """nn.Linear of a model that generates: `product` without gradients, for weights that it serves."""
+    """A layer of a model that generates: a row's output has the same bits in any batch. It has no gradients."""
 
     def forward(self, input: Tensor) -> Tensor:
         return _steady(input, self.weight, self.bias)
@@ -163,7 +163,7 @@ def _is_served(input: Tensor, weight: Tensor) -> bool:
 
 
 def _steady(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Without gradients: a row has the same bits whatever the other rows."""
+    """The product without gradients, of which a row has the same bits in any batch."""
     if weight.numel() < MIN_WEIGHTS and len(weight) > 1 and torch.get_num_threads() == 1:
         return _steady_mkl(input, weight, bias)
     return _onednn(input, weight, bias)

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 MIN_VALUES = 2**13
-"""Elements of the smallest input that is served in training; twice as many for `nn.RMSNorm`. The calls cost more than
-is saved on smaller ones, as measured on AMD's Zen 4."""
+"""In training, an input with fewer elements than this is left to the module; for `nn.RMSNorm` twice as many. The calls
+would cost more than they save, as measured on AMD's Zen 4."""
 _WIDTH, _EPS = 16, 1e-6
 """Of the module by which a class is tried."""
 

@@ -359,9 +359,10 @@ class RunningBatch:
 
 
 def _shorten_lookups(model: nn.Module) -> None:
-    """Let `module.child` be found at once, 2 to 3 % of a small model's decode step.
+    """Put the children of every module into its `__dict__`, where Python finds them first.
 
-    nn.Module looks into its own tables only after Python's lookup has failed, with the text of an error.
+    Otherwise `module.child` is an AttributeError with its text before nn.Module looks into its own table: 2 to 3 % of
+    a small model's decode step.
     """
     for module in model.modules():
         vars(module).update(module._modules)

@@ -301,9 +301,10 @@ class VllmEngine:
 
     @contextmanager
     def _stops_on_error(self, what: str) -> Iterator[None]:
-        """Stop the engine and raise RuntimeError with `what` for an error of any class, as vLLM's bare Exception.
+        """After any error in the block stop the engine, and raise a RuntimeError that says `what` has failed.
 
-        A ConnectionError passes: the publisher of weights is lost.
+        vLLM reports its workers' errors as plain Exceptions. A ConnectionError is raised unchanged, without a stop: the
+        publisher is lost, and the next switch brings new weights.
         """
         try:
             yield
