@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.processes import ChildProcess, all_ended, environment
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -107,3 +107,12 @@ def test_the_environment_names_threads_and_gpus_where_they_are_given(monkeypatch
     assert (given["OMP_NUM_THREADS"], given["CUDA_VISIBLE_DEVICES"]) == ("2", "1,3")
     assert given["COSMOS_RL_PYTHON_PATH"].split(os.pathsep)[0] == "/a"
     assert given["COSMOS_RL_PYTHON_PATH"].endswith(str(Path.cwd()))
+
+
+def test_the_end_of_a_log_says_when_there_is_none(tmp_path):
+    log = tmp_path / "policy-0.log"
+    assert str(log) in last_lines(log)
+    log.touch()
+    assert last_lines(log) == "(its log is empty)"
+    log.write_text("one\ntwo\nthree\n")
+    assert last_lines(log, count=2) == "two\nthree"

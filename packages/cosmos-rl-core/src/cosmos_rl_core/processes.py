@@ -159,10 +159,13 @@ def environment(folders: Sequence[str] = (), *, threads: int | None = None, gpus
 
 
 def last_lines(log: Path | IO[bytes], *, count: int = LAST_LINES) -> str:
-    """Return the end of a log, which its process may still have open, or a note that it is empty."""
+    """Return the end of a log, which its process may still have open, or a note that there is nothing to read."""
     if isinstance(log, Path):
-        with log.open("rb") as file:
-            return last_lines(file, count=count)
+        try:
+            with log.open("rb") as file:
+                return last_lines(file, count=count)
+        except OSError as error:  # such as a run whose folder was deleted
+            return f"(its log cannot be read: {error})"
     size = os.fstat(log.fileno()).st_size
     text = os.pread(log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
     return "\n".join(text.splitlines()[-count:]) or "(its log is empty)"
