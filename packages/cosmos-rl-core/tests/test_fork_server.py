@@ -119,14 +119,14 @@ def test_a_worker_killed_before_the_fork_is_not_forked(serving, started, tmp_pat
     other.kill()
 
 
-async def attached(controller, server, tmp_path, deaths):
-    """Return workers that this fork server starts, and starts again once."""
+async def attached(controller, server, tmp_path, deaths, *, restart_workers=1):
+    """Return workers that this fork server starts."""
     keeper = ProcessKeeper(log_dir=tmp_path, fork_server=server)
     workers = LocalWorkers(
         keeper=keeper,
         token_file=tmp_path / "token",
         log_dir=tmp_path,
-        restart_workers=1,
+        restart_workers=restart_workers,
         on_death=deaths.put_nowait,
     )
     await keeper.attach(controller, secrets={}, on_end=workers.ended)
@@ -152,6 +152,26 @@ def test_without_a_server_workers_are_started_as_commands(module, told, serving,
     assert (first.status, first.restarting, second.restarting) == ("exit code 1", True, False)
     assert first.last_lines.startswith("rollout-0: cannot connect to")
     assert told in (tmp_path / "imports.log").read_text()
+
+
+def test_a_worker_that_cannot_be_started_as_a_command_either_has_ended(serving, tmp_path):
+    (tmp_path / "unsuitable.py").write_text("import os, time; time.sleep(1.0); os._exit(3)")
+    make_token(tmp_path / "token")
+    deaths: asyncio.Queue = asyncio.Queue()
+
+    async def go():
+        server = serving("unsuitable")
+        workers = await attached("tcp://127.0.0.1:9", server, tmp_path, deaths, restart_workers=0)
+        workers.start(workers.replicas("rollout", threads=1, gpus=[[]]))
+        (log := tmp_path / "rollout-0.log").unlink()
+        log.mkdir()
+        death = await asyncio.wait_for(deaths.get(), 60.0)
+        await workers.leave(grace_s=10.0)
+        return death
+
+    death = asyncio.run(go())
+    assert death.status.startswith("cannot be started: [Errno 21]")
+    assert death.last_lines.startswith("(its log cannot be read")
 
 
 def test_a_restarted_worker_is_forked_again(serving, tmp_path, quiet):

@@ -185,8 +185,11 @@ class ProcessKeeper:
         status = await process.ended()
         if isinstance(process, ForkedProcess) and not process.started and spec.name not in self._killed:
             self._fork_server = None  # it has ended
-            self._spawn(spec)
-            return
+            try:
+                self._spawn(spec)
+                return
+            except OSError as error:  # it would be lost with this task
+                status = f"cannot be started: {error}"
         code = process.exit_code
         assert code is not None
         end = Ended(name=spec.name, exit_code=code, status=status, last_lines=last_lines(log))
