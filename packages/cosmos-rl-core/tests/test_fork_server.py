@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.launch.local import LocalWorkers, fork_server
 from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
 from cosmos_rl_core.processes import environment
@@ -228,14 +230,28 @@ def test_the_server_imports_from_the_folders_of_the_recipe(tmp_path):
     assert log.read_text().strip() == str(folder / "beside_the_recipe.py")
 
 
-@pytest.mark.parametrize(("placement", "is_used"), [("inline", False), ("local", True)])
-def test_a_server_that_has_begun_is_used_or_closed(placement, is_used, tmp_path):
-    config = load_config(
+def tiny(*, placement="local", ranks=1):
+    return load_config(
         {
             "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1, "placement": placement},
+            "policy": {"parallel": {"dp_replicate": ranks}},
             "reward": {"functions": [{"name": "hits"}]},
         }
     )
+
+
+def test_imports_begin_for_two_workers_and_not_for_one(tmp_path):
+    with fork_server(tiny(), tmp_path, python_path=(), begun=None) as server:
+        assert server is not None
+    with fork_server(tiny(ranks=2), tmp_path, python_path=(), begun=None) as server:
+        assert server is None  # ranks of a policy are started as commands
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks", "is_used"), [("inline", 1, False), ("local", 1, True), ("local", 2, True)]
+)
+def test_a_server_that_has_begun_is_used_or_closed(placement, ranks, is_used, tmp_path):
+    config = tiny(placement=placement, ranks=ranks)
     with opened() as begun, fork_server(config, tmp_path, python_path=(), begun=begun) as server:
         assert begun is not None
         if is_used:
@@ -244,6 +260,40 @@ def test_a_server_that_has_begun_is_used_or_closed(placement, is_used, tmp_path)
             assert server is None
             with pytest.raises(ProcessLookupError):
                 os.kill(begun.pid, 0)
+
+
+def test_the_server_ends_in_silence_after_a_run_that_was_killed(tmp_path):
+    log = tmp_path / "imports.log"
+    with ForkServer(environment=environment()) as server:
+        server.load((), log=log)
+        server._socket.close()  # with the server's byte unread
+        assert server._process.wait(60) == "exit code 0"
+    assert log.read_text() == ""
+
+
+PRELOADED = """
+import sys
+from pathlib import Path
+import cosmos_rl_core.workers.fork_server
+from cosmos_rl_core import imports
+def import_module(name, before=set(sys.modules)):
+    __import__(name)
+    if name == "sympy":
+        files = [str(getattr(sys.modules[each], "__file__", "")) for each in set(sys.modules) - before]
+        print([file for file in files if file.endswith(".so")])
+    before |= set(sys.modules)
+imports.import_module = import_module
+imports.preload_torch()
+print("libtorch_cpu" in Path("/proc/self/maps").read_text(), "torch" in sys.modules)
+print(len(list(Path("/proc/self/task").iterdir())), "thread")
+import torch
+print(torch.ones(2).sum().item())
+"""
+
+
+def test_torch_is_opened_while_sympy_imports_nothing_compiled():
+    done = subprocess.run([*PYTHON, "-c", PRELOADED], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["[]", "True False", "1 thread", "2.0"]
 
 
 def test_the_server_ends_with_the_run(serving, tmp_path):

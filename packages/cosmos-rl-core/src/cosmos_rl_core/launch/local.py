@@ -222,12 +222,12 @@ def fork_server(
 ) -> Iterator[ForkServer | None]:
     """Import for the run's workers, in the server that has begun to if there is one.
 
-    None for workers that must not be forked, and where there are not two to share the imports.
+    None for workers that must not be forked, and for a single one unless its imports have begun.
     """
     node = policy_node(config.policy, bind=config.run.bind)
-    workers = 0 if config.is_sft else config.rollout.replicas + (node.num_ranks == 1)
+    workers = (node.num_ranks == 1) + (0 if config.is_sft else config.rollout.replicas)
     modules: Sequence[str] = ()
-    if config.run.placement == "local" and workers > 1:
+    if config.run.placement == "local" and workers >= (2 if begun is None else 1):
         modules = _modules(load_domain(config.run.domain), config)
     if not modules:
         if begun is not None:

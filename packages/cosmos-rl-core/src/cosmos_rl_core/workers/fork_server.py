@@ -4,12 +4,13 @@
         server.load(modules, folders=folders, log=path)
         child = server.start(arguments, environment=..., output=log)     # at once; the fork follows the imports
 
-    run   --one byte; descriptors of the modules' names and of a log-->            server
+    run   <--one byte: torch's libraries are open--                                server
+          --one byte; descriptors of the modules' names and of a log-->
           --one byte; descriptors of a status socket, the request and the log-->
           <--process id, exit status: on the worker's status socket--
 
-The server has one thread, no event loop and no GPU: otherwise it ends without a fork, and workers are started as
-commands. It is the parent of the workers and reports how they end. They do not end with it.
+At a fork the server has one thread, no event loop and no GPU: otherwise it ends, and workers are started as commands.
+It is the parent of the workers and reports how they end. They do not end with it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from cosmos_rl_core.imports import PYTHON, WORKER, WORKER_MODULE, add_folders
+from cosmos_rl_core.imports import PYTHON, WORKER, WORKER_MODULE, add_folders, preload_torch
 from cosmos_rl_core.processes import ChildProcess, environment, inherited_socket, machine_gpus, unnamed_memory
 
 EVERY_RUN = (WORKER_MODULE, *(f"cosmos_rl_core.workers.{name}" for name in ("policy", "rollout", "steps")))
@@ -72,6 +73,10 @@ class ForkServer:
     def pid(self) -> int:
         return self._process.pid
 
+    def wait_for_libraries(self) -> None:
+        """Wait until it has opened torch's libraries, which takes two threads, or has ended."""
+        self._socket.recv(1)
+
     def load(self, modules: Sequence[str], *, folders: Sequence[str] = (), log: Path) -> None:
         """Import the other modules of the run, once; those that cannot be imported are left to the workers.
 
@@ -110,8 +115,11 @@ def opened() -> Iterator[ForkServer | None]:
     if sys.platform != "linux" or machine_gpus(os.environ):
         yield None
         return
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)  # of libraries that do not take torch's number
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // 2)  # of libraries that do not take torch's number
     with ForkServer(environment=environment(threads=threads)) as server:
+        if cores == 2:  # both are the server's: this process has time left until the server needs its modules
+            server.wait_for_libraries()
         yield server
 
 
@@ -223,6 +231,9 @@ def _await_end(pid: int) -> None:
 def main() -> None:
     server = inherited_socket()
     gc.disable()
+    preload_torch()
+    with contextlib.suppress(BrokenPipeError):  # the run has ended
+        server.send(b"\0")
     _import(EVERY_RUN)
     if (modules := _other_modules(server)) is None:
         return
@@ -251,8 +262,7 @@ def _import(modules: Sequence[str]) -> None:
 
 def _other_modules(server: socket.socket) -> list[str] | None:
     """Receive the modules and folders of `ForkServer.load`, and continue in its log; None if the run has ended."""
-    data, received, *_ = socket.recv_fds(server, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-    if not data:
+    if not (received := _descriptors(server)):
         return None
     names, log = received
     os.write(log, os.pread(1, os.fstat(1).st_size, 0))
@@ -263,6 +273,14 @@ def _other_modules(server: socket.socket) -> list[str] | None:
     os.close(log)
     add_folders(asked["folders"])
     return asked["modules"]
+
+
+def _descriptors(server: socket.socket) -> list[int]:
+    """Receive the descriptors of a request; none if the run has ended."""
+    try:
+        return socket.recv_fds(server, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)[1]
+    except ConnectionResetError:  # it has left the first byte unread
+        return []
 
 
 def _serve(server: socket.socket) -> None:
@@ -276,8 +294,7 @@ def _serve(server: socket.socket) -> None:
                 poll.unregister(descriptor)
                 _report_end(descriptor, *running.pop(descriptor))
                 continue
-            data, received, *_ = socket.recv_fds(server, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-            if not data:
+            if not (received := _descriptors(server)):
                 return
             status, pid = socket.socket(fileno=received[0]), os.fork()
             if pid == 0:
