@@ -81,7 +81,7 @@ def test_without_a_writable_folder_each_process_measures(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-@pytest.mark.parametrize("rows", [64, 256, 1024])
+@pytest.mark.parametrize("rows", [64, 256, 1024, 2048])
 @pytest.mark.parametrize(("width", "out"), [(64, 64), (128, 64), (128, 512), (576, 576)])
 def test_a_chosen_product_is_never_slower_than_torchs(one_thread, rows, width, out):
     plain = nn.Linear(width, out)

@@ -23,9 +23,10 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("rows", [(1,), (5,), (3, 70)])
 @pytest.mark.parametrize("out", [130, 192])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("is_faster", [False, True])
-def test_values_and_gradients_are_those_of_float64(rows, out, bias, is_faster, monkeypatch):
-    monkeypatch.setattr(linear, "_wins", lambda *_: is_faster)
+@pytest.mark.parametrize(("is_faster", "with_gradients"), [(False, False), (True, False), (True, True)])
+def test_values_and_gradients_are_those_of_float64(rows, out, bias, is_faster, with_gradients, monkeypatch):
+    wins = {linear._outputs: is_faster, linear._gradients: with_gradients}
+    monkeypatch.setattr(linear, "_wins", lambda kind, *_: wins[kind])
     monkeypatch.setattr(linear, "MIN_WORK", 0)
     input, weight = drawn(*rows, 160).requires_grad_(), drawn(out, 160, seed=1).requires_grad_()
     offset = drawn(out, seed=2).requires_grad_() if bias else None

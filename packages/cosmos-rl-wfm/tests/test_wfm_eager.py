@@ -6,6 +6,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 from wfm_fixtures import NETWORK, mock_data, pixel_model, prompt
 
 from cosmos_rl_core.parallel.axes.linear import MIN_MEASURED, ManyRowsLinear
@@ -16,7 +17,15 @@ from cosmos_rl_wfm.build import build_engine, build_policy
 from cosmos_rl_wfm.collate import collate
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.models import eager
-from cosmos_rl_wfm.models.eager import ComplexRotary, complex_wins, speed_up, speed_up_autoencoder, turned
+from cosmos_rl_wfm.models.eager import (
+    ComplexRotary,
+    complex_wins,
+    sigmoid_wins,
+    speed_up,
+    speed_up_autoencoder,
+    tanh_gelu,
+    turned,
+)
 from cosmos_rl_wfm.models.networks.tiny import tiny_vae
 from cosmos_rl_wfm.models.weights import random_network
 from cosmos_rl_wfm.sampling import FlowSampling
@@ -43,7 +52,9 @@ def test_velocity_and_gradient_stay(monkeypatch):
     plain = network()
     faster = copy.deepcopy(plain)
     monkeypatch.setattr(eager, "complex_wins", lambda head_dim, threads: True)
+    monkeypatch.setattr(eager, "sigmoid_wins", lambda threads: True)
     speed_up(faster)
+    assert faster.blocks[0].ffn.net[0].gelu is tanh_gelu
     assert type(faster.blocks[0].attn1.processor) is ComplexRotary
     (velocity, gradient), (same, other) = velocity_and_gradient(plain), velocity_and_gradient(faster)
     torch.testing.assert_close(velocity, same, rtol=1e-5, atol=1e-5)
@@ -72,6 +83,42 @@ def test_pairs_are_turned_as_diffusers_turns_them(dtype):
     found = turned(states, torch.complex(angle.cos(), angle.sin()))
     assert found.dtype == dtype
     torch.testing.assert_close(found, wanted.flatten(-2).to(dtype))
+
+
+def test_gelu_and_its_gradient_are_as_exact_as_torchs():
+    x = torch.cat([torch.linspace(-9.0, 9.0, 20_001), torch.tensor([-1e6, -0.0, 0.0, 1e6])])[None].requires_grad_()
+    slope = torch.linspace(-1.0, 1.0, x.numel())[None]
+    exact = F.gelu(wide := x.detach().double().requires_grad_(), approximate="tanh")
+    exact.backward(slope.double())
+    found = tanh_gelu(x)
+    assert found.dtype == torch.float32 and "TanhGelu" in type(found.grad_fn).__name__
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+    (gradient,) = torch.autograd.grad(found, x, slope)
+    torch.testing.assert_close(gradient.double(), wide.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "kind"),
+    [(2**14, {"dtype": torch.bfloat16}), (2**14, {"dtype": torch.float64}), (2**14, {"device": "meta"}), (99, {})],
+)
+def test_gelu_of_other_types_and_devices_and_of_small_samples_is_torchs(length, kind):
+    found = tanh_gelu(torch.ones(3, length, **kind, requires_grad=True))
+    assert type(found.grad_fn).__name__ == "GeluBackward0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [1, 4, 32])
+def test_a_chosen_gelu_is_never_slower_than_torchs(one_thread, samples):
+    x, slope = torch.randn(samples, 64, 256, requires_grad=True), torch.randn(samples, 64, 256)
+
+    def run(gelu):
+        torch.autograd.grad(gelu(x), x, slope)
+
+    def torchs(x):
+        return F.gelu(x, approximate="tanh")
+
+    chosen = tanh_gelu if sigmoid_wins(1) else torchs
+    assert slowdown(plain=lambda: run(torchs), chosen=lambda: run(chosen)) <= NO_SLOWER
 
 
 def test_ratios_are_exactly_one_where_products_go_through_onednn():

@@ -28,7 +28,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MIN_GAIN = 0.1
+MIN_GAIN = 0.05
 """Least share of the plain implementation's time that another one must save."""
 _ROUNDS = 7
 _ROUND_S = 0.5e-3

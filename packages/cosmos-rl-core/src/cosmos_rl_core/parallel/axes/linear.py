@@ -2,15 +2,16 @@
 
 torch sends them to MKL, which leaves AVX-512 unused on CPUs that are not Intel's: on AMD's Zen 5 oneDNN, which torch
 carries for other dtypes anyway, is about twice as fast for the same float32 arithmetic. On Zen 4, which computes
-AVX-512 in two halves, and with AVX2 alone the two are close, and for narrow layers or few rows MKL wins; in training a
-measurement decides for each shape class (`kernel_choice`). The operator is the one that torch's own compiler emits for
-linear layers (`mkldnn::_linear_pointwise`); where this build of torch lacks oneDNN, or the tensors are of another kind,
-the ordinary product is taken.
+AVX-512 in two halves, and with AVX2 alone the two are close: oneDNN wins most layers' outputs, MKL the gradients of
+narrow weights. In training a measurement decides for each of the two and each shape class (`kernel_choice`). The
+operator is the one that torch's own compiler emits for linear layers (`mkldnn::_linear_pointwise`); where this build of
+torch lacks oneDNN, or the tensors are of another kind, the ordinary product is taken.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
@@ -39,12 +40,15 @@ MIN_ROWS = 4
 Products of one to three rows go through other CPU kernels that round differently. From four rows on, oneDNN was seen
 to give a row the same bits whatever its neighbours.
 """
+Candidates = Mapping[str, Callable[[], object]]
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else None
 _MKL_ROWS = 16
 """`MIN_ROWS` of MKL's products on Intel's CPUs, whose kernels for few rows serve more rows the longer a row is."""
 _ROWS = (64, 256, 1024)
 """Row classes in training, by the number that is measured: each has up to twice as many rows, the last one all more."""
+_MANY_ROWS = 2048
+"""Rows that are measured for a network with `many_rows`."""
 _MAX_SIDE = 512
 """Longest side of a weight that is measured; for longer ones the ratio of the two libraries is the same."""
 
@@ -61,21 +65,19 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
         return F.linear(input, weight, bias)
     if trained or many_rows:
         # With `many_rows` a layer has one kernel, however many rows there are: its bits do not depend on them.
-        rows = _ROWS[-1] if many_rows else _class_of(input.numel() // input.shape[-1])
-        if weight.numel() < MIN_MEASURED or not _wins(rows, weight.shape, torch.get_num_threads()):
+        rows = _MANY_ROWS if many_rows else _class_of(input.numel() // input.shape[-1])
+        if weight.numel() < MIN_MEASURED or not _wins(_outputs, rows, weight.shape, torch.get_num_threads()):
             return F.linear(input, weight, bias)
         return _Product.apply(input, weight, bias) if trained else _onednn(input, weight, bias)
     return _steady(input, weight, bias)
 
 
 def outer(rows: Tensor, columns: Tensor) -> Tensor:
-    """rows [N, out], columns [N, in] -> rows.T @ columns [out, in], a weight's gradient.
-
-    oneDNN copies its first operand. On a CPU that is the narrower of the two, and the result may be a transposed view.
-    """
-    if rows.device.type == "cpu" and rows.shape[1] > columns.shape[1]:
-        return product(columns.t(), rows.t()).t()
-    return product(rows.t(), columns.t())
+    """rows [N, out], columns [N, in] -> rows.T @ columns [out, in]: a weight's gradient, maybe a transposed view."""
+    shape = torch.Size((rows.shape[1], columns.shape[1]))
+    if _is_served(rows, columns) and _wins(_gradients, _class_of(len(rows)), shape, torch.get_num_threads()):
+        return _outer(rows, columns)
+    return rows.t() @ columns
 
 
 class OneDnnLinear(nn.Linear):
@@ -129,27 +131,33 @@ def _class_of(rows: int) -> int:
 
 
 @cache
-def _wins(rows: int, shape: torch.Size, threads: int) -> bool:
-    """Return whether oneDNN is faster than MKL for products with a weight of this shape, and their gradients."""
+def _wins(kind: Callable[[Tensor, Tensor, Tensor], Candidates], rows: int, shape: torch.Size, threads: int) -> bool:
+    """Return whether oneDNN is faster than MKL with a weight of this shape. kind: `_outputs` or `_gradients`."""
     out, width = (min(1 << side.bit_length() - 1, _MAX_SIDE) for side in shape)  # rounded down to powers of two
 
     def choose() -> str:
         # In a thread of its own, which has none of the caller's modes of torch.
         torch.set_num_threads(threads)
-        input, weight = (torch.full((n, width), 0.01, requires_grad=True) for n in (rows, out))
-        slope = torch.full((rows, out), 0.01)
-        candidates = {"mkl": F.linear, "onednn": _Product.apply}
-        return fastest(
-            f"float32 products, {rows} rows, {width} to {out}, {threads} threads",
-            {
-                name: partial(lambda run: torch.autograd.grad(run(input, weight, None), (input, weight), slope), run)
-                for name, run in candidates.items()
-            },
-            code=[__file__],
-        )
+        input, weight, slope = (torch.full(size, 0.01) for size in ((rows, width), (out, width), (rows, out)))
+        name = f"float32 {kind.__name__.strip('_')}, {rows} rows, {width} to {out}, {threads} threads"
+        return fastest(name, kind(input, weight, slope), code=[__file__])
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(choose).result() == "onednn"
+
+
+def _outputs(input: Tensor, weight: Tensor, slope: Tensor) -> Candidates:
+    """A layer's output, and its input's gradient."""
+    input.requires_grad_()
+    return {
+        name: partial(lambda run: torch.autograd.grad(run(input, weight, None), input, slope), run)
+        for name, run in {"mkl": F.linear, "onednn": _Product.apply}.items()
+    }
+
+
+def _gradients(input: Tensor, weight: Tensor, slope: Tensor) -> Candidates:
+    """A weight's gradient."""
+    return {"mkl": lambda: slope.t() @ input, "onednn": partial(_outer, slope, input)}
 
 
 def _is_served(input: Tensor, weight: Tensor) -> bool:
@@ -179,6 +187,12 @@ def _steady_mkl(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _pointwise(input, weight, bias, "none", [], "")
+
+
+def _outer(rows: Tensor, columns: Tensor) -> Tensor:
+    if rows.shape[1] > columns.shape[1]:  # oneDNN copies its first operand: the narrower one
+        return _onednn(columns.t(), rows.t(), None).t()
+    return _onednn(rows.t(), columns.t(), None)
 
 
 class _Product(torch.autograd.Function):
