@@ -274,16 +274,15 @@ def test_the_server_ends_in_silence_after_a_run_that_was_killed(tmp_path):
 PRELOADED = """
 import sys
 from pathlib import Path
-import cosmos_rl_core.workers.fork_server
-from cosmos_rl_core import imports
+from cosmos_rl_core.workers import fork_server
 def import_module(name, before=set(sys.modules)):
     __import__(name)
     if name == "sympy":
         files = [str(getattr(sys.modules[each], "__file__", "")) for each in set(sys.modules) - before]
         print([file for file in files if file.endswith(".so")])
     before |= set(sys.modules)
-imports.import_module = import_module
-imports.preload_torch()
+fork_server.importlib.import_module = import_module
+fork_server.preload_torch()
 print("libtorch_cpu" in Path("/proc/self/maps").read_text(), "torch" in sys.modules)
 print(len(list(Path("/proc/self/task").iterdir())), "thread")
 import torch

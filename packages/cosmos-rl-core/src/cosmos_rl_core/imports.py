@@ -1,4 +1,4 @@
-"""Imports of modules: the path of a recipe's "module:attribute" names, lazy exports of a package, torch's libraries.
+"""Imports of modules: the path of a recipe's "module:attribute" names, lazy exports of a package, silent libraries.
 
 A recipe's folder comes last: token.py or types.py beside a recipe must not hide Python's own modules. PYTHONPATH would
 put it first, so child processes get it in a variable of ours, which `plugins.load` reads.
@@ -6,15 +6,12 @@ put it first, so child processes get it in a variable of ours, which `plugins.lo
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 VARIABLE = "COSMOS_RL_PYTHON_PATH"
@@ -63,31 +60,6 @@ def lazy_exports(
         return [*vars(sys.modules[package]), *home_of]
 
     return get, names
-
-
-def preload_torch() -> None:
-    """Shorten the import of torch that follows, by 0.15 s: a thread opens its libraries, which takes no lock of Python.
-
-    Meanwhile sympy is imported, which torch needs, and which takes as long. It is Python alone: a compiled module would
-    wait for the dynamic loader, so that those of Python's that sympy needs come first.
-    """
-    torch = find_spec("torch")
-    if sys.platform != "linux" or torch is None or torch.origin is None or find_spec("sympy") is None:
-        return
-    for compiled in ("cmath", "decimal", "inspect", "random", "shutil", "unicodedata"):
-        import_module(compiled)
-    opening = Thread(target=_open_libraries, args=(Path(torch.origin).parent / "lib",))
-    opening.start()
-    import_module("sympy")
-    opening.join()
-
-
-def _open_libraries(folder: Path) -> None:
-    """Open torch's libraries as its import does, which reports what fails."""
-    dlopen = ctypes.CDLL(None).dlopen  # a foreign call, unlike ctypes.CDLL(path), releases Python's lock
-    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    if dlopen(os.fsencode(folder / "libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL):
-        dlopen(os.fsencode(folder / "libtorch_python.so"), os.RTLD_NOW)
 
 
 def quiet_torchao() -> None:
