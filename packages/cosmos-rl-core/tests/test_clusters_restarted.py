@@ -84,7 +84,7 @@ def test_a_process_ends_with_the_one_that_has_started_it(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", text])
     wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().endswith("\n"))
     pid = int((tmp_path / "log").read_text())
-    assert b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    wait_until(lambda: Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"))
     parent.kill()
     parent.wait()
     wait_until(lambda: not is_running(pid))

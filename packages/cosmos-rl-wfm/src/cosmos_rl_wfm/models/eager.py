@@ -41,7 +41,8 @@ def speed_up(network: nn.Module) -> None:
     from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 
     for module in network.modules():
-        if type(module) is GELU and module.approximate == "tanh" and sigmoid_wins(torch.get_num_threads()):
+        is_tanh = type(module) is GELU and module.approximate == "tanh" and module.proj.weight.device.type != "cuda"
+        if is_tanh and sigmoid_wins(torch.get_num_threads()):
             cast(Any, module).gelu = tanh_gelu
         to_itself = isinstance(module, WanAttention) and not module.is_cross_attention
         if not to_itself or type(module.processor) is not WanAttnProcessor:
