@@ -272,7 +272,7 @@ def test_the_server_ends_in_silence_after_a_run_that_was_killed(tmp_path):
 
 
 PRELOADED = """
-import sys
+import sys, time
 from pathlib import Path
 from cosmos_rl_core.workers import fork_server
 def import_module(name, before=set(sys.modules)):
@@ -284,7 +284,9 @@ def import_module(name, before=set(sys.modules)):
 fork_server.importlib.import_module = import_module
 fork_server.preload_torch()
 print("libtorch_cpu" in Path("/proc/self/maps").read_text(), "torch" in sys.modules)
-print(len(list(Path("/proc/self/task").iterdir())), "thread")
+deadline = time.monotonic() + 10.0
+while len(list(Path("/proc/self/task").iterdir())) > 1:  # the kernel ends a thread a moment after its join
+    assert time.monotonic() < deadline
 import torch
 print(torch.ones(2).sum().item())
 """
@@ -292,7 +294,7 @@ print(torch.ones(2).sum().item())
 
 def test_torch_is_opened_while_sympy_imports_nothing_compiled():
     done = subprocess.run([*PYTHON, "-c", PRELOADED], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines() == ["[]", "True False", "1 thread", "2.0"]
+    assert done.stdout.splitlines() == ["[]", "True False", "2.0"]
 
 
 def test_the_server_ends_with_the_run(serving, tmp_path):
