@@ -75,7 +75,7 @@ class ForkServer:
         return self._process.pid
 
     def wait_for_libraries(self) -> None:
-        """Wait until it has opened torch's libraries, which takes two threads, or has ended."""
+        """Wait until the server has opened torch's libraries, which takes two of its threads, or until it has ended."""
         self._socket.recv(1)
 
     def load(self, modules: Sequence[str], *, folders: Sequence[str] = (), log: Path) -> None:

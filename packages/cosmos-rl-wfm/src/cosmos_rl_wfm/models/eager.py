@@ -25,9 +25,9 @@ from cosmos_rl_core.parallel.axes.linear import use_onednn
 from cosmos_rl_core.parallel.axes.norm import use_rms_norms
 
 MIN_SAMPLE = 2**14
-"""Elements of the smallest sample for which the four operations of `tanh_gelu` take no longer than torch's kernel."""
+"""`tanh_gelu` leaves samples with fewer elements to torch's kernel, which is as fast for them."""
 _SCALE, _CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
-"""GELU's approximation with tanh is x sigmoid(_SCALE (x + _CUBE x^3))."""
+"""0.5 x (1 + tanh(_SCALE / 2 (x + _CUBE x^3))), GELU's approximation, equals x sigmoid(_SCALE (x + _CUBE x^3))."""
 
 
 def speed_up(network: nn.Module) -> None:
@@ -71,7 +71,7 @@ def channel_norm(norm: Any, x: Tensor) -> Tensor:
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """`F.gelu(x, approximate="tanh")`, x [B, ...]. A sample's size decides: its bits do not depend on the batch."""
+    """Return `F.gelu(x, approximate="tanh")`, x [B, ...]. The bits of a sample do not depend on B."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() < MIN_SAMPLE * len(x):
         return F.gelu(x, approximate="tanh")
     return _TanhGelu.apply(x)
@@ -85,7 +85,7 @@ class _TanhGelu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """With z = x _steepness(x, 1) and s = sigmoid(z), the derivative of x s is s (1 + x z' (1 - s))."""
+        """The output is x s with s = sigmoid(z) and z = x _steepness(x, 1); its derivative is s (1 + x z' (1 - s))."""
         (x,) = ctx.saved_tensors
         s = _steepness(x, 1).mul_(x).sigmoid_()
         slope = _steepness(x, 3).mul_(x)  # x z'

@@ -11,10 +11,10 @@ torch lacks oneDNN, or the tensors are of another kind, the ordinary product is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from cosmos_rl_core.kernel_choice import fastest
 
 MIN_MEASURED = 64 * 64
-"""Elements of the smallest weight that is measured, for training and networks that get many rows."""
+"""Elements of the smallest layer that is measured, for training and networks that get many rows."""
 MIN_WORK = 2**22
 """Rows times elements of the weight of the smallest product in training that may be oneDNN's: for smaller ones, the
 time to decide is more than 2 % of torch's product."""
@@ -40,7 +40,6 @@ MIN_ROWS = 4
 Products of one to three rows go through other CPU kernels that round differently. From four rows on, oneDNN was seen
 to give a row the same bits whatever its neighbours.
 """
-Candidates = Mapping[str, Callable[[], object]]
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _pointwise: Any = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else None
 _MKL_ROWS = 16
@@ -66,7 +65,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
     if trained or many_rows:
         # With `many_rows` a layer has one kernel, however many rows there are: its bits do not depend on them.
         rows = _MANY_ROWS if many_rows else _class_of(input.numel() // input.shape[-1])
-        if weight.numel() < MIN_MEASURED or not _wins(_outputs, rows, weight.shape, torch.get_num_threads()):
+        if weight.numel() < MIN_MEASURED or not _wins("outputs", rows, weight.shape, torch.get_num_threads()):
             return F.linear(input, weight, bias)
         return _Product.apply(input, weight, bias) if trained else _onednn(input, weight, bias)
     return _steady(input, weight, bias)
@@ -75,7 +74,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
 def outer(rows: Tensor, columns: Tensor) -> Tensor:
     """rows [N, out], columns [N, in] -> rows.T @ columns [out, in]: a weight's gradient, maybe a transposed view."""
     shape = torch.Size((rows.shape[1], columns.shape[1]))
-    if _is_served(rows, columns) and _wins(_gradients, _class_of(len(rows)), shape, torch.get_num_threads()):
+    if _is_served(rows, columns) and _wins("gradients", _class_of(len(rows)), shape, torch.get_num_threads()):
         return _outer(rows, columns)
     return rows.t() @ columns
 
@@ -131,23 +130,23 @@ def _class_of(rows: int) -> int:
 
 
 @cache
-def _wins(kind: Callable[[Tensor, Tensor, Tensor], Candidates], rows: int, shape: torch.Size, threads: int) -> bool:
-    """Return whether oneDNN is faster than MKL with a weight of this shape. kind: `_outputs` or `_gradients`."""
+def _wins(kind: Literal["outputs", "gradients"], rows: int, shape: torch.Size, threads: int) -> bool:
+    """Return whether oneDNN computes the outputs of a layer, or the gradients of its weight, faster than MKL."""
     out, width = (min(1 << side.bit_length() - 1, _MAX_SIDE) for side in shape)  # rounded down to powers of two
 
     def choose() -> str:
         # In a thread of its own, which has none of the caller's modes of torch.
         torch.set_num_threads(threads)
         input, weight, slope = (torch.full(size, 0.01) for size in ((rows, width), (out, width), (rows, out)))
-        name = f"float32 {kind.__name__.strip('_')}, {rows} rows, {width} to {out}, {threads} threads"
-        return fastest(name, kind(input, weight, slope), code=[__file__])
+        kernels = _outputs(input, weight, slope) if kind == "outputs" else _gradients(input, slope)
+        return fastest(f"float32 {kind}, {rows} rows, {width} to {out}, {threads} threads", kernels, code=[__file__])
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(choose).result() == "onednn"
 
 
-def _outputs(input: Tensor, weight: Tensor, slope: Tensor) -> Candidates:
-    """A layer's output, and its input's gradient."""
+def _outputs(input: Tensor, weight: Tensor, slope: Tensor) -> dict[str, Callable[[], object]]:
+    """Return the libraries' ways to compute a layer's output and its input's gradient."""
     input.requires_grad_()
     return {
         name: partial(lambda run: torch.autograd.grad(run(input, weight, None), input, slope), run)
@@ -155,8 +154,8 @@ def _outputs(input: Tensor, weight: Tensor, slope: Tensor) -> Candidates:
     }
 
 
-def _gradients(input: Tensor, weight: Tensor, slope: Tensor) -> Candidates:
-    """A weight's gradient."""
+def _gradients(input: Tensor, slope: Tensor) -> dict[str, Callable[[], object]]:
+    """Return the libraries' ways to compute a weight's gradient."""
     return {"mkl": lambda: slope.t() @ input, "onednn": partial(_outer, slope, input)}
 
 

@@ -301,7 +301,7 @@ class VllmEngine:
 
     @contextmanager
     def _stops_on_error(self, what: str) -> Iterator[None]:
-        """After any error in the block stop the engine, and raise a RuntimeError that says `what` has failed.
+        """Stop the engine at an error in the block, and raise RuntimeError. what: the failure, for its message.
 
         vLLM reports its workers' errors as plain Exceptions. A ConnectionError is raised unchanged, without a stop: the
         publisher is lost, and the next switch brings new weights.
