@@ -13,6 +13,7 @@ import typer
 from pages import PAGES, ROOT, Block, blocks, name_of, prose
 
 from cosmos_rl_core.cli.app import app
+from cosmos_rl_core.cli.group import EXAMPLES
 from cosmos_rl_core.recipe.load import load
 from cosmos_rl_core.workers.node import Node, WorkerAddress
 
@@ -33,6 +34,8 @@ def commands() -> Iterator[tuple[str, str]]:
     """Where it is -> a command, as it stands."""
     for block in blocks("", "console"):
         yield from ((f"{block.page}:{number}", line) for number, line in enumerate(lines_of(block), start=block.line))
+    for examples in EXAMPLES.values():
+        yield from (("--help", f"cosmos-rl {line}") for line in examples)
     for page in PAGES:
         for match in INLINE.finditer(prose(page).replace("\n", " ")):
             yield name_of(page), match[1]

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cosmos_rl_core.cli.app import main
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.storage import hub
 
 LATEST_S = 10.0
@@ -183,7 +184,7 @@ def test_the_command_line(walk, arguments, code, text):
         ({"sync__transport": "rdma"}, 'sync.transport = "rdma": no transport is called'),
         ({"algorithm__mask_prefix_terms": 1}, "rollouts of the tiny domain have no tokens; remove it"),
         ({"sync__transport": "cuda_ipc"}, "sends from GPU to GPU, and this machine has none"),
-        ({"logging__sinks": ["wandb"]}, "pip install 'cosmos-rl-core[wandb]'"),
+        ({"logging__sinks": ["wandb"]}, pip_install("cosmos-rl-core[wandb]")),
         ({"run__bind": "203.0.113.9"}, "= help: set it to an address of this machine"),
         (
             {"reward__functions": [{"name": "newcomers_rewards:of_texts"}]},

@@ -240,7 +240,42 @@ def test_ctrl_c_ends_with_130(recipe, cosmos_rl):
         "    def load_rows(self, data):\n"
         "        raise KeyboardInterrupt\n"
     )
-    assert cosmos_rl("check", recipe, "run.domain=interrupted:Interrupted").returncode == 130
+    done = cosmos_rl("check", recipe, "run.domain=interrupted:Interrupted")
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line(tmp_path):
+    """The first command of a process imports for half a second, in which a user may think again."""
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from cosmos_rl_core.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "plugins"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("rnu", "run"), ("train", "run"), ("trian", "run"), ("validate", "check"), ("evalute", "eval")]
+)
+def test_an_unknown_command_suggests_the_one_that_is_meant(cosmos_rl, given, meant):
+    done = cosmos_rl(given)
+    assert done.returncode == 2 and f"No such command '{given}'. Did you mean '{meant}'?" in done.stderr
+
+
+def test_help_shows_examples(cosmos_rl):
+    shown = cosmos_rl("run", "--help").stdout
+    assert "  Examples:\n  cosmos-rl run run.toml\n" in shown
+
+
+def test_a_script_that_does_not_catch_a_user_error_ends_with_its_message_alone(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from cosmos_rl_core import run\n"
+        "if __name__ == '__main__':\n"
+        "    run({'run': {'domain': 'cosmos_rl_core.testing.tiny:TINY', 'max_steps': 1},\n"
+        "         'reward': {'functions': [{'name': lambda group: [0.0]}]}})\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr.startswith("error: <function <lambda> at ")
+    assert "is a function" in done.stderr and "rewards=[function]" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_process_itself_exits_with_2_and_one_message(recipe):

@@ -16,6 +16,7 @@ from cosmos_rl_core.clusters.ray import Ray, _must_listen, not_started, processe
 from cosmos_rl_core.clusters.ray_supervisor import ReplicaAddress
 from cosmos_rl_core.clusters.restarted import Job, RestartedProcess
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.processes import environment
 
 RECIPE = """
@@ -96,7 +97,7 @@ def test_the_plan_needs_no_ray(cluster):
     done = subprocess.run(command, text=True, capture_output=True)
     assert (done.returncode, done.stderr.strip()) == (
         2,
-        "error: Ray is not installed here: pip install 'cosmos-rl-core[ray]'",
+        f"error: Ray is not installed here: {pip_install('cosmos-rl-core[ray]')}",
     )
 
 

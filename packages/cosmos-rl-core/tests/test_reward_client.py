@@ -15,6 +15,7 @@ import pytest
 
 from cosmos_rl_core.assemble import build_reward
 from cosmos_rl_core.errors import SampleError, UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.client import RewardClient, RewardServiceError, ServiceAddress
 from cosmos_rl_core.reward.remote import RemoteReward
 from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, read_request
@@ -343,7 +344,7 @@ def test_a_missing_package_is_told_with_the_line_that_installs_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "cosmos_rl_core.reward.client")
     monkeypatch.setitem(sys.modules, "httpx", None)
     reason = refusal(RemoteReward(reward="glow", url="http://127.0.0.1:1", token="x"), group(1)).reason
-    assert "a remote reward needs httpx: pip install 'cosmos-rl-core[reward]'" in reason
+    assert f"a remote reward needs httpx: {pip_install('cosmos-rl-core[reward]')}" in reason
 
 
 def test_every_component_hears_of_a_failure():

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, encode_body
 from cosmos_rl_core.reward.service.backend import Backend
 from cosmos_rl_core.reward.service.jobs import Spool
@@ -260,7 +261,7 @@ def test_a_missing_package_is_told_with_the_line_that_installs_it(command):
     said, _ = server.communicate(timeout=30)
     assert (server.returncode, said) == (
         2,
-        "error: the reward server needs uvicorn: pip install 'cosmos-rl-core[reward]'\n",
+        f"error: the reward server needs uvicorn: {pip_install('cosmos-rl-core[reward]')}\n",
     )
 
 

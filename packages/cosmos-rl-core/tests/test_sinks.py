@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.observe.services import RunLabels
 from cosmos_rl_core.observe.sinks import JsonLines, build_sinks, set_damage_aside
 
@@ -120,7 +121,7 @@ def test_trackio_has_the_curve(tmp_path):
 def test_a_missing_extra_names_the_line_that_installs_it(tmp_path):
     with pytest.raises(UserError) as caught:
         build_sinks(["wandb"], tmp_path)
-    assert "pip install 'cosmos-rl-core[wandb]'" in str(caught.value)
+    assert pip_install("cosmos-rl-core[wandb]") in str(caught.value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")

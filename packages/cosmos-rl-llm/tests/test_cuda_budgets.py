@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.parallel.axes import expert
 from cosmos_rl_core.parallel.axes.expert import grouped_linear
@@ -207,7 +208,7 @@ def test_the_slow_engine_of_a_gpu_is_named_once(capfd):
         _recommend_vllm(device, installed=installed)
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
-    for line, how in zip(lines, ("which is installed here", "pip install 'cosmos-rl-llm[vllm]'"), strict=True):
+    for line, how in zip(lines, ("which is installed here", pip_install("cosmos-rl-llm[vllm]")), strict=True):
         assert line.startswith("engine: torch") and f'{how}: rollout.engine = "vllm"' in line
 
 

@@ -1,6 +1,7 @@
 """Low-rank adapters: what is trained, named, merged, written, sent and switched off."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, merge
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
@@ -127,7 +129,7 @@ def test_the_checks_before_a_run_name_unknown_layers(tmp_path):
 
 def test_without_peft_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"pip install 'cosmos-rl-llm\[lora\]'"):
+    with pytest.raises(UserError, match=re.escape(pip_install("cosmos-rl-llm[lora]"))):
         add_adapters(model(), SECTION, base="some/base")
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import sys
 import types
 import zipfile
@@ -15,6 +16,7 @@ import pytest
 from vla_fixtures import why_not_drawn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_vla.data.rows import describe
 from cosmos_rl_vla.sims.base import HELD_OUT
 from cosmos_rl_vla.sims.libero import MAX_BYTES, MAX_STEPS, Libero, axis_angle, find_task, read_states, scenes, suites
@@ -204,7 +206,7 @@ def test_missing_meshes_say_where_they_go(libero):
 
 def test_a_missing_libero_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "libero", None)
-    with pytest.raises(UserError, match=r"pip install 'cosmos-rl-vla\[libero\]'"):
+    with pytest.raises(UserError, match=re.escape(pip_install("cosmos-rl-vla[libero]"))):
         Libero()
 
 

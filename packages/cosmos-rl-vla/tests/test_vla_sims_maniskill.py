@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_vla.data.rows import describe
 from cosmos_rl_vla.sims.maniskill import ManiSkill, ManiSkillBatch, SceneOptions
 
@@ -203,7 +205,7 @@ def test_instructions_are_known_where_maniskill_is_not():
 
 def test_a_missing_maniskill_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mani_skill.envs", None)
-    with pytest.raises(UserError, match=r"pip install 'cosmos-rl-vla\[maniskill\]'"):
+    with pytest.raises(UserError, match=re.escape(pip_install("cosmos-rl-vla[maniskill]"))):
         ManiSkill()
 
 

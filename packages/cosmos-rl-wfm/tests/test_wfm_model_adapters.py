@@ -1,11 +1,14 @@
 """Low-rank adapters: what is trained, named, merged and written, and the base as the reference."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from wfm_fixtures import FAMILIES, noise, tiny_model
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, merge, without_adapters
 from cosmos_rl_wfm.build import export_weights
 from cosmos_rl_wfm.models.config import TextSection, WFMLoraSection, WFMModelConfig
@@ -138,5 +141,5 @@ def test_a_missing_peft_says_what_to_install(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"pip install 'cosmos-rl-wfm\[lora\]'"):
+    with pytest.raises(UserError, match=re.escape(pip_install("cosmos-rl-wfm[lora]"))):
         model()

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
 
 class SampleError(Exception):
     """A sample that could not be completed. Its reason is shown to the user and counted; it never gets a reward."""
@@ -62,3 +74,38 @@ class PeersUnreachable(EpochOver):
     def __init__(self, places: tuple[int, ...]) -> None:
         super().__init__(f"no connection to the policy replicas at {places}")
         self.places = places
+
+
+def closest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known word most similar to `word`, or None if none is similar: the one that a message suggests.
+
+    A word of the same letters comes first: of "gpro", grpo and gspo are as similar, and two letters are swapped more
+    often than one is mistyped.
+    """
+    near = difflib.get_close_matches(word, known, n=5, cutoff=cutoff)
+    return next((other for other in near if sorted(other) == sorted(word)), next(iter(near), None))
+
+
+def one_line_errors(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate a function that scripts call: a UserError of it that nobody catches ends the script without a traceback.
+
+    As on the command line, where the message is all that helps. A hook that the script has set stays.
+    """
+
+    @functools.wraps(function)
+    def decorated(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except UserError:
+            if sys.excepthook is sys.__excepthook__:
+                sys.excepthook = _print_uncaught
+            raise
+
+    return decorated
+
+
+def _print_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the interpreter's own output
+    else:
+        sys.__excepthook__(kind, error, traceback)

@@ -1,4 +1,5 @@
-"""Imports of modules: the path of a recipe's "module:attribute" names, lazy exports of a package, silent libraries.
+"""Imports of modules: the path of a recipe's "module:attribute" names, lazy exports of a package, silent libraries, and
+the command that installs a missing package.
 
 A recipe's folder comes last: token.py or types.py beside a recipe must not hide Python's own modules. PYTHONPATH would
 put it first, so child processes get it in a variable of ours, which `plugins.load` reads.
@@ -6,13 +7,15 @@ put it first, so child processes get it in a variable of ours, which `plugins.lo
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 VARIABLE = "COSMOS_RL_PYTHON_PATH"
 """Folders for child processes, as PYTHONPATH lists them."""
@@ -66,3 +69,22 @@ def quiet_torchao() -> None:
     """Keep torchao's log lines at import out of the log: CUDA kernels that it cannot load here."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def pip_install(requirement: str) -> str:
+    """Return the command that installs one of our packages, such as "cosmos-rl-llm[vllm]".
+
+    From where this package came: pip records the folder or the wheel that it installed (PEP 610), and the others are
+    beside it. A package of an index is installed by its name.
+    """
+    name, bracket, extras = requirement.partition("[")
+    try:
+        record = metadata.distribution("cosmos-rl-core").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # imported from a folder on PYTHONPATH
+        record = None
+    source = Path(unquote(urlsplit(json.loads(record)["url"]).path)) if record else None
+    if source is not None and (source.parent / name / "pyproject.toml").is_file():
+        return f"pip install '{source.parent / name}{bracket}{extras}'"
+    if source is not None and source.suffix == ".whl" and name.startswith("cosmos-rl"):
+        return f"pip install --find-links '{source.parent}' '{requirement}'"
+    return f"pip install '{requirement}'"

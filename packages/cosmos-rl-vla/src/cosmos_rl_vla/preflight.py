@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package, neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
@@ -72,7 +73,7 @@ def model_problems(model: VLAModelConfig) -> Iterator[Problem]:
 def _of_adapters(model: VLAModelConfig, layers: list[str]) -> Iterator[Problem]:
     """Names of adapted layers that the model does not have."""
     assert model.lora is not None
-    yield from missing_package("peft", key="model.lora", install="pip install 'cosmos-rl-vla[lora]'")
+    yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-vla[lora]"))
     if not model.lora.unmatched(layers):
         return
     from cosmos_rl_vla.models.families import make  # exact, and slow: files may have other names than modules

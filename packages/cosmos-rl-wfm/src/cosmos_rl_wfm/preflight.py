@@ -14,6 +14,7 @@ import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package, neighbour, problems_of
@@ -124,7 +125,7 @@ def _of_sizes(model: WFMModelConfig, folder: ModelFolder | None, data: WFMDataCo
 def _of_adapters(model: WFMModelConfig, network: Mapping[str, Any]) -> Iterator[Problem]:
     """Names of adapted layers that the network does not have; nothing for a class whose layers are not known here."""
     assert model.lora is not None
-    yield from missing_package("peft", key="model.lora", install="pip install 'cosmos-rl-wfm[lora]'")
+    yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-wfm[lora]"))
     layers = [name.removesuffix(".weight") for name, shape in parameter_shapes(network).items() if len(shape) == 2]
     if model.lora.target_modules == "family" or not layers:
         return

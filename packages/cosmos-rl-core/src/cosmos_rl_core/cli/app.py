@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cosmos_rl_core.cli import elastic, inference, reference, scale
+from cosmos_rl_core.cli.group import CommandGroup
 from cosmos_rl_core.cli.inference import Overrides, Recipe
-from cosmos_rl_core.imports import add_folders, import_from
+from cosmos_rl_core.imports import add_folders, import_from, pip_install
 
 if TYPE_CHECKING:
     from cosmos_rl_core.workers.fork_server import ForkServer
 
 app = typer.Typer(
     name="cosmos-rl",
+    cls=CommandGroup,
     help="Asynchronous reinforcement learning for Physical AI, from TOML recipes.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -229,7 +231,7 @@ def dashboard(
     try:
         from cosmos_rl_core.dashboard.server import serve
     except ModuleNotFoundError as error:
-        raise UserError(f"the dashboard needs {error.name}: pip install 'cosmos-rl-core[dashboard]'") from error
+        raise UserError(f"the dashboard needs {error.name}: {pip_install('cosmos-rl-core[dashboard]')}") from error
     serve(runs or [Path("runs")], host=host, port=port, token_file=token_file, say=typer.echo)
 
 

@@ -10,7 +10,15 @@ NO_RUN = {"--help", "--dry-run"}
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run the command line of this process. Ctrl-C before it has a command ends it as Ctrl-C in a command does."""
+    try:
+        _main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201 - typer is not imported yet
+        sys.exit(130)
+
+
+def _main() -> None:
     begins = sys.argv[1:2] == ["run"] and not NO_RUN.intersection(sys.argv)
     if begins:
         from cosmos_rl_core.workers.fork_server import opened

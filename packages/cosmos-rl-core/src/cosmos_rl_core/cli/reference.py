@@ -56,7 +56,7 @@ def schema(
 
 def _schema(domain: str) -> dict[str, object]:
     from cosmos_rl_core.errors import UserError
-    from cosmos_rl_core.imports import add_folders
+    from cosmos_rl_core.imports import add_folders, pip_install
     from cosmos_rl_core.plugins import names
     from cosmos_rl_core.recipe.load import load_domain
     from cosmos_rl_core.recipe.schema import recipe_schema
@@ -64,5 +64,5 @@ def _schema(domain: str) -> dict[str, object]:
     add_folders([str(Path.cwd())])
     installed = names("cosmos_rl.domains")
     if not domain and not installed:
-        raise UserError("no domain is installed: pip install cosmos-rl-llm, or name one of your own by --domain")
+        raise UserError(f"no domain is installed: {pip_install('cosmos-rl-llm')}, or name one of your own by --domain")
     return recipe_schema(load_domain(domain or installed[0]))

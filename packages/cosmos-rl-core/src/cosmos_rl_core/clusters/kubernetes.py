@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from cosmos_rl_core.clusters.launcher import ClusterRun, rollouts_of
 from cosmos_rl_core.clusters.manifest import REPLICA_LABEL, RUN_LABEL, Manifest
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.wire.certificates import make_bundles
 from cosmos_rl_core.wire.handshake import TOKEN_BYTES
 
@@ -97,7 +98,7 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     try:
         import yaml
     except ImportError as error:
-        raise UserError('PyYAML is missing: pip install "cosmos-rl-core[kubernetes]"') from error
+        raise UserError(f"PyYAML is missing: {pip_install('cosmos-rl-core[kubernetes]')}") from error
 
     class Dumper(yaml.SafeDumper):
         """Writes texts of several lines as such, and no aliases."""

@@ -36,6 +36,7 @@ from cosmos_rl_core.clusters.ray_supervisor import (
 )
 from cosmos_rl_core.clusters.restarted import Job
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 
 SILENT_S = 10.0
 """Time after which a start prints what it waits for."""
@@ -256,7 +257,7 @@ def connect(run: ClusterRun) -> None:
     try:
         import ray
     except ImportError as error:
-        raise UserError("Ray is not installed here: pip install 'cosmos-rl-core[ray]'") from error
+        raise UserError(f"Ray is not installed here: {pip_install('cosmos-rl-core[ray]')}") from error
     if ray.is_initialized():
         return
     address, section = _address(run), run.config.cluster.ray

@@ -24,6 +24,7 @@ from cosmos_rl_core.doctor.symptoms import Facts, symptoms
 from cosmos_rl_core.doctor.verdict import Situation, fix_of, verdict
 from cosmos_rl_core.doctor.waits import ROLES, WEIGHTS, Wait, chain, waits_of
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.observe.console import duration
 from cosmos_rl_core.observe.record import EVENTS
 from cosmos_rl_core.workers.directory import lock_holder
@@ -209,7 +210,7 @@ def _stacks(waits: Sequence[Wait], at: Situation, processes: Sequence[WorkerProc
     if not chosen and leaf and leaf not in ROLES:
         return f"stacks: {leaf} has no process on this machine; run the doctor on its machine"
     text = stacks_of(chosen or processes, run_dir)
-    return text or "stacks: none could be read: pip install 'cosmos-rl-core[doctor]' (py-spy)"
+    return text or f"stacks: none could be read: {pip_install('cosmos-rl-core[doctor]')} (py-spy)"
 
 
 def _indented(text: str) -> str:

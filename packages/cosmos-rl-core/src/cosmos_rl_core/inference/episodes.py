@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.inference.rollouts_file import ROLLOUTS
 from cosmos_rl_core.storage.json_files import parse_json
 
@@ -32,7 +33,7 @@ def export_episodes(directory: Path, out: Path) -> list[Path]:
     try:
         import rerun  # pyright: ignore[reportMissingImports]  an extra: 160 MB
     except ModuleNotFoundError as error:
-        raise UserError("recordings need Rerun: pip install 'cosmos-rl-core[rerun]'") from error
+        raise UserError(f"recordings need Rerun: {pip_install('cosmos-rl-core[rerun]')}") from error
     try:
         text = (directory / ROLLOUTS).read_text(encoding="utf-8")
     except OSError as error:

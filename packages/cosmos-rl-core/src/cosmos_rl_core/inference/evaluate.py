@@ -16,7 +16,7 @@ from statistics import fmean
 import numpy as np
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import UserError, one_line_errors
 from cosmos_rl_core.inference.generate import Generated, generate_rows, rows_on_disk
 from cosmos_rl_core.inference.request import Instances, Request, Weights, folder_of
 from cosmos_rl_core.inference.rollouts_file import Line
@@ -123,6 +123,7 @@ class Evaluated:
         return path
 
 
+@one_line_errors
 def evaluate(
     recipe: Recipe,
     overrides: Sequence[str] = (),

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control.evaluation import row_labels
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import UserError, one_line_errors
 from cosmos_rl_core.inference.pool import Pool, Task
 from cosmos_rl_core.inference.prompts import Prompts, evaluation_prompts, read_prompts
 from cosmos_rl_core.inference.request import Request, Weights, folder_of, identity
@@ -61,6 +61,7 @@ class Generated:
         return len({line["sample"] for line in self.lines} - self.failed.keys())
 
 
+@one_line_errors
 def generate(
     recipe: Recipe,
     overrides: Sequence[str] = (),

@@ -36,7 +36,7 @@ from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.control.status import status_of
-from cosmos_rl_core.errors import OutOfMemory, UserError
+from cosmos_rl_core.errors import OutOfMemory, UserError, one_line_errors
 from cosmos_rl_core.launch.check import check_here, warnings_for
 from cosmos_rl_core.launch.external import start_external
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
@@ -83,6 +83,7 @@ PLACEMENTS: Mapping[str, Callable[[Launch], Awaitable[Workers]]] = {
 """The function that starts the workers, by [run] placement."""
 
 
+@one_line_errors
 def run(
     recipe: Recipe,
     overrides: Sequence[str] = (),
@@ -113,7 +114,6 @@ def run(
     Raises UserError for errors that the user can fix, and WorkerFailed if a worker was lost permanently; results up to
     then are on disk.
     """
-
     keys = {"rewards": rewards, "rows": rows, "eval_rows": eval_rows, "python_path": python_path}
     given = open_recipe(recipe, overrides, **keys, check=partial(check_here, resume=resume, overwrite=overwrite))
     return run_given(given, resume=resume, overwrite=overwrite)

@@ -14,14 +14,15 @@ from types import ModuleType
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 
-INSTALL = {
-    "tensorboard": "pip install 'cosmos-rl-core[tensorboard]'",
-    "wandb": "pip install 'cosmos-rl-core[wandb]'",
-    "trackio": "pip install trackio",
-    "mlflow": "pip install mlflow",
+REQUIREMENT = {
+    "tensorboard": "cosmos-rl-core[tensorboard]",
+    "wandb": "cosmos-rl-core[wandb]",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
 }
-"""Command that installs a service's package, by the name of sink and package."""
+"""Requirement of a service's package, by the name of sink and package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,4 +151,5 @@ def _package(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise UserError(f"the {name} sink needs a package that is not installed: {INSTALL[name]}") from error
+        install = pip_install(REQUIREMENT[name])
+        raise UserError(f"the {name} sink needs a package that is not installed: {install}") from error

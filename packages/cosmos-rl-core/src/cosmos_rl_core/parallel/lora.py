@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.interfaces import Policy, Reference
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.device import forked_rng
@@ -99,7 +100,7 @@ def add_adapters(
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise UserError(f"[model.lora] needs peft ({error}); pip install '{package}[lora]'") from error
+        raise UserError(f"[model.lora] needs peft ({error}); {pip_install(package + '[lora]')}") from error
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it by the rank

@@ -16,14 +16,13 @@ from pydantic import BaseModel, ValidationError
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.table import find_algorithm
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import UserError, closest
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import (
     AnyModel,
     as_toml,
-    closest,
     each_once,
     in_file_order,
     known_tables,

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import Field, create_model
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import UserError, closest
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import DataRegularizationSection, EvalSection, RolloutSection
-from cosmos_rl_core.settings.problems import as_toml, closest
+from cosmos_rl_core.settings.problems import as_toml
 
 
 def recipe_schema(domain: Domain) -> dict[str, Any]:

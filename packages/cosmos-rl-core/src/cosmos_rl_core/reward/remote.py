@@ -23,6 +23,7 @@ import numpy as np
 from pydantic import Field, PrivateAttr, SecretStr, model_validator
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.request import NUM_FRAMES, GroupSpec, Header, RewardSpec
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
@@ -164,7 +165,7 @@ async def _request(reward: RemoteReward, group: RolloutGroup, wanted: list[Rewar
     try:
         from cosmos_rl_core.reward.client import RewardClient
     except ModuleNotFoundError as error:
-        raise UserError(f"a remote reward needs {error.name}: pip install 'cosmos-rl-core[reward]'") from error
+        raise UserError(f"a remote reward needs {error.name}: {pip_install('cosmos-rl-core[reward]')}") from error
 
     header = _header(reward, group, wanted)
     kinds = [kind for kind in (reward.media, *reward.beside) if kind != "none"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from cosmos_rl_core.errors import UserError, closest
 from cosmos_rl_core.settings.base import ConfigError, Problem
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
@@ -34,7 +34,17 @@ RENAMED = {
 
 def validated(model: type[AnyModel], given: Any) -> AnyModel:
     """Validate in pydantic's strict JSON mode: no "8" for 8, no true for 1, but a list for a tuple."""
-    return model.model_validate_json(json.dumps(given, default=str), strict=True)
+    return model.model_validate_json(json.dumps(given, default=_as_text), strict=True)
+
+
+def _as_text(value: object) -> str:
+    """The text of a path or a date. Raises UserError for a function, which a recipe can only name."""
+    if callable(value):
+        raise UserError(
+            f"{value!r} is a function, and a recipe has text, numbers and tables: name it as module:attribute, or give "
+            "a reward to run(..., rewards=[function])"
+        )
+    return str(value)
 
 
 def engine_options(model: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
@@ -138,11 +148,6 @@ def as_toml(value: Any) -> str:
     else:
         text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."
-
-
-def closest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known word most similar to `word`, or None if none is close."""
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=cutoff)), None)
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.storage.s3 import s3_options
 
 BLOCK_BYTES = 8 * 2**20
@@ -48,7 +49,7 @@ class Folder:
             options = s3_options() if scheme in ("s3", "s3a") else {"use_listings_cache": False}
             files, path = url_to_fs(text if rest else os.path.abspath(text), **options)
         except (ImportError, ValueError) as error:
-            hint = 'pip install "cosmos-rl-core[s3]"' if scheme == "s3" else "a path, or a URL such as s3://bucket/run"
+            hint = pip_install("cosmos-rl-core[s3]") if scheme == "s3" else "a path, or a URL such as s3://bucket/run"
             raise UserError(f"cannot open {text}: {error}. Try {hint}.") from error
         local = files.protocol == "file" or "file" in files.protocol
         return cls(files, path.rstrip("/"), prefix="" if local else f"{scheme}://")

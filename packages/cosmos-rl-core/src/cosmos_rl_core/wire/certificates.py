@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.wire.tls import CONTROLLER, WORKER, Tls
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def make_bundles(*, valid_days: float) -> tuple[Tls, Tls]:
         from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
     except ImportError as error:
         raise UserError(
-            "[tls] enabled = true needs a package that is not installed: pip install 'cosmos-rl-core[tls]'"
+            f"[tls] enabled = true needs a package that is not installed: {pip_install('cosmos-rl-core[tls]')}"
         ) from error
     key = generate_private_key(SECP256R1())
     name = f"Cosmos-RL run {secrets.token_hex(8)}"

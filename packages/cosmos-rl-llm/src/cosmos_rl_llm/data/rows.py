@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
 from cosmos_rl_core.storage.rows import Located, as_json, rows_of
@@ -109,7 +110,7 @@ def _read_parquet(file: Path, config: LLMDataConfig) -> Iterator[Located]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise UserError(f"{file}: parquet needs pyarrow: pip install 'cosmos-rl-llm[datasets]'") from None
+        raise UserError(f"{file}: parquet needs pyarrow: {pip_install('cosmos-rl-llm[datasets]')}") from None
     try:
         with pq.ParquetFile(file) as table:
             rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
@@ -130,7 +131,7 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
     except ImportError:
         raise UserError(
             f"data.path = {config.path!r} is not a file or directory here; to load it from a hub: "
-            "pip install 'cosmos-rl-llm[datasets]'"
+            f"{pip_install('cosmos-rl-llm[datasets]')}"
         ) from None
     hub.must_be_quiet()
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import MediaError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import missing_package
 from cosmos_rl_core.storage.json_files import read_json_object
@@ -58,7 +59,7 @@ def _missing(parts: Iterator[Mapping[str, Any]]) -> Iterator[Problem]:
     kinds = {part["type"] for part in parts}
     for kind, package in (("image", "PIL"), ("video", "av")):
         if kind in kinds:
-            yield from missing_package(package, key="data", install="pip install 'cosmos-rl-core[media]'")
+            yield from missing_package(package, key="data", install=pip_install("cosmos-rl-core[media]"))
 
 
 def _of_headers(key: str, parts: Sequence[tuple[Row, Row]], data: LLMDataConfig) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from cosmos_rl_core.errors import MediaError, SampleError, UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.fetch import fetch
 
@@ -250,7 +251,7 @@ def decode_video(data: bytes, limits: MediaSection, fit: Fit = unresized) -> Vid
     try:
         from cosmos_rl_core.data.video import VideoFile, quarter_turns
     except ImportError as error:
-        raise UserError(f"videos need a package (pip install 'cosmos-rl-core[media]'): {error}") from error
+        raise UserError(f"videos need a package ({pip_install('cosmos-rl-core[media]')}): {error}") from error
 
     with VideoFile(data) as video:
         if video.size is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_rl_core.errors import MediaError, UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
 from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand_spans, view_of
@@ -81,6 +82,6 @@ def find_family(source: str, config: PreTrainedConfig) -> VisionFamily:
         )
     if find_spec("PIL") is None:
         raise UserError(
-            "a vision-language model needs a package that is not installed: pip install 'cosmos-rl-core[media]'"
+            f"a vision-language model needs a package that is not installed: {pip_install('cosmos-rl-core[media]')}"
         )
     return make(ProcessorFiles.read(source, kind=config.model_type), config)

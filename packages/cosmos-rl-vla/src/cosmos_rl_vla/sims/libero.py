@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.storage.pickles import read_array
 from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.rendering import choose_gl, fit, lighten, renderer
@@ -81,7 +82,6 @@ def find_task(task: str) -> LiberoTask:
 
 Rendering = Literal["fast", "robosuite"]
 
-_INSTALL = "pip install 'cosmos-rl-vla[libero]', or in an interpreter of its own, named by [rollout.options] python"
 _COLLISION, _HIDDEN = 0, 3
 """Geom groups: robosuite's collision shapes, and the first group that MuJoCo does not render."""
 _SEED = 0
@@ -97,7 +97,10 @@ def import_libero() -> None:
         _answer_question()
         importlib.import_module("libero.libero.envs.env_wrapper")
     except ImportError as error:
-        raise UserError(f"simulator libero cannot be imported ({error}): {_INSTALL}") from error
+        raise UserError(
+            f"simulator libero cannot be imported ({error}): {pip_install('cosmos-rl-vla[libero]')}, or in an "
+            "interpreter of its own, named by [rollout.options] python"
+        ) from error
     assets = _assets()
     if not assets.is_dir():
         raise UserError(

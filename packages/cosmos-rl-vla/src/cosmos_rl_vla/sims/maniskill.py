@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_vla.sims.base import BatchSimulator, Observation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.shared import check_cameras, instruction_of
 
@@ -102,7 +103,7 @@ def import_maniskill() -> None:
         importlib.import_module("mani_skill.envs")
     except ImportError as error:
         raise UserError(
-            f"simulator maniskill cannot be imported ({error}): pip install 'cosmos-rl-vla[maniskill]', or in an "
+            f"simulator maniskill cannot be imported ({error}): {pip_install('cosmos-rl-vla[maniskill]')}, or in an "
             f"interpreter of its own, named by [rollout.options] python"
         ) from error
 

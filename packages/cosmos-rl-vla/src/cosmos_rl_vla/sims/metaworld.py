@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped
 from cosmos_rl_vla.sims.rendering import choose_gl, lighten, renderer
 from cosmos_rl_vla.sims.shared import Scenes, check_cameras, check_physics, instruction_of
@@ -103,7 +104,7 @@ def import_metaworld() -> None:
     try:
         import metaworld  # noqa: F401
     except ImportError as error:
-        install = "pip install 'cosmos-rl-vla[metaworld]'"
+        install = pip_install("cosmos-rl-vla[metaworld]")
         raise UserError(f"simulator metaworld cannot be imported ({error}): {install}") from error
     mujoco: Any = importlib.import_module("mujoco")
     mujoco.set_mju_user_warning(_leave_no_file)

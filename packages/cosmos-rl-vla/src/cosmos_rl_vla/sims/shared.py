@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import UserError, closest
 from cosmos_rl_vla.sims.base import HELD_OUT, SimulatorError
 
 _DIVERGED = slice(4, 7)
@@ -61,8 +60,8 @@ def instruction_of(task: str, instructions: Mapping[str, str], *, simulator: str
 
 def similar(name: str, names: Sequence[str] | Mapping[str, str], *, otherwise: str) -> str:
     """Return the question that names the most similar of `names`; `otherwise` without a similar one."""
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]!r}?" if near else otherwise
+    near = closest(name, list(names))
+    return f"did you mean {near!r}?" if near else otherwise
 
 
 def check_cameras(cameras: Sequence[str], known: Sequence[str], *, simulator: str) -> None:

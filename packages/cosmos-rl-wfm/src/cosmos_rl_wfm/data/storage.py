@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.storage.folder import store_errors
 from cosmos_rl_core.storage.s3 import ACCESS_KEY_ID, ENDPOINT_URL, REGION_NAME, SECRET_ACCESS_KEY, s3_options
 
@@ -40,9 +41,7 @@ def open_store(location: str, *, timeout_s: float = 60.0) -> tuple[Any, str]:
         return url_to_fs(text, **options)
     except (ImportError, ValueError) as error:
         hint = (
-            'pip install "cosmos-rl-wfm[s3]"'
-            if options
-            else "a path, or a URL such as s3://bucket/clips-{000..010}.tar"
+            pip_install("cosmos-rl-wfm[s3]") if options else "a path, or a URL such as s3://bucket/clips-{000..010}.tar"
         )
         raise UserError(f"cannot open {location}: {error}. Try {hint}.") from error
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.observe.services import INSTALL
+from cosmos_rl_core.observe.services import REQUIREMENT
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.run import RunConfig
@@ -74,8 +75,9 @@ def directory_problems(config: RunConfig, *, resume: bool, overwrite: bool | Non
 def sink_problems(config: RunConfig, _domain: Domain | None = None) -> Iterator[Problem]:
     """Yield a problem for each of [logging] sinks whose package is missing here."""
     for place, name in enumerate(config.logging.sinks):
-        if name in INSTALL:
-            yield from missing_package(name, key=f"logging.sinks.{place}", given=as_toml(name), install=INSTALL[name])
+        if name in REQUIREMENT:
+            install = pip_install(REQUIREMENT[name])
+            yield from missing_package(name, key=f"logging.sinks.{place}", given=as_toml(name), install=install)
 
 
 def transport_problems(config: RunConfig, _domain: Domain | None = None) -> Iterator[Problem]:
@@ -89,7 +91,7 @@ def transport_problems(config: RunConfig, _domain: Domain | None = None) -> Iter
         yield Problem(key=key, given=as_toml(name), wrong=str(error))
         return
     if name.startswith("nixl"):
-        install = "pip install 'cosmos-rl-transfer[nixl]'"
+        install = pip_install("cosmos-rl-transfer[nixl]")
         yield from missing_package("nixl", key=key, given=as_toml(name), install=install)
     if name in BETWEEN_GPUS and config.run.placement != "external" and not machine_gpus(os.environ):
         yield Problem(

