@@ -388,6 +388,25 @@ def test_silence_makes_suspect_and_a_word_clears():
     assert p.ledger.members.by_name["rollout-0"].state == "ready"
 
 
+def test_a_policy_that_was_silent_gets_the_batch_that_it_has_requested():
+    p = play(silence_s=10, suspect_grace_s=2)
+    p.batch()
+    leases = granted(p.ask("rollout-0"))
+    p.tick(after=11)  # nobody has sent a heartbeat
+    said = [output for lease in leases for output in p.deliver("rollout-0", lease.sample)]
+    assert "Batch" in kinds(said)
+    p.send("policy-0", m.Heartbeat(1))
+    assert p.vote() and p.ledger.version == 1
+
+
+def test_a_rollout_that_was_silent_gets_the_leases_that_it_has_requested():
+    p = play(silence_s=10, suspect_grace_s=2)
+    p.ask("rollout-0")
+    p.ask("rollout-0", capacity=1)  # no room
+    p.tick(after=11)
+    assert [lease.sample for lease in granted(p.fail("rollout-0", 0, final=True))] == [2]
+
+
 def test_a_lease_expires_without_progress_and_lives_with_it():
     p = play(lease_ttl_s=5)
     p.ask("rollout-0")

@@ -98,6 +98,7 @@ def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
     if session is None or not ledger.members.is_current(event.replica, event.incarnation):
         return
     session.is_closed = True
+    ledger.sessions.withdraw(event.replica)  # it repeats its requests on the next connection
     _suspect(ledger, event.replica)
 
 
@@ -234,8 +235,8 @@ def send_mesh(ledger: LedgerState, replica: str) -> None:
 
 
 def _suspect(ledger: LedgerState, replica: str) -> None:
+    """Expect a sign of life. The requests of a silent replica stay: it does not repeat them on an open connection."""
     session = ledger.sessions.by_name[replica]
-    ledger.sessions.withdraw(replica)
     if session.suspect_since is None:
         session.suspect_since = ledger.now
         if ledger.members.by_name[replica].state is not MemberState.SUSPECT:
