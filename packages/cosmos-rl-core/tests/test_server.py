@@ -14,6 +14,7 @@ import pytest
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.liveness import ON_ITS_WAY_S
 from cosmos_rl_core.control.ledger.membership import MemberState
@@ -110,7 +111,7 @@ class Observer:
 
 
 @asynccontextmanager
-async def running(tmp_path, *, observer=None, ledger=None, supervised=False, **job):
+async def running(tmp_path, *, observer=None, ledger=None, supervised=False, clock=None, **job):
     """A controller of a run of two groups a step, and the task in which it runs."""
     rows = [{"n": n} for n in range(10)]
     source = PromptSource(rows, origin="rows", shuffle=False, is_slow=lambda row: row["n"] != 2)
@@ -132,7 +133,7 @@ async def running(tmp_path, *, observer=None, ledger=None, supervised=False, **j
             eval_source=None,
             ledger=ledger or Ledger(LedgerConfig(groups_per_step=2, max_steps=2)),
             journal=journal,
-            clock=asyncio.get_running_loop().time,
+            clock=clock or asyncio.get_running_loop().time,
             observer=observer or Observer(),
         )
         task = asyncio.create_task(controller.run())
@@ -885,6 +886,32 @@ async def test_a_worker_that_was_removed_while_it_was_cut_off_is_logged_once(tmp
         await late.hears(p.Welcome)  # sent after the answers to all heartbeats
         assert not task.done()
     assert observer.notes.count("rollout-0: rollout-0 incarnation 1 was replaced or removed; rejoin") == 1
+
+
+class CountsTicks(Ledger):
+    ticks = 0
+
+    def on(self, now, event):
+        self.ticks += isinstance(event, events.Tick)
+        return super().on(now, event)
+
+
+@in_a_loop
+async def test_a_controller_that_was_stopped_for_an_hour_suspects_nobody(tmp_path):
+    now = 0.0
+    ledger = CountsTicks(LedgerConfig(groups_per_step=2, max_steps=2, silence_s=9.0, suspect_grace_s=0.1))
+    async with running(tmp_path, ledger=ledger, clock=lambda: now) as (controller, task):
+        policy, rollout = await join(controller)
+        now, ticks = 3600.0, ledger.ticks
+        while ledger.ticks < ticks + 2:  # no heartbeat of that hour was read yet
+            await asyncio.sleep(0.05)
+        assert {member.state for member in ledger.members.by_name.values()} == {MemberState.READY}
+        policy.says(p.RequestBatch(step=0))
+        rollout.says(p.RequestLeases(version=0, capacity=8))
+        for prompt in (await rollout.hears(p.Grant)).prompts:
+            rollout.says(delivery(prompt, b"group"))
+        assert (await policy.hears(p.Batch)).step == 0
+        assert not task.done()
 
 
 def of_two_policies():

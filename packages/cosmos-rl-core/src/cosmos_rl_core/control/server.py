@@ -36,8 +36,28 @@ from cosmos_rl_core.observe.slices import Slices
 from cosmos_rl_core.wire.channel import Connection
 
 TICK_S = 0.5
+LONGEST_S = 2 * TICK_S
+"""Most seconds between two readings of a clock in a process that runs: the ledger's ticks read it."""
 OfAnEpoch = p.RequestBatch | p.PayloadsLost | p.PeersLost | p.Vote
 """Messages of a policy that are void in a later epoch of its mesh."""
+
+
+class RunningClock:
+    """A clock that leaves out the time in which this process did not run: stopped, suspended with its machine, blocked.
+
+    Messages wait meanwhile. By another clock all workers have been silent, and their time to return is over at once.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._read_at = clock()
+        self._left_out_s = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        self._left_out_s += max(0.0, now - self._read_at - LONGEST_S)
+        self._read_at = now
+        return now - self._left_out_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +115,7 @@ class Controller:
         clock: Callable[[], float],
         observer: Observer,
     ) -> None:
-        self.ledger, self.clock, self.peers = ledger, clock, Peers()
+        self.ledger, self.clock, self.peers = ledger, (clock := RunningClock(clock)), Peers()
         self._job, self._source, self._observer = job, source, observer
         self.outcome = Outcome(ledger.members, external=job.external, note=observer.note)
         self._ledger = DurableLedger(
