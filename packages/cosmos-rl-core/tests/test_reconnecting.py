@@ -209,6 +209,14 @@ def test_reports_are_kept_until_a_later_step_is_committed():
     assert unanswered.messages() == [p.CheckpointDone(step=1)]
 
 
+def test_a_policy_that_leaves_asks_again_until_it_may():
+    unanswered = Unanswered()
+    unanswered.sent(p.Leaving())
+    assert unanswered.messages() == [p.Leaving()]
+    assert unanswered.received(p.Leave(save=True))
+    assert unanswered.messages() == []
+
+
 def test_a_batch_that_comes_twice_is_received_once():
     unanswered = Unanswered()
     unanswered.sent(p.RequestBatch(step=2, epoch=1))

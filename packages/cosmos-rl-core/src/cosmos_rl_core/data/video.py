@@ -211,13 +211,51 @@ class VideoFile:
             raise self.error(f"{reason}") from error
 
 
-def quarter_turns(frame: VideoFrame) -> int:
-    """Return the counterclockwise quarter turns (`np.rot90`) that show a frame upright: phones store videos sideways.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upright:
+    """The way to show stored frames upright: rows and columns exchanged, then each read forwards (1) or backwards (-1).
 
-    The file's display matrix (ISO/IEC 14496-12, `tkhd`) gives the angle, which players apply too; 0 without one. Other
-    angles are rounded.
+    Cameras store videos sideways, and mirrored ones of a selfie, with a matrix for the player.
     """
-    return round(frame.rotation / 90) % 4
+
+    exchanged: bool
+    down: int
+    across: int
+
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of a frame after `show`; of a shown frame, those before."""
+        return (width, height) if self.exchanged else (height, width)
+
+    def show(self, pixels: np.ndarray) -> np.ndarray:
+        """[H, W, ...] -> a view of it, upright."""
+        turned = pixels.swapaxes(0, 1) if self.exchanged else pixels
+        return turned[:: self.down, :: self.across]
+
+
+AS_STORED = Upright(exchanged=False, down=1, across=1)
+
+
+def upright(frame: VideoFrame) -> Upright:
+    """Return how to show a frame, by its display matrix (ISO/IEC 14496-12, `tkhd`), which players apply too.
+
+    It maps (column, row) to (a column + c row, b column + d row). Angles are rounded to quarter turns.
+    """
+    a, b, c, d = _display_matrix(frame)
+    exchanged = abs(b) > abs(a)
+    down, across = (b, c) if exchanged else (d, a)
+    return Upright(exchanged=exchanged, down=-1 if down < 0 else 1, across=-1 if across < 0 else 1)
+
+
+def _display_matrix(frame: VideoFrame) -> tuple[int, int, int, int]:
+    """The entries a, b, c, d."""
+    try:
+        data = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:  # PyAV does not know all kinds of side data of its own FFmpeg, and then gives none but the angle
+        return {0: (1, 0, 0, 1), 1: (0, -1, 1, 0), 2: (-1, 0, 0, -1), 3: (0, 1, -1, 0)}[round(frame.rotation / 90) % 4]
+    if data is None:
+        return 1, 0, 0, 1
+    a, b, _, c, d, *_ = np.frombuffer(data, np.int32).tolist()
+    return a, b, c, d
 
 
 def open_container(source: Source) -> InputContainer:

@@ -15,8 +15,6 @@ import binascii
 import hashlib
 import io
 import re
-import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from PIL.Image import Image
 
+    from cosmos_rl_core.data.video import Upright
     from cosmos_rl_core.observe.gallery import AnswerGallery
     from cosmos_rl_core.types import RolloutGroup
 
@@ -44,7 +43,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM
 _URL = re.compile(r"(?i:(data|file|https?):|([a-z][a-z0-9+.-]+)://)")
 """Beginning of a URL; "10:30.jpg" is a file."""
 _LONGEST_NAME = 4096
-_opening = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,17 +206,12 @@ def _from_base64(text: str) -> bytes:
 
 
 def decode_picture(data: bytes, limits: MediaSection) -> Image:
-    """Return an RGB picture, turned as its EXIF data says. Raises MediaError if it is none, damaged or too large."""
-    from PIL import ImageOps
+    """Return an RGB picture, upright and over white. Raises MediaError if it is none, damaged or too large."""
+    from cosmos_rl_core.data.pictures import upright_rgb
 
-    try:
-        with _opened(data) as opened:
-            _check_picture(opened, limits)
-            return ImageOps.exif_transpose(opened).convert("RGB")
-    except MediaError:
-        raise
-    except Exception as error:  # of almost any class, by format
-        raise MediaError(f"a damaged picture: {error}") from error
+    with _opened(data) as opened:
+        _check_picture(opened, limits)
+        return upright_rgb(opened)
 
 
 def _check_picture(opened: Image, limits: MediaSection) -> None:
@@ -231,16 +224,12 @@ def _check_picture(opened: Image, limits: MediaSection) -> None:
 
 def _opened(data: bytes) -> Image:
     """Return a picture of which only the header was read. Raises MediaError if it is none, or a decompression bomb."""
-    from PIL import Image, UnidentifiedImageError
+    from cosmos_rl_core.data.pictures import open_picture
 
-    try:
-        with _opening, warnings.catch_warnings():  # filters of warnings are those of all threads
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # ours is checked instead
-            return Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError as error:
-        raise MediaError(f"not a picture that can be read: {', '.join(FORMATS)}") from error
-    except Image.DecompressionBombError as error:
-        raise MediaError(f"too large a picture: {error}") from error
+    opened = open_picture(io.BytesIO(data), formats=FORMATS)
+    if opened is None:
+        raise MediaError(f"not a picture that can be read: {', '.join(FORMATS)}")
+    return opened
 
 
 def decode_video(data: bytes, limits: MediaSection, fit: Fit = unresized) -> Video:
@@ -249,7 +238,7 @@ def decode_video(data: bytes, limits: MediaSection, fit: Fit = unresized) -> Vid
     fit: resizes each frame as it is decoded, so that a long video takes the memory of what is kept alone.
     """
     try:
-        from cosmos_rl_core.data.video import VideoFile, quarter_turns
+        from cosmos_rl_core.data.video import VideoFile, upright
     except ImportError as error:
         raise UserError(f"videos need a package ({pip_install('cosmos-rl-core[media]')}): {error}") from error
 
@@ -258,7 +247,7 @@ def decode_video(data: bytes, limits: MediaSection, fit: Fit = unresized) -> Vid
             _check_frame(*video.size, limits)
         places, spacing, duration = _choose(video.table.seconds - video.table.seconds[0], limits)
         kept = _Frames(places, limits, fit)
-        video.read(places, lambda frame, place: kept.take(frame, place, turns=quarter_turns(frame)))
+        video.read(places, lambda frame, place: kept.take(frame, place, way=upright(frame)))
         times = video.table.seconds[places] - video.table.seconds[0]
     assert kept.frames is not None
     return Video(frames=kept.frames, times=times, fps=1 / spacing, duration=duration, stored=kept.stored)
@@ -274,15 +263,15 @@ class _Frames:
         self.stored = (0, 0)
         self.frames: np.ndarray | None = None
 
-    def take(self, frame: VideoFrame, place: int, *, turns: int) -> None:
-        """turns: counterclockwise quarter turns that show it upright."""
+    def take(self, frame: VideoFrame, place: int, *, way: Upright) -> None:
+        """way: shows the frame upright."""
         _check_frame(frame.height, frame.width, self._limits)
         if self.frames is None:
-            self.stored = (frame.width, frame.height) if turns % 2 else (frame.height, frame.width)
+            self.stored = way.size(frame.height, frame.width)
             self._resize = self._fit(len(self._row), *self.stored)
-        height, width = self.stored[::-1] if turns % 2 else self.stored
+        height, width = way.size(*self.stored)
         pixels = frame.to_ndarray(format="rgb24", height=height, width=width)
-        shown = self._resize(np.ascontiguousarray(np.rot90(pixels, turns)))
+        shown = self._resize(np.ascontiguousarray(way.show(pixels)))
         if self.frames is None:
             self.frames = self._room(shown)
         self.frames[self._row[place]] = shown

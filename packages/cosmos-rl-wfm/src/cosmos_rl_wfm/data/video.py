@@ -7,20 +7,25 @@ All times are read before a frame is decoded, so that a clip that fits exactly i
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING
 
 import numpy as np
+from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from cosmos_rl_core.data.video import Source, VideoFile, quarter_turns
+from cosmos_rl_core.data.pictures import open_picture, upright_rgb
+from cosmos_rl_core.data.video import AS_STORED, Source, Upright, VideoFile, upright
+from cosmos_rl_core.errors import MediaError
 
 if TYPE_CHECKING:
-    from av.video.frame import VideoFrame
-
     from cosmos_rl_wfm.data.config import Start
+
+PICTURES = ("JPEG", "PNG", "WEBP")
+"""Formats that are read with Pillow, which knows their orientation and transparency."""
 
 FASTEST = 1.1
 """Largest ratio of a clip's frame rate to its video's; above it, too many frames would be repeated."""
@@ -60,6 +65,8 @@ def read_clip(
     Raises:
         MediaError: the file is missing, damaged, too short or too slow.
     """
+    if frames == 1 and (still := _read_picture(source, sizes, name=name)) is not None:
+        return Clip(video=still, fps=fps or 0.0)
     with VideoFile(source, name=name) as file:
         seconds = (file.table.pts - file.table.pts[0]) * file.table.time_base
         try:
@@ -122,6 +129,24 @@ def _first(starts: int, *, start: Start, rng: np.random.Generator | None) -> int
     return (starts - 1) // 2 if start == "centre" else 0
 
 
+def _read_picture(source: Source, sizes: Sequence[tuple[int, int]], *, name: str) -> np.ndarray | None:
+    """Return a picture as uint8 [1, H, W, 3]; None for another file, and for one that cannot be opened."""
+    try:
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+            opened = open_picture(file, formats=PICTURES)
+            if opened is None:
+                return None
+            frame = VideoFrame.from_ndarray(np.asarray(upright_rgb(opened)), format="rgb24")
+    except MediaError as error:
+        shown = name or (f"{len(source)} bytes" if isinstance(source, bytes) else source)
+        raise MediaError(f"{shown}: {error.reason}") from error
+    except OSError:  # `VideoFile` names the reason
+        return None
+    image = np.empty((1, *nearest_size(frame.height, frame.width, sizes), 3), np.uint8)
+    _fit(frame, image[0], VideoReformatter(), AS_STORED)
+    return image
+
+
 def _read(file: VideoFile, chosen: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the chosen frames, which may repeat, as uint8 [F, H, W, 3]."""
     scaler = VideoReformatter()  # one per clip: it keeps the tables of its filter between frames
@@ -130,21 +155,19 @@ def _read(file: VideoFile, chosen: np.ndarray, sizes: Sequence[tuple[int, int]])
     def take(frame: VideoFrame, place: int) -> None:
         nonlocal video
         if not len(video):
-            turned = quarter_turns(frame) % 2
-            shown = (frame.width, frame.height) if turned else (frame.height, frame.width)
+            shown = upright(frame).size(frame.height, frame.width)
             video = np.empty((len(chosen), *nearest_size(*shown, sizes), 3), np.uint8)
         first, stop = np.searchsorted(chosen, [place, place + 1])
-        _fit(frame, video[first], scaler)
+        _fit(frame, video[first], scaler, upright(frame))
         video[first + 1 : stop] = video[first]
 
     file.read(np.unique(chosen), take, retry=True)
     return video
 
 
-def _fit(frame: VideoFrame, image: np.ndarray, scaler: VideoReformatter) -> None:
-    """Scale a frame to cover `image` [H, W, 3], rotate it upright, and copy its centre."""
-    turns = quarter_turns(frame)
-    height, width = image.shape[:2] if turns % 2 == 0 else image.shape[1::-1]
+def _fit(frame: VideoFrame, image: np.ndarray, scaler: VideoReformatter, way: Upright) -> None:
+    """Scale a frame to cover `image` [H, W, 3], and copy its centre, shown upright."""
+    height, width = way.size(*image.shape[:2])
     scale = max(height / frame.height, width / frame.width)
     scaled = scaler.reformat(
         frame,
@@ -160,4 +183,4 @@ def _fit(frame: VideoFrame, image: np.ndarray, scaler: VideoReformatter) -> None
     ]
     top, left = (scaled.height - height) // 2, (scaled.width - width) // 2
     middle = pixels.reshape(scaled.height, scaled.width, 3)[top : top + height, left : left + width]
-    image[:] = np.rot90(middle, turns)
+    image[:] = way.show(middle)
