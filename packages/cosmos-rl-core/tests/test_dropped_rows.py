@@ -34,7 +34,7 @@ def finished(directory, *, dropped):
             if number:
                 write_dropped(directory, step=step, reasons=[f"clip{step}.mp4: is cut off"])
             observer.step(step, {"loss": 1.0, "rows_dropped": number, "data_term/rows_dropped": number})
-        observer.finish(steps=4, trained=2, checkpoint="", counts={}, reasons={}, wall_s=1.0, interrupted=False)
+        observer.finish(steps=4, trained=4, checkpoint="", counts={}, reasons={}, wall_s=1.0, interrupted=False)
 
 
 def test_the_closing_table_counts_dropped_rows_and_names_the_first(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """The hack monitor, look by look; the metrics of the first tests are those of cookbook/wfm_quickstart."""
 
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from cosmos_rl_core.control.reports import Observer
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.observer import Watch, _alarms
+from cosmos_rl_core.launch.observer import Watch, _alarms, _Totals
 from cosmos_rl_core.monitor import HackMonitor, Metrics, MonitorConfig, Rule, State, beyond
 from cosmos_rl_core.monitor.monitor import History, TrainingSteps
 from cosmos_rl_core.recipe.load import load_config
@@ -377,8 +376,8 @@ def test_the_closing_table_has_alarms_skipped_steps_and_the_reason_of_a_stop(tmp
     for step, value in enumerate([0.9, 0.1]):
         metrics = Metrics(step=step, reward=value)
         history.add(metrics, monitor.observe(metrics), monitor.state)
-    result = SimpleNamespace(run_dir=tmp_path, metrics=({"grad_norm": 1.0}, {"grad_norm": math.inf}), stopped="why")
-    assert _alarms(result) == {
+    result = SimpleNamespace(run_dir=tmp_path, stopped="why")
+    assert _alarms(result, _Totals(steps=2, skipped=1)) == {
         "stopped": "why",
         "alarms": "reward below 0.5 of best",
         "skipped steps": "1 of 2, as their gradients were not finite",

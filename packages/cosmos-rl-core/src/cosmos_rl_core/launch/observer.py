@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from cosmos_rl_core.observe.record import Events, resume_command
 from cosmos_rl_core.observe.rollouts import DROPPED, first_reasons, write_rollouts
 from cosmos_rl_core.observe.services import RunLabels
-from cosmos_rl_core.observe.sinks import Grids, JsonLines, build_sinks, keep_earlier
+from cosmos_rl_core.observe.sinks import Grids, JsonLines, build_sinks, keep_earlier, read_lines
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import RolloutGroup
 
@@ -31,22 +31,27 @@ if TYPE_CHECKING:
     from cosmos_rl_core.observe.console import Console
 
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from cosmos_rl_core.control.reports import Observer
 from cosmos_rl_core.monitor.config import DIVERSITY
 from cosmos_rl_core.monitor.data_rewards import BEST
 from cosmos_rl_core.monitor.monitor import HackMonitor, History, Metrics, TrainingSteps, Verdict, beyond, read_alarms
 
+METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
 _REASONS_SHOWN = 3
 """Rows of rows_dropped.jsonl in the closing table."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """The result of a run."""
+    """The result of a run. Metrics and evaluations are read from its directory when they are first asked for."""
 
     run_dir: Path
+    first_step: int
+    """The step that the run began with: 0, or that of the checkpoint it was resumed from."""
+    first_evaluated: int
+    """The first version that this run evaluates."""
     steps: int
     """Number of optimizer steps in the final weights."""
     trained: int
@@ -55,16 +60,30 @@ class RunResult:
     """The last checkpoint, if it is on disk; its folder `policy` can be loaded as a model if one process trained."""
     checkpoint_url: str
     """Path or URL of the last checkpoint; empty if there is none."""
-    metrics: tuple[Mapping[str, float], ...]
-    """One mapping per step of this run, as in metrics.jsonl."""
-    evaluations: Mapping[int, Mapping[str, float]]
-    """Policy version -> metrics on the held-out rows."""
     samples: Mapping[str, int]
     """Number of groups by state."""
     wall_s: float
     interrupted: bool
     stopped: str = ""
     """The monitor's reason for the end of the run; empty if it did not end it."""
+
+    @cached_property
+    def metrics(self) -> tuple[Mapping[str, float], ...]:
+        """One mapping per step of this run, as in metrics.jsonl."""
+        return tuple(self.each_step())
+
+    @cached_property
+    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
+        """Policy version -> metrics on the held-out rows."""
+        found: dict[int, dict[str, float]] = {}
+        for line in read_lines(self.run_dir / EVALUATIONS, first_step=self.first_evaluated, last_step=self.trained):
+            metrics = {name: value for name, value in line.items() if name not in ("step", "policy_version")}
+            found.setdefault(int(line["step"]), {}).update(metrics)
+        return found
+
+    def each_step(self) -> Iterator[Mapping[str, float]]:
+        """Yield the metrics of each step without keeping them."""
+        return read_lines(self.run_dir / METRICS, first_step=self.first_step, last_step=self.trained - 1)
 
 
 class RunObserver:
@@ -83,14 +102,13 @@ class RunObserver:
         self._config = config
         self._directory = directory
         self._started = self._last_step_at = time.perf_counter()
-        self._metrics: list[Mapping[str, float]] = []
-        self._evaluations: dict[int, Mapping[str, float]] = {}
-        sinks = [name for name in config.logging.sinks if name != "console"]
+        self._first_step, self._first_evaluated = first_step, first_evaluated
+        sinks = ["jsonl", *(name for name in config.logging.sinks if name != "console")]
         labels = RunLabels(name=config.run.name, project=config.logging.project, group=config.logging.group)
         self._sinks = build_sinks(sinks, directory, labels=labels, first_step=first_step)
         self._grids = Grids(directory / "media", self._sinks)
         keep_earlier(directory / DROPPED, first_step)
-        self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_evaluated)
+        self._eval_sink = JsonLines(directory / EVALUATIONS, first_step=first_evaluated)
         self._console = _console(config, directory, max_steps) if "console" in config.logging.sinks else None
 
     def __enter__(self) -> RunObserver:
@@ -134,7 +152,6 @@ class RunObserver:
             "terms_per_s": metrics.get("terms", 0.0) / step_s,
             **metrics,
         }
-        self._metrics.append(whole)
         self.events.step = step + 1
         self.current_phase = "training"
         for sink in self._sinks:
@@ -144,7 +161,6 @@ class RunObserver:
             self._console.step(step, whole)
 
     def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None:
-        self._evaluations[version] = {**self._evaluations.get(version, {}), **metrics}
         self._eval_sink.log(version, {"policy_version": version, **metrics})
         if groups:
             write_rollouts(self._directory / "rollouts", step=version, groups=groups, name="eval")
@@ -153,8 +169,6 @@ class RunObserver:
         self.note(f"version {version} on held-out rows: {shown}", kind="evaluation")
 
     def rolled_back(self, version: int) -> None:
-        self._metrics = [line for line in self._metrics if line["step"] < version]
-        self._evaluations = {each: values for each, values in self._evaluations.items() if each <= version}
         for sink in self._sinks:
             sink.roll_back(version)
         self._eval_sink.roll_back(version + 1)
@@ -174,12 +188,12 @@ class RunObserver:
     ) -> RunResult:
         result = RunResult(
             run_dir=self._directory,
+            first_step=self._first_step,
+            first_evaluated=self._first_evaluated,
             steps=steps,
             trained=trained,
             checkpoint=Path(checkpoint) if checkpoint and "://" not in checkpoint else None,
             checkpoint_url=checkpoint,
-            metrics=tuple(self._metrics),
-            evaluations=self._evaluations,
             samples=counts,
             wall_s=wall_s,
             interrupted=interrupted,
@@ -220,20 +234,20 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
                     result.evaluations[last].get(name, float("nan")),
                 )
                 rows[f"held-out {name.removeprefix('eval/')}"] = f"{before:.3f} -> {after:.3f}"
-    if result.metrics and "reward_mean" in result.metrics[0]:
-        rows["reward"] = f"{result.metrics[0]['reward_mean']:.3f} -> {result.metrics[-1]['reward_mean']:.3f}"
-    elif result.metrics:
-        rows["loss"] = f"{result.metrics[0]['loss']:.4f} -> {result.metrics[-1]['loss']:.4f}"
-    rows |= _alarms(result)
-    terms = sum(m.get("terms", 0.0) for m in result.metrics)
+    totals = _Totals.of(result)
+    if "reward_mean" in totals.first:
+        rows["reward"] = f"{totals.first['reward_mean']:.3f} -> {totals.last['reward_mean']:.3f}"
+    elif totals.steps:
+        rows["loss"] = f"{totals.first['loss']:.4f} -> {totals.last['loss']:.4f}"
+    rows |= _alarms(result, totals)
     rows["steps"] = f"{result.trained}" + (" (interrupted)" if result.interrupted else "")
     if result.steps < result.trained:
         rows["rolled back"] = f"the weights are those of step {result.steps}; later checkpoints are set aside"
     rows["wall time"] = f"{result.wall_s:.1f} s"
-    rows["trained terms"] = f"{terms:,.0f}"
-    if dropped := sum(m.get("rows_dropped", 0.0) + m.get("data_term/rows_dropped", 0.0) for m in result.metrics):
-        first = first_reasons(result.run_dir, first_step=int(result.metrics[0]["step"]), count=_REASONS_SHOWN)
-        rows["rows dropped"] = "; ".join([f"{dropped:,.0f}", *first])
+    rows["trained terms"] = f"{totals.terms:,.0f}"
+    if totals.rows_dropped:
+        first = first_reasons(result.run_dir, first_step=result.first_step, count=_REASONS_SHOWN)
+        rows["rows dropped"] = "; ".join([f"{totals.rows_dropped:,.0f}", *first])
     for reason, number in sorted(reasons.items()):
         rows[f"dropped: {reason}"] = f"{number}"
     rows["files"] = str(result.run_dir)
@@ -245,13 +259,37 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
     return rows
 
 
-def _alarms(result: RunResult) -> dict[str, str]:
+@dataclass(slots=True)
+class _Totals:
+    """Sums over the steps of a run."""
+
+    steps: int = 0
+    skipped: int = 0
+    """Steps whose gradients were not finite."""
+    terms: float = 0.0
+    rows_dropped: float = 0.0
+    first: Mapping[str, float] = field(default_factory=dict)
+    last: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: RunResult) -> _Totals:
+        totals = cls()
+        for line in result.each_step():
+            totals.first, totals.last = totals.first or line, line
+            totals.steps += 1
+            totals.skipped += not math.isfinite(line.get("grad_norm", 0.0))
+            totals.terms += line.get("terms", 0.0)
+            totals.rows_dropped += line.get("rows_dropped", 0.0) + line.get("data_term/rows_dropped", 0.0)
+        return totals
+
+
+def _alarms(result: RunResult, totals: _Totals) -> dict[str, str]:
     """Rows of a run that did not go well."""
     rows = {"stopped": result.stopped} if result.stopped else {}
     if alarms := read_alarms(result.run_dir):
         rows["alarms"] = "; ".join(alarms)
-    if skipped := sum(not math.isfinite(line.get("grad_norm", 0.0)) for line in result.metrics):
-        rows["skipped steps"] = f"{skipped} of {len(result.metrics)}, as their gradients were not finite"
+    if totals.skipped:
+        rows["skipped steps"] = f"{totals.skipped} of {totals.steps}, as their gradients were not finite"
     return rows
 
 
@@ -292,7 +330,9 @@ class Watch:
         self._every = 0 if config.is_sft else config.monitor.every_steps
         self._is_evaluated = partial(config.eval.due, last=config.run.max_steps)
         self._needs_loss = config.eval.loss_data is not None
+        self._checks_rewards = config.eval.data is not None and not config.is_sft
         self._known: dict[int, dict[str, float]] = {}
+        """Version -> metrics of an evaluation that is not complete."""
 
     def phase(self, text: str) -> None:
         self._observer.phase(text)
@@ -324,6 +364,8 @@ class Watch:
         if rewards and self._best is not None:
             metrics = {**metrics, BEYOND: beyond(rewards, self._best)}
         self._observer.evaluated(version, metrics, groups)
+        if not self._checks_rewards:
+            return
         known = self._known.setdefault(version, {})
         known.update(metrics)
         if REWARD in known and (LOSS in known or not self._needs_loss):

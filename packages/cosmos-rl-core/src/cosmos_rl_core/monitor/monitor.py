@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -80,26 +81,33 @@ class TrainingSteps:
     """Metrics of metrics.jsonl by their names in rules."""
 
     def __init__(self) -> None:
-        self._steps: list[Mapping[str, float]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_steps = self._num_skipped = 0
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
 
     def __len__(self) -> int:
         """Number of steps in the current interval."""
-        return len(self._steps)
+        return self._num_steps
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of one step."""
-        self._steps.append({name: metrics[source] for name, source in self.SOURCES.items() if source in metrics})
+        self._num_steps += 1
+        # the optimizer skips a step whose gradients are not finite
+        self._num_skipped += not math.isfinite(metrics.get("grad_norm", 0.0))
+        for name, source in self.SOURCES.items():
+            if math.isfinite(value := metrics.get(source, math.nan)):
+                self._sums[name] += value
+                self._counts[name] += 1
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the finite values of each metric, and the fraction of skipped steps."""
-        steps, self._steps = self._steps, []
-        found: dict[str, float] = {}
-        for name in self.SOURCES:
-            values = [step[name] for step in steps if math.isfinite(step.get(name, math.nan))]
-            if values:
-                found[name] = float(np.mean(values))
-        if steps:  # the optimizer skips a step whose gradients are not finite
-            found["skipped_steps"] = float(np.mean([not math.isfinite(step.get("grad_norm", 0.0)) for step in steps]))
+        found = {name: self._sums[name] / self._counts[name] for name in self.SOURCES if self._counts[name]}
+        if self._num_steps:
+            found["skipped_steps"] = self._num_skipped / self._num_steps
+        self._begin()
         return found
 
 

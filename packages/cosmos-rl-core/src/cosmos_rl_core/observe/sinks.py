@@ -6,11 +6,11 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.services import MLflow, RunLabels, TensorBoard, Trackio, Wandb
@@ -107,6 +107,17 @@ def build_sinks(
     return sinks
 
 
+def read_lines(path: Path, *, first_step: int, last_step: int) -> Iterator[dict[str, float]]:
+    """Yield the lines of a file of `JsonLines` from `first_step` to `last_step`, null as NaN; none without a file."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            values = _as_step(line)
+            if values is not None and first_step <= values["step"] <= last_step:
+                yield {name: math.nan if value is None else value for name, value in values.items()}
+
+
 def keep_earlier(path: Path, first_step: int | None) -> None:
     """Remove lines of `first_step` and later, if given, and an incomplete last line of a killed run.
 
@@ -126,7 +137,7 @@ def set_damage_aside(path: Path) -> str:
     if not path.exists():
         return ""
     whole = [] if path.is_dir() else _whole(path)
-    kept = [line for line in whole if _has_step(line)]
+    kept = [line for line in whole if _as_step(line) is not None]
     if path.is_file() and len(kept) == len(whole):
         return ""
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
@@ -141,12 +152,13 @@ def _whole(path: Path) -> list[bytes]:
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _has_step(line: bytes) -> bool:
+def _as_step(line: bytes) -> dict[str, Any] | None:
+    """The object in a line; None for a damaged one and one without a step."""
     try:
         held = json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(held, dict) and isinstance(held.get("step"), int)
+        return None
+    return held if isinstance(held, dict) and isinstance(held.get("step"), int) else None
 
 
 def _rewrite(path: Path, lines: Sequence[bytes]) -> None:

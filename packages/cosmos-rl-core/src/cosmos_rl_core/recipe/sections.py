@@ -312,7 +312,8 @@ class LoggingSection(Strict):
     """[logging]: destinations of metrics, and intervals at which rollouts and media are written."""
 
     sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "trackio", "mlflow"], ...] = ("console", "jsonl")
-    """Destinations of metrics; the services after "jsonl" also show grids of samples that are images or videos."""
+    """Destinations of metrics beside metrics.jsonl, which every run has; the services after "jsonl" also show grids of
+    samples that are images or videos."""
     project: str = Field(default="cosmos-rl", min_length=1)
     """Project of the run in wandb and trackio, experiment in mlflow; [run] name is its name there."""
     group: str = ""
