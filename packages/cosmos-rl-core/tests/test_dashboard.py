@@ -1,8 +1,12 @@
 """The dashboard's readers of run directories, and its server."""
 
+import asyncio
+import contextlib
 import json
 import shutil
+import socket
 
+import httpx
 import numpy as np
 import pytest
 from run_files import write_run
@@ -15,7 +19,7 @@ from cosmos_rl_core.dashboard.health import health
 from cosmos_rl_core.dashboard.lines import GrowingFile
 from cosmos_rl_core.dashboard.rollouts import Rollouts
 from cosmos_rl_core.dashboard.run import find_runs, without_secrets
-from cosmos_rl_core.dashboard.server import listen, serve
+from cosmos_rl_core.dashboard.server import MOST_IDLE, http_server, listen, serve
 from cosmos_rl_core.errors import UserError
 
 TOKEN = "a-token-of-a-test"
@@ -125,9 +129,20 @@ def test_groups_are_sorted_filtered_and_paged(run_dir):
     assert [rollout["response"] for rollout in group["rollouts"]] == ["2", "2", "<b>2</b>", "<b>3</b>"]
     right = file.matching(low=0.9, high=1.1, text="")
     assert file.page(keep=right, sort="worst", at=0, count=9)["total"] == 6
-    assert file.page(keep=file.matching(low=-1, high=2, text=r"^2 \+"), sort="best", at=0, count=9)["total_groups"] == 1
+    assert file.page(keep=file.matching(low=-1, high=2, text="2 + 1"), sort="best", at=0, count=9)["total_groups"] == 1
     histogram = file.histogram()
     assert (histogram["low"], histogram["high"], sum(histogram["bins"])) == (0.0, 1.0, 12)
+
+
+def test_a_filter_is_a_text_and_no_pattern(page, run_dir):
+    rows = [
+        {"sample": 0, "prompt": "?", "response": "a" * 100_000 + "!", "reward": 1.0},
+        {"sample": 1, "prompt": "?", "response": "Straße (a+)+$", "reward": 1.0},
+    ]
+    metrics(run_dir / "rollouts" / "step_000050.jsonl", rows)
+    for text in ("(A+)+$", "STRASSE"):
+        found = page.get("/api/run/first/rollouts", params={"step": 50, "text": text}).json()
+        assert [group["sample"] for group in found["groups"]] == [1]
 
 
 def test_a_prompt_is_followed_through_all_steps(run_dir):
@@ -334,7 +349,7 @@ def test_every_view_answers_for_a_run_and_for_an_empty_directory(page, run_dir, 
 
 @pytest.mark.parametrize(
     "query",
-    ["rollouts?text=(", "rollouts?sort=x", "rollouts?step=-1", "curves?points=0", "curves?axis=x", "timeline?start=x"],
+    ["rollouts?sort=x", "rollouts?step=-1", "curves?points=0", "curves?axis=x", "timeline?start=x"],
 )
 def test_a_wrong_request_is_refused_with_the_reason(page, query):
     answer = page.get(f"/api/run/first/{query}")
@@ -350,9 +365,39 @@ def test_without_the_token_nothing_is_served(run_dir):
     assert stranger.get("/", headers={"cookie": f"cosmos_rl_80={TOKEN}"}).status_code == 200
 
 
-def test_another_host_name_is_refused_even_with_the_token(page):
-    assert page.get("/api/runs", headers={"host": "evil.example"}).status_code == 403
-    assert page.get("/api/runs", headers={"host": "localhost:80"}).status_code == 200
+@pytest.mark.parametrize(
+    "host", ["evil.example", "[::1].evil.example", "[::1", "[::1]x:80", "127.0.0.1:80.evil.example", "localhost:", ""]
+)
+def test_another_host_name_is_refused_even_with_the_token(page, host):
+    assert page.get("/api/runs", headers={"host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:80", "127.0.0.1:7861", "[::1]", "[::1]:80"])
+def test_each_name_of_this_machine_is_served(page, host):
+    assert page.get("/api/runs", headers={"host": host}).status_code == 200
+
+
+def test_half_requests_are_few_at_a_time_and_the_page_is_served_beside_them(run_dir):
+    async def main():
+        with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as opened:
+            said = []
+            server = http_server(Guard(build_app(Runs([run_dir])), token=TOKEN, port=80), log=said.append)
+            running = asyncio.create_task(server.serve(sockets=[listener]))
+            address = listener.getsockname()
+            for _ in range(2 * MOST_IDLE):
+                half = opened.enter_context(socket.socket())
+                half.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(half, address)
+                await asyncio.get_running_loop().sock_sendall(half, b"GET / HT")
+            async with httpx.AsyncClient(trust_env=False, timeout=30) as stranger:
+                answer = await stranger.get(f"http://127.0.0.1:{address[1]}/api/runs")
+            assert answer.status_code == 401
+            assert len(server.server_state.connections) <= MOST_IDLE + 1
+            server.should_exit = True
+            await running
+            assert said == [f"more than {MOST_IDLE} idle connections: the oldest are closed"]
+
+    asyncio.run(main())
 
 
 def test_only_reading_is_allowed_and_foreign_scripts_are_not(page):

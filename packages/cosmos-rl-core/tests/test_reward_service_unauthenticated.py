@@ -8,8 +8,8 @@ import time
 
 import httpx
 
-from cosmos_rl_core.reward.service.server import HttpServer
 from cosmos_rl_core.testing.descriptors import descriptors_left
+from cosmos_rl_core.wire.http_server import HttpServer
 from cosmos_rl_core.wire.listening import SeldomFilter
 
 
@@ -23,7 +23,7 @@ async def serving(**bounds):
     """Yield the server, its address and what it complained of."""
     said = []
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
-        server = HttpServer(hello, **{"most_idle": 1000, **bounds}, log=said.append)
+        server = HttpServer(hello, **{"most_idle": 1000, "grace_s": 5, **bounds}, log=said.append)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)

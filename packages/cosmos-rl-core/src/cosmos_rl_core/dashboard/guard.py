@@ -7,6 +7,7 @@ can neither read the cookie (SameSite) nor reach the server under a name of its 
 from __future__ import annotations
 
 import ipaddress
+import re
 import secrets
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
@@ -19,6 +20,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:[0-9]+)?")
 HEADERS = (
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -76,8 +78,9 @@ class Guard:
 
 
 def host_name(host: str) -> str:
-    """Return the name in a Host header, without the port: "127.0.0.1", "[::1]"."""
-    return host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    """Return the name in a Host header, without the port: "127.0.0.1", "[::1]"; empty for any other text."""
+    parts = HOST.fullmatch(host)
+    return "" if parts is None else parts["name"].lower()
 
 
 def _is_address(name: str) -> bool:

@@ -9,15 +9,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from cosmos_rl_core.dashboard.app import Runs, build_app
 from cosmos_rl_core.dashboard.guard import LOOPBACK, Guard
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.wire.http_server import HttpServer
 
 PORT = 7861
 CLOSE_S = 1
 """Seconds for open connections at the end; live events never end by themselves."""
+MOST_IDLE = 64
+"""Connections without a whole request at a time; a browser keeps up to six."""
 
 
 def serve(
@@ -48,11 +51,13 @@ def serve(
     hosts = LOOPBACK if _is_loopback(host) else LOOPBACK | {shown, socket.gethostname(), socket.getfqdn()}
     threading.Thread(target=runs.read_ahead, daemon=True).start()
     app = Guard(build_app(runs), token=token, hosts=hosts, any_address=everywhere, port=bound)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSE_S
-    )
     with listener, suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        http_server(app, log=say).run(sockets=[listener])
+
+
+def http_server(app: ASGIApp, *, log: Callable[[str], None]) -> HttpServer:
+    """Return the server of the page. log: receives at most a line a minute about connections that are closed."""
+    return HttpServer(app, most_idle=MOST_IDLE, log=log, grace_s=CLOSE_S, handles_signals=True)
 
 
 def listen(host: str, port: int | None) -> socket.socket:

@@ -24,7 +24,7 @@ export async function rollouts(view, [id], state) {
   const choice = el('select', { 'aria-label': 'Kind', onchange: event => { kind = event.target.value; go(files[kind].at(-1)) } }, kinds.map(name => el('option', { value: name, selected: name === kind }, KINDS[name] ?? name)))
   const order = el('select', { 'aria-label': 'Order', onchange: event => { sort = event.target.value; at = 0; load() } }, Object.entries(SORTS).map(([value, name]) => el('option', { value, selected: value === sort }, name)))
   const shading = el('select', { 'aria-label': 'Colour of tokens', onchange: event => { by = event.target.value; store.set('tokens', by); draw() } }, Object.entries(SHADES).map(([value, name]) => el('option', { value, selected: value === by }, name)))
-  const search = el('input', { type: 'search', placeholder: 'Text or regular expression', 'aria-label': 'Filter by text', value: text, onchange: event => { text = event.target.value; at = 0; load() } })
+  const search = el('input', { type: 'search', placeholder: 'Text of a prompt or answer', 'aria-label': 'Filter by text', value: text, onchange: event => { text = event.target.value; at = 0; load() } })
   const move = by => { const steps = files[kind]; follow = false; go(steps[Math.max(0, Math.min(steps.length - 1, steps.indexOf(step) + by))]) }
   const go = to => { step = to; at = 0; range = null; history.replaceState(null, '', address([id], 'rollouts', { kind, step, sort, text })); load() }
 
