@@ -55,6 +55,98 @@ def test_the_gripper_of_openvla_is_stretched_signed_and_inverted():
     assert actions[0, 1] == np.float32(0.9)  # what came in stays
 
 
+CONVENTIONS = [
+    Gripper(dim=-1, unit=unit, binary=binary, invert=invert)
+    for unit in (False, True)
+    for binary in (False, True)
+    for invert in (False, True)
+]
+
+
+@pytest.mark.parametrize("gripper", CONVENTIONS, ids=str)
+@given(arrays(np.float32, (4, 3), elements=st.floats(-1, 1, width=32)), st.sampled_from(["quantile", "mean_std"]))
+def test_demonstrated_actions_come_back_by_every_convention_of_a_gripper(gripper, actions, kind):
+    if gripper.binary:
+        actions[:, -1] = np.where(actions[:, -1] >= 0, 1, -1)
+    stats = ActionStats(action=Spread.of(DEMOS, kind=kind, mask=np.array([True, True, False])), gripper=gripper)
+    np.testing.assert_allclose(stats.unnormalise(stats.normalise(actions)), actions, rtol=1e-4, atol=1e-4)
+
+
+def test_the_target_of_an_open_gripper_is_that_of_the_published_demonstrations():
+    stats = ActionStats(action=Spread.of(DEMOS, mask=np.array([True, True, False])), gripper=CONVENTIONS[-1])
+    opens, closes = stats.normalise(np.array([[0, 10, -1], [0, 10, 1]]))[:, 2]
+    assert (opens, closes) == (1, 0)  # LIBERO's simulator opens at -1, the published demonstrations at 1
+
+
+def test_demonstrations_in_the_units_of_the_published_ones_are_refused():
+    stats = ActionStats(action=Spread.of(DEMOS, mask=np.array([True, True, False])), gripper=CONVENTIONS[-1])
+    stats.check_demonstrated(np.array([0, 10, -1]), np.array([2, 30, 1]), origin="demos")
+    stats.check_demonstrated(np.array([0, 10, 1]), np.array([2, 30, 1]), origin="demos")  # closed throughout
+    with pytest.raises(UserError, match=r"demos: dimension 2 of the actions.*0 to 1.*-1 to 1"):
+        stats.check_demonstrated(np.array([0, 10, 0]), np.array([2, 30, 1]), origin="demos")
+
+
+RARE = np.array([[0.0, 0.3]] * 399 + [[1.0, 0.3]] * 3)
+"""A button that is pressed in 0.75 % of the frames, and a dimension that never moves."""
+
+
+def test_a_dimension_that_hardly_moves_is_normalised_by_its_range(caplog):
+    spread = Spread.of(RARE, name="column 'action'")
+    np.testing.assert_allclose(spread.normalise(np.array([[0, 0.3], [1, 0.3]]))[:, 0], [-1, 1])
+    np.testing.assert_allclose(spread.unnormalise(np.array([[3.0, 0.0]]))[:, 0], 2.0)
+    assert "column 'action': dimension 0 moves in less than 2 %" in caplog.text
+
+
+def test_rare_values_beside_noise_are_named(caplog):
+    noise = np.random.default_rng(0).normal(scale=1e-4, size=(402, 1))
+    Spread.of(RARE[:, :1] + noise, name="column 'touch'")
+    assert "column 'touch': dimension 0 is normalised to up to" in caplog.text
+    caplog.clear()
+    Spread.of(noise)
+    assert not caplog.text
+
+
+def openpi_file(path, **numbers):
+    path.write_text(json.dumps({"norm_stats": {"actions": numbers}}))
+    return ActionStats.load(path)
+
+
+def own_file(path, **numbers):
+    path.write_text(json.dumps({"action": {"kind": "quantile", **numbers}}))
+    return ActionStats.load(path)
+
+
+@pytest.mark.parametrize(("load", "image"), [(openpi_file, -1), (own_file, 0)])
+def test_published_statistics_of_a_dimension_that_hardly_moves_use_its_deviation(tmp_path, caplog, load, image):
+    numbers = {"mean": [0.0075, 0.3], "std": [0.086, 0.0], "q01": [0.0, 0.3], "q99": [0.0, 0.3]}
+    stats = load(tmp_path / "stats.json", **numbers)
+    normalised = stats.normalise(np.array([[0, 0.3], [1, 0.3]]))
+    np.testing.assert_allclose(normalised[:, 0], [image, image + 1 / 0.086], rtol=1e-4)
+    np.testing.assert_allclose(normalised[:, 1], image, atol=0.05)
+    assert "stats.json" in caplog.text and "dimension 0" in caplog.text and "dimension 1" not in caplog.text
+
+
+@pytest.mark.parametrize("numbers", [{"min": [0.0], "max": [1.0]}, {"std": [0.5]}], ids=["range", "deviation"])
+def test_lerobot_statistics_of_a_dimension_that_hardly_moves(tmp_path, numbers):
+    numbers = {f"action.{name}": value for name, value in {"q01": [0], "q99": [0], **numbers}.items()}
+    save_lerobot(tmp_path, norm_map={"ACTION": "QUANTILES"}, numbers=numbers)
+    np.testing.assert_allclose(ActionStats.load(tmp_path).normalise(np.array([[0.0], [1.0]]))[:, 0], [-1, 1])
+
+
+def test_actions_that_move_where_the_statistics_do_not_are_refused():
+    stats = ActionStats(action=Spread.of(np.full((5, 2), 3.0)))
+    stats.check_demonstrated(np.array([3.0, 3.0]), np.array([3.0, 3.0]), origin="demos")
+    with pytest.raises(
+        UserError, match="demos: dimension 1 of the actions is 3 throughout the model's statistics, and"
+    ):
+        stats.check_demonstrated(np.array([3.0, 2.0]), np.array([3.0, 3.0]), origin="demos")
+
+
+def test_a_state_that_moves_where_the_statistics_do_not_is_as_in_training():
+    stats = ActionStats(action=Spread.of(DEMOS), state=Spread.of(np.full((5, 1), 3.0)))
+    assert stats.normalise_state(np.array([[3.0], [2.0]])).tolist() == [[0.0], [0.0]]
+
+
 def test_a_file_gives_back_what_was_saved(tmp_path):
     stats = ActionStats(
         action=Spread.of(DEMOS, mask=np.array([True, True, False])),

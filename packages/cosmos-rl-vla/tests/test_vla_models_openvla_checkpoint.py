@@ -212,6 +212,14 @@ def test_statistics_of_libero_say_what_its_gripper_wants(tmp_path):
     np.testing.assert_allclose(stats.normalise_state(np.array([1.0])), [0.5])
 
 
+def test_statistics_of_a_dimension_that_hardly_moves_use_its_range(tmp_path):
+    numbers = {**statistics([0, 3], [0, 3])["action"], "mean": [0, 3], "min": [0, 3], "max": [1, 3]}
+    numbers["mask"] = [True, True]
+    (tmp_path / "dataset_statistics.json").write_text(json.dumps({"bridge": {"action": numbers}}))
+    stats = published_stats(tmp_path, key="bridge")
+    assert stats.normalise(np.array([[0, 3], [1, 3]])).tolist() == [[-1, 0], [1, 0]]
+
+
 def test_a_dataset_is_chosen_by_its_key(tmp_path):
     public(tmp_path, norm_stats={"bridge": statistics([-1, 0], [1, 1]), "fractal": statistics([-2, 0], [2, 1])})
     stats = published_stats(tmp_path, key="fractal")

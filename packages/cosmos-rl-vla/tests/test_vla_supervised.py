@@ -14,6 +14,7 @@ from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, Share
+from cosmos_rl_vla.actions import ActionStats, Gripper, Spread
 from cosmos_rl_vla.build import build_policy
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
 from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
@@ -179,6 +180,23 @@ def test_demonstrations_that_do_not_fit_the_model_are_refused(demos, tmp_path):
         collated(data)
     with pytest.raises(UserError, match=r"statistics of 2-dimensional actions"):
         policy_of(data, action_dim=3)
+
+
+def test_targets_execute_the_demonstrated_actions_by_the_convention_of_the_models_gripper(demos, tmp_path):
+    ones = np.ones(2, np.float32)
+    stats = ActionStats(action=Spread.between(-ones, ones), gripper=Gripper(dim=-1, invert=True))
+    stats.save(tmp_path)
+    data = VLADataConfig(demos=str(demos))
+    (microbatch,) = collated(data, stats=str(tmp_path)).microbatches
+    targets, expected = microbatch.inputs["actions"][0, 0].numpy(), play(Reach(image_size=16), "red", 0).actions[0]
+    np.testing.assert_allclose(targets, expected * [1, -1], atol=1e-6)
+    np.testing.assert_allclose(stats.unnormalise(targets), expected, atol=1e-6)
+
+
+def test_statistics_of_demonstrations_that_move_less_are_refused(demos, tmp_path):
+    ActionStats(action=Spread.of(np.zeros((2, 2)))).save(tmp_path)
+    with pytest.raises(UserError, match=r"demos = '.*': dimension 0 of the actions is 0 throughout the model's stat"):
+        collated(VLADataConfig(demos=str(demos)), stats=str(tmp_path))
 
 
 RECIPE = {

@@ -1,6 +1,6 @@
 """Converts between a model's actions and a simulator's, with statistics saved as `action_stats.json`.
 
-    demonstrations -- normalise --> targets of the model
+    demonstrations -- gripper backwards, normalise --> targets of the model
     outputs of the model -- unnormalise, gripper --> actions of the simulator
 
 No torch here.
@@ -17,7 +17,7 @@ import numpy as np
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import read_json_object
-from cosmos_rl_vla.normalise import Spread
+from cosmos_rl_vla.normalise import Spread, narrowest
 from cosmos_rl_vla.published import LEROBOT_FILE, has_lerobot_spreads, lerobot_spreads, openpi_file, openpi_spreads
 
 FILE = "action_stats.json"
@@ -48,6 +48,15 @@ class Gripper:
         actions[..., self.dim] = -value if self.invert else value
         return actions
 
+    def undo(self, actions: np.ndarray) -> np.ndarray:
+        """Invert `apply`: [..., D] in the simulator's units -> [..., D]."""
+        actions = np.array(actions, np.float32)
+        value = -actions[..., self.dim] if self.invert else actions[..., self.dim]
+        if self.binary:
+            value = np.where(value >= 0, 1.0, -1.0)
+        actions[..., self.dim] = (value + 1) / 2 if self.unit else value
+        return actions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionStats:
@@ -65,8 +74,8 @@ class ActionStats:
         return cls(action=Spread.between(-one, one))
 
     def normalise(self, actions: np.ndarray) -> np.ndarray:
-        """Demonstrated actions [..., D] -> targets of the model."""
-        return self.action.normalise(actions)
+        """Demonstrated actions [..., D], in the simulator's units -> targets of the model."""
+        return self.action.normalise(actions if self.gripper is None else self.gripper.undo(actions))
 
     def unnormalise(self, actions: np.ndarray) -> np.ndarray:
         """A model's actions [..., D] -> the simulator's units, float32. The simulator clips them to its own bounds."""
@@ -92,6 +101,23 @@ class ActionStats:
         if self.gripper is not None and not -action_dim <= self.gripper.dim < action_dim:
             raise UserError(
                 f"gripper.dim {self.gripper.dim} of {action_dim}-dimensional actions: must be 0 .. {action_dim - 1}"
+            )
+
+    def check_demonstrated(self, low: np.ndarray, high: np.ndarray, *, origin: str) -> None:
+        """Raise UserError for demonstrated actions, between low and high [D], that have no right image."""
+        if self.gripper is not None and self.gripper.unit:
+            dim = self.gripper.dim % len(low)
+            if 0 <= low[dim] < high[dim]:
+                raise UserError(
+                    f"{origin}: dimension {dim} of the actions, the gripper, goes from {low[dim]:g} to {high[dim]:g}, "
+                    "and in the simulator's units from -1 to 1: convert it, or use an action_stats.json without gripper"
+                )
+        rest, still = self.action.mean, self.action.still
+        moves = still & (np.maximum(np.abs(low - rest), np.abs(high - rest)) > 4 * narrowest(rest))
+        for dim in np.flatnonzero(moves):
+            raise UserError(
+                f"{origin}: dimension {dim} of the actions is {rest[dim]:g} throughout the model's statistics, and "
+                f"goes from {low[dim]:g} to {high[dim]:g} here: set [model] stats to statistics of these demonstrations"
             )
 
     def save(self, directory: Path) -> None:

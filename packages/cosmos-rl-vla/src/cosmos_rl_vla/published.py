@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import read_json_object
-from cosmos_rl_vla.normalise import Kind, Spread, narrowest
+from cosmos_rl_vla.normalise import Bounds, Kind, Spread, narrowest, widened
 
 LEROBOT_FILE = "policy_preprocessor.json"
 """lerobot's normalisation; the numbers are in a safetensors file that it names."""
@@ -55,7 +55,8 @@ def openpi_spreads(held: Mapping[str, Any], *, family: str, origin: str) -> dict
         read = Spread.from_json({**spread, **filled, "kind": "mean_std"}, origin=f'{origin}, "{theirs}"')
         if percentiles and family != "pi0":
             low, high = (np.asarray(spread[name], np.float64) for name in ("q01", "q99"))
-            found[ours] = _interval(low, np.where(low == high, high, high + OPENPI_EPSILON))
+            high = np.where(low == high, high, high + OPENPI_EPSILON)
+            found[ours] = _interval((low, high), spread, name=f'{origin}, "{theirs}"')
         else:
             std = np.asarray(spread["std"], np.float64) + OPENPI_EPSILON
             found[ours] = replace(read, std=std.astype(np.float32))
@@ -95,10 +96,27 @@ def _spread(held: Mapping[str, np.ndarray], name: str, mode: str, *, origin: Pat
         raise UserError(f"{origin}: no {name}.{missing[0]}, which mode {mode} needs")
     low, high = (held[f"{name}.{bound}"].astype(np.float32) for bound in bounds)
     if kind == "quantile":
-        return _interval(low, high)
+        numbers = {bound: held[key] for bound in ("min", "max", "mean", "std") if (key := f"{name}.{bound}") in held}
+        return _interval((low, high), numbers, name=f"{origin}, {name}")
     return replace(Spread.between(low, high), kind=kind, mean=low, std=high)
 
 
-def _interval(low: np.ndarray, high: np.ndarray) -> Spread:
-    """Return the spread that maps low to -1 and high to 1; equal ones to -1, as openpi and lerobot do."""
-    return Spread.between(low, np.where(low == high, low + 2 * narrowest(low), high))
+def _interval(bounds: Bounds, numbers: Mapping[str, Any], *, name: str) -> Spread:
+    """Return the spread that maps low to -1 and high to 1; equal ones to -1, as openpi and lerobot do.
+
+    numbers: the other statistics.
+    """
+    low, high = widened(bounds, from_low(bounds[0], numbers), name=name)
+    spread = Spread.between(low, np.where(low == high, low + 2 * narrowest(low), high))
+    return replace(spread, mean=np.asarray(numbers.get("mean", low), np.float32))
+
+
+def from_low(low: np.ndarray, numbers: Mapping[str, Any]) -> Bounds:
+    """Return the interval that begins at `low`, which models are trained to map to -1, as wide as the values' range.
+
+    numbers: statistics, with min and max, or std, of which two are taken.
+    """
+    if "min" in numbers and "max" in numbers:
+        least, most = (np.asarray(numbers[name], np.float32) for name in ("min", "max"))
+        return low, low + most - least
+    return low, low + 2 * np.asarray(numbers.get("std", 0.0), np.float32)

@@ -90,6 +90,9 @@ class Demonstrations:
             state=_measured(self._states, column=data.state_column, path=dataset.path),
         )
         """Statistics of actions and states of these episodes."""
+        shown = self._actions[self._shown]
+        self.action_bounds = shown.min(axis=0), shown.max(axis=0)
+        """The least and the most of these actions, [D] each."""
         self.faults = Faults("have no images")
         """Rows whose images could not be read."""
         self.instructions = tuple(dict.fromkeys(dataset.tasks[int(task)] for task in np.unique(frames.task_index)))
@@ -165,7 +168,7 @@ def _measured(values: np.ndarray, *, column: str, path: Path) -> Spread:
         raise UserError(f"{path}: no frame has an action in column {column!r}: there is nothing to imitate")
     if not np.isfinite(values).all():
         raise UserError(f"{path}: column {column!r} holds numbers that are not finite, or nulls")
-    return Spread.of(values)
+    return Spread.of(values, name=f"{path}, column {column!r}")
 
 
 def _standardised(columns: Sequence[np.ndarray]) -> np.ndarray | None:

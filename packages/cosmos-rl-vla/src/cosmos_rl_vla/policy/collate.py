@@ -221,6 +221,7 @@ def _check_fit(demonstrations: Demonstrations, policy: VLAPolicy, data: VLADataC
     for name, (recorded, known) in sizes.items():
         if recorded != known:
             raise UserError(f"[data] demos = {data.demos!r} has {name} of {recorded} numbers, the model's are {known}")
+    model.check_demonstrated(*demonstrations.action_bounds, origin=f"[data] demos = {data.demos!r}")
     if demonstrations.aux_dim and demonstrations.aux_dim != policy.aux_dim:
         raise UserError(
             f"[data] aux_columns {list(data.aux_columns)} have {demonstrations.aux_dim} numbers, the model's aux_dim "

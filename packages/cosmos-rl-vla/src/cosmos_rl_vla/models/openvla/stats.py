@@ -8,6 +8,7 @@ No torch here.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats, Gripper
-from cosmos_rl_vla.normalise import Spread
+from cosmos_rl_vla.normalise import Spread, widened
+from cosmos_rl_vla.published import from_low
 
 FILE = "dataset_statistics.json"
 _LIBERO = Gripper(dim=-1, unit=True, binary=True, invert=True)
@@ -72,7 +74,9 @@ def _stats_of(datasets: Mapping[str, Any], *, key: str, origin: Path) -> ActionS
 
 
 def _spread(held: Mapping[str, Any], *, origin: str) -> Spread:
-    return Spread.from_json({**held, "kind": "quantile"}, origin=origin)
+    spread = Spread.from_json({**held, "kind": "mean_std"}, origin=origin)
+    low, high = widened((spread.q01, spread.q99), from_low(spread.q01, held), mask=spread.mask, name=origin)
+    return replace(spread, kind="quantile", q01=low, q99=high)
 
 
 def _published(spread: Spread) -> dict[str, Any]:
