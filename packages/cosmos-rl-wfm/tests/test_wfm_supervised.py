@@ -1,6 +1,9 @@
 """Real clips as training sees them."""
 
+import json
 import logging
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save
 from safetensors.torch import load_file, save_file
-from wfm_fixtures import lines_of, mock_data, pixel_model, recipe
+from wfm_fixtures import lines_of, mock_data, pixel_model, recipe, save_pipeline
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
@@ -181,6 +184,34 @@ def test_latents_of_another_autoencoder_are_not_taken(tmp_path):
     for seed in (0, 1):
         collated(data, policy=policy_of(data, tiny_wan(seed=seed)))
     assert len(kept_in(tmp_path)) == 4
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    save_pipeline(folder)
+    return folder
+
+
+@pytest.mark.parametrize("changed", ["config", "weights", "nothing"])
+def test_latents_of_an_autoencoder_that_changed_in_its_folder_are_not_taken(pipeline, tmp_path, changed):
+    root = shutil.copytree(pipeline, tmp_path / "model")
+    data = latents_data(tmp_path / "cache")
+    model = WFMModelConfig.model_validate({"path": str(root), "text": {"encoder": "words", "length": 4}})
+    (before,) = collated(data, policy=policy_of(data, model)).microbatches
+    if changed == "config":
+        file = root / "vae" / "config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps({**config, "latents_std": [2 * std for std in config["latents_std"]]}))
+    if changed == "weights":  # of the same size and age
+        file = root / "vae" / "diffusion_pytorch_model.safetensors"
+        old = file.stat()
+        save_file({name: 1.5 * weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+        assert file.stat().st_size == old.st_size
+        os.utime(file, ns=(old.st_atime_ns, old.st_mtime_ns))
+    (after,) = collated(data, policy=policy_of(data, model)).microbatches
+    assert torch.equal(before.inputs["clean"], after.inputs["clean"]) == (changed == "nothing")
+    assert len(kept_in(tmp_path / "cache")) == (2 if changed == "nothing" else 4)
 
 
 def test_given_frames_are_decoded_where_latents_are_kept_too(tmp_path):

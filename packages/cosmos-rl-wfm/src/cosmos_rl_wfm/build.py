@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
 
+from cosmos_rl_core.data import video as decoding
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.lora import merge
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_wfm.conditions import CaptionCache, Conditions
-from cosmos_rl_wfm.data.cache import TensorCache
+from cosmos_rl_wfm.data import mock, video
+from cosmos_rl_wfm.data.cache import TensorCache, code_of, key_of
 from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader
 from cosmos_rl_wfm.data.storage import cache_folder
 from cosmos_rl_wfm.ema import Follower, average_decay
 from cosmos_rl_wfm.engines.torch import FlowEngine, TorchEngineOptions
+from cosmos_rl_wfm.models import codec, eager
 from cosmos_rl_wfm.models.base import Condition, Size
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import WFMModelConfig
@@ -32,6 +35,9 @@ from cosmos_rl_wfm.supervised import Clips
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_ENCODING = (decoding, video, mock, codec, eager)
+"""Modules that compute the pixels of clips and their latents."""
 
 
 def build_policy(
@@ -64,8 +70,8 @@ def build_policy(
     def clips(section: WFMDataConfig) -> Clips:
         if section not in made:
             _check_sizes(model, section)
-            loader = _clip_loader(config, section, text_width=model.family.text_width, seed=seed)
             load_parts(model, config, {"codec", "text"}, seed=config.seed, device=device)
+            loader = _clip_loader(model, config, section, seed=seed)
             conditions = _conditions(model, config, section, captions)
             made[section] = Clips(model, section, loader=loader, conditions=conditions)
         return made[section]
@@ -130,13 +136,14 @@ def _check_sizes(model: DiffusersModel, data: WFMDataConfig) -> None:
         model.check(Size(frames=data.size.frames, height=height, width=width))
 
 
-def _clip_loader(config: WFMModelConfig, data: WFMDataConfig, *, text_width: int, seed: int) -> ClipLoader:
+def _clip_loader(model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, *, seed: int) -> ClipLoader:
+    cache = _latents_cache(config, data)
     return ClipLoader(
         data,
         seed=seed,
-        text_width=text_width,
-        cache=_latents_cache(config, data),
-        codec=_codec_of(config),
+        text_width=model.family.text_width,
+        cache=cache,
+        codec="" if cache is None else key_of(model.codec_fingerprint(), version("av"), code_of(*_ENCODING)),
         needs_video=config.given.max_frames > 0,
     )
 
@@ -146,11 +153,3 @@ def _latents_cache(config: WFMModelConfig, data: WFMDataConfig) -> TensorCache |
     if config.codec == "pixels" or data.start == "random":
         return None
     return TensorCache(cache_folder(data.cache_path) / "latents", max_bytes=data.cache_bytes)
-
-
-def _codec_of(config: WFMModelConfig) -> str:
-    """Identifier of the model's codec, in the names of cached latents."""
-    keys = {"path", "revision", "family", "network", "tiny", "seed", "codec", "codec_dtype", "codec_tiling"}
-    weights = sorted((Path(config.path).expanduser() / "vae").glob("*.safetensors")) if config.path else []
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    return f"{config.model_dump_json(include=keys)} {files}"

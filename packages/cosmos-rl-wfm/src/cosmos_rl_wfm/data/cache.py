@@ -12,6 +12,7 @@ first.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import time
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
+from types import ModuleType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -41,6 +43,11 @@ Tensors = Mapping[str, Tensor]
 def key_of(*parts: Any) -> str:
     """Return the key of tensors computed from `parts`, JSON-like: file identity, size, fingerprint of the model, ..."""
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def code_of(*modules: ModuleType) -> str:
+    """Return a hash of the source of modules: tensors that other code computed have another key."""
+    return sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
 
 
 def identity(row: Mapping[str, Any], *, timeout_s: float = 60.0) -> list[Any]:

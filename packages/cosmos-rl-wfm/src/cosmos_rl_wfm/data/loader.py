@@ -67,7 +67,7 @@ class ClipLoader:
         codec: str = "",
         needs_video: bool = True,
     ) -> None:
-        """cache: of latents; `codec` identifies their codec. needs_video: decode clips whose latents are cached too."""
+        """cache: of latents; `codec` identifies what encodes. needs_video: decode clips with cached latents too."""
         self._config = config
         self._seed = seed
         self._reader = ClipReader(config, text_width=text_width)

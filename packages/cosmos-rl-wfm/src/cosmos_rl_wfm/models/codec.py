@@ -5,8 +5,11 @@ uint8 [B, F, H, W, 3] -> float [B, 3, F, H, W] in [-1, 1] -- encode --> normalis
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from hashlib import sha256
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +37,19 @@ class Codec(Protocol):
     def encode(self, clips: Tensor) -> Tensor: ...
 
     def decode(self, latents: Tensor) -> Tensor: ...
+
+
+def fingerprint(codec: Codec) -> str:
+    """Return a hash of what determines the latents: classes, configurations, weights, and the libraries' versions."""
+    total = sha256(json.dumps([type(codec).__name__, *map(version, ("diffusers", "torch"))]).encode())
+    for module in codec.modules:
+        network = cast(Any, module)
+        config = {name: value for name, value in network.config.items() if not name.startswith("_")}
+        total.update(json.dumps([type(network).__name__, config, network.use_tiling], sort_keys=True).encode())
+        for name, tensor in network.state_dict().items():
+            total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            total.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
 
 
 def clips_at_once(pixels: int) -> int:

@@ -24,7 +24,7 @@ from cosmos_rl_core.parallel.lora import adapter_weights, write_adapter_config
 from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_wfm.models.base import Condition, Grid, Size
 from cosmos_rl_wfm.models.captions import CaptionEncoder, ImageEncoder, pad_text
-from cosmos_rl_wfm.models.codec import Codec, clips_at_once, to_clips, to_video
+from cosmos_rl_wfm.models.codec import Codec, clips_at_once, fingerprint, to_clips, to_video
 from cosmos_rl_wfm.models.config import Guidance
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
 from cosmos_rl_wfm.models.networks.family import Family, held_dtype
@@ -114,6 +114,11 @@ class DiffusersModel:
     def latent_shape(self, size: Size) -> tuple[int, int, int, int]:
         """Return (C, f, h, w) of a clip."""
         return self.grid.latent_shape(size)
+
+    def codec_fingerprint(self) -> str:
+        """Return a hash of what determines the latents that `encode` computes of a clip."""
+        assert self._codec is not None, "the model was built without its codec"
+        return fingerprint(self._codec)
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
