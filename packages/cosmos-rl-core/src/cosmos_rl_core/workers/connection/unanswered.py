@@ -8,6 +8,7 @@ StepDone and other reports       the commit of a step that was voted for after t
 RequestBatch                     Batch, or another mesh
 Vote                             Committed, or another mesh
 PayloadsLost, PeersLost          another mesh
+Leaving                          Leave
 Goodbye                          the end
 """
 
@@ -39,6 +40,7 @@ class Unanswered:
         self._leases: p.RequestLeases | None = None
         self._batch: p.RequestBatch | None = None
         self._lost: p.PayloadsLost | p.PeersLost | None = None
+        self._leaving: p.Leaving | None = None
         self._reports: list[Report] = []
         self._before_vote = 0
         """Number of reports that were sent before the vote."""
@@ -55,7 +57,7 @@ class Unanswered:
 
     def messages(self) -> list[p.ToController]:
         """Return what to send again, without the groups, and the Goodbye after them."""
-        each = (self._ready, *self._reports, self._leases, self._lost, self.vote, self._batch)
+        each = (self._ready, *self._reports, self._leases, self._lost, self.vote, self._batch, self._leaving)
         return [message for message in each if message is not None]
 
     def sent(self, message: p.ToController) -> None:
@@ -78,6 +80,8 @@ class Unanswered:
                 self._lost = message
             case p.Ready():
                 self._ready = message
+            case p.Leaving():
+                self._leaving = message
             case p.Goodbye():
                 self.goodbye = message
             case _:
@@ -107,6 +111,8 @@ class Unanswered:
                     return False
                 self.vote = None
                 del self._reports[: self._before_vote]
+            case p.Leave():
+                self._leaving = None
             case p.Remesh():
                 return self._meshed(message)
             case _:
