@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import struct
 
 import numpy as np
 import pytest
@@ -85,18 +86,17 @@ def test_frames_of_a_video_are_taken_at_the_rate_of_the_recipe():
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_video_of_a_phone_held_sideways_is_turned_upright(turns):
-    """Clockwise, as players do."""
-    corner = np.zeros((24, 32, 3), np.uint8)
-    corner[:8, :8] = 250
-    given = turned(mp4(frames=2, shown=corner), turns)
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_video_of_a_phone_held_sideways_is_turned_upright(turns, mirrored):
+    """Clockwise, as players do; that of a selfie is mirrored before."""
+    stored = np.kron(np.array([[20, 90], [160, 230]], np.uint8), np.ones((12, 16), np.uint8))[..., None].repeat(3, -1)
+    given = turned(mp4(frames=2, shown=stored), turns, mirrored=mirrored)
     seen = []
     found = decode_video(given, MediaSection(), lambda *size: seen.append(size) or (lambda frame: frame))
     assert found.frames.shape[1:] == ((24, 32, 3) if turns % 2 == 0 else (32, 24, 3))
     assert found.stored == seen[0][1:] == found.frames.shape[1:3]
-    first = found.frames[0, ..., 0].astype(int)
-    assert np.abs(first - np.rot90(corner[..., 0], -turns)).mean() < 8
-    assert first[[0, 0, -1, -1], [0, -1, -1, 0]].argmax() == turns  # corners in clockwise order
+    expected = np.rot90(stored[:, ::-1] if mirrored else stored, -turns)
+    assert np.abs(found.frames[0].astype(int) - expected).mean() < 8
 
 
 @pytest.mark.parametrize("tag", range(1, 9))
@@ -117,6 +117,71 @@ def test_a_picture_is_turned_as_its_exif_data_says(tag):
     exif[0x0112] = tag
     stored.save(file, format="png", exif=exif)
     np.testing.assert_array_equal(np.asarray(decode_picture(file.getvalue(), MediaSection())), upright)
+
+
+def saved(image, format, **options):
+    file = io.BytesIO()
+    image.save(file, format=format, **options)
+    return file.getvalue()
+
+
+def grey(data):
+    """The values of one row of a decoded picture that is grey."""
+    pixels = np.asarray(decode_picture(data, MediaSection()))
+    assert (pixels == pixels[..., :1]).all()
+    return pixels[0, :, 0].tolist()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L"])
+def test_what_is_transparent_is_white(mode):
+    """As browsers show it: black there, and unseen by most programs, is what many files have."""
+    image, options = Image.new(mode, (3, 1)), {}
+    if mode in ("RGBA", "LA"):
+        image.putpixel((0, 0), (*[0] * (len(mode) - 1), 255))
+        image.putpixel((1, 0), (*[0] * (len(mode) - 1), 127))
+        expected = [0, 128, 255]
+    else:  # one colour is transparent
+        if mode == "P":
+            image.putpalette([0, 0, 0, 0, 0, 0, 8, 8, 8])
+        image.putpixel((0, 0), 2 if mode == "P" else (8, 8, 8) if mode == "RGB" else 8)
+        options, expected = {"transparency": (0, 0, 0) if mode == "RGB" else 0}, [8, 255, 255]
+    assert grey(saved(image, "PNG", **options)) == expected
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF", "JPEG2000", "PPM"])
+def test_grey_of_sixteen_bits_keeps_its_shades(format):
+    shades = np.array([[0, 257, 32896, 65535]], np.uint16)
+    assert grey(saved(Image.fromarray(shades), format)) == [0, 1, 128, 255]
+
+
+def test_one_grey_of_sixteen_bits_may_be_transparent():
+    shades = Image.fromarray(np.array([[300, 32896]], np.uint16))
+    assert grey(saved(shades, "PNG", transparency=300)) == [255, 128]
+
+
+def test_grey_of_which_zero_is_white_is_inverted():
+    shades = Image.fromarray(np.array([[0, 32896, 65535]], np.uint16))
+    data = bytearray(saved(shades, "TIFF"))
+    at = data.index(struct.pack("<HHI", 262, 3, 1)) + 8  # the entry of PhotometricInterpretation: tag, type, count
+    data[at] = 0
+    assert grey(bytes(data)) == [255, 127, 0]
+
+
+def test_floats_are_shades_between_black_and_white():
+    assert grey(saved(Image.fromarray(np.array([[0, 0.5, 1]], np.float32)), "TIFF")) == [0, 128, 255]
+
+
+@pytest.mark.parametrize(
+    ("pixels", "reason"),
+    [
+        (np.array([[0, 2.0]], np.float32), "floats outside of 0 .black. to 1 .white."),
+        (np.array([[0, np.nan]], np.float32), "floats outside"),
+        (np.array([[0, 70_000]], np.int32), "integers of 32 bits .* without a defined white"),
+    ],
+)
+def test_pixels_without_a_defined_white_are_refused(pixels, reason):
+    with pytest.raises(MediaError, match=reason):
+        decode_picture(saved(Image.fromarray(pixels), "TIFF"), MediaSection())
 
 
 @pytest.mark.parametrize(

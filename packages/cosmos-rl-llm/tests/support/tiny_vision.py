@@ -267,10 +267,14 @@ def mp4(*, frames: int = 24, rate: int = 8, shown: np.ndarray | None = None) -> 
     return file.getvalue()
 
 
-def turned(data: bytes, turns: int) -> bytes:
-    """An mp4 file that players turn by `turns` clockwise quarter turns, as of a phone that was held sideways."""
+def turned(data: bytes, turns: int, *, mirrored: bool = False) -> bytes:
+    """An mp4 file that players turn by `turns` clockwise quarter turns, as of a phone that was held sideways.
+
+    mirrored: left and right are exchanged before.
+    """
     a, b = [(1, 0), (0, 1), (-1, 0), (0, -1)][turns % 4]
-    matrix = struct.pack(">9i", a << 16, b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
+    first = -1 if mirrored else 1
+    matrix = struct.pack(">9i", first * a << 16, first * b << 16, 0, -b << 16, a << 16, 0, 0, 0, 1 << 30)
     at = data.index(b"tkhd") + 4 + 40  # after the box's type, in version 0 (ISO/IEC 14496-12, 8.3.2)
     return data[:at] + matrix + data[at + len(matrix) :]
 
