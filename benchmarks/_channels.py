@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_core.wire.certificates import make_bundles
 from cosmos_rl_core.wire.channel import Connection, Hello, connect, serve
+from cosmos_rl_core.wire.payload import decode_group, encode_group
 from cosmos_rl_core.wire.tls import Tls
 
 TOKEN = bytes(32)

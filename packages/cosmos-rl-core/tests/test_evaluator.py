@@ -12,9 +12,9 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.evaluation import Evaluator
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.rollout.payload import encode_group
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_core.wire.channel import ConnectionClosed
+from cosmos_rl_core.wire.payload import encode_group
 
 ROWS = 5
 

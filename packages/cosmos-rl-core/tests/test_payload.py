@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.wire.payload import decode_group, encode_group
 
 DTYPES = ["bool", "uint8", "int16", "int32", "int64", "float32", "float64"]
 json_values = st.recursive(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
 from cosmos_rl_core.rollout.spool.store import (
     PIECE_BYTES,
@@ -25,6 +24,7 @@ from cosmos_rl_core.rollout.spool.store import (
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_core.wire.channel import serve
 from cosmos_rl_core.wire.handshake import make_token
+from cosmos_rl_core.wire.payload import decode_group, encode_group
 
 TOKEN = b"t" * 32
 

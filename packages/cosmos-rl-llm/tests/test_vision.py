@@ -11,8 +11,8 @@ import torch
 
 from cosmos_rl_core import run
 from cosmos_rl_core.algorithms.config import TeacherSection
-from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
+from cosmos_rl_core.wire.payload import decode_group, encode_group
 from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
 from cosmos_rl_llm.media.item import KINDS, Item, View

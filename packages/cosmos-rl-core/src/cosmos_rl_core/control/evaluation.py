@@ -19,8 +19,8 @@ import numpy as np
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.rollout.payload import decode_group
 from cosmos_rl_core.types import RolloutGroup
+from cosmos_rl_core.wire.payload import decode_group
 
 
 class Evaluation:

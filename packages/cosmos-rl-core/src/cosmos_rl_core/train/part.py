@@ -17,8 +17,8 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import RolloutGroup, TrainBatch
+from cosmos_rl_core.wire.payload import decode_group, encode_group
 
 _FASTEST = 1
 _decode_counts = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode

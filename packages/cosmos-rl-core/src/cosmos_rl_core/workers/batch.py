@@ -24,13 +24,13 @@ from cosmos_rl_core.optional import ReadsAhead, ShowsTerms
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.run import RunConfig
-from cosmos_rl_core.rollout.payload import decode_group
 from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.train.batcher import Batcher
 from cosmos_rl_core.train.part import Part
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import Prompt, Share, TrainBatch
+from cosmos_rl_core.wire.payload import decode_group
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.ranks import Ranks
 
@@ -134,7 +134,7 @@ class Payloads:
     """The payloads of one batch."""
 
     encoded: Sequence[bytes | memoryview]
-    """One per sample, in the format of `rollout.payload`."""
+    """One per sample, in the format of `wire.payload`."""
     spooled_bytes: int = 0
     """Total size of the spooled ones."""
     fetch_s: float = 0.0

@@ -14,12 +14,12 @@ import msgspec
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.rollout.following import Publication
-from cosmos_rl_core.rollout.payload import encode_group
 from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.rollout.worker import Lease
 from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES
+from cosmos_rl_core.wire.payload import encode_group
 from cosmos_rl_core.workers.connection.lasting import LastingConnection
 
 HEARTBEAT_S = 1.0
