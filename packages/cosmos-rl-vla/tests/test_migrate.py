@@ -66,7 +66,8 @@ def test_a_flow_policy_in_a_simulator():
     assert (config.policy.replicas, config.policy.parallel.dp_replicate) == (1, 2), "a colocated run has one replica"
     assert recipe["model"]["noise"] == {"kind": "sde", "level": 0.5, "steps": "random"}
     assert (recipe["model"]["num_steps"], recipe["model"]["horizon"], recipe["model"]["train"]) == (5, 10, "expert")
-    assert recipe["data"] == {"simulator": "libero", "tasks": [f"libero_10/{i}" for i in range(10)]}
+    tasks = [f"libero_10/{i}" for i in range(10)]
+    assert recipe["data"] == {"simulator": "libero", "tasks": tasks, "num_inits": 50}, "50 trials a task, as in its script"
     assert recipe["rollout"]["options"] == {"processes": 16}
     assert recipe["rollout"]["sampling"] == {"max_steps": 520, "terms": "chunk"}
     assert recipe["algorithm"]["filter_low"] == 0.1
@@ -80,6 +81,19 @@ def test_a_gymnasium_example():
     assert migrated.recipe["data"] == {"simulator": "gymnasium", "tasks": ["CartPole-v1"]}
     assert migrated.recipe["rollout"]["group_size"] == 2
     assert list(migrated.refused) == ["model.discrete"]
+
+
+def test_trials_of_a_task_are_initial_states():
+    migrated = migrate(PI05 + "[custom]\ntrials_per_task = 20\n")
+    load_config(migrated.recipe)
+    assert migrated.recipe["eval"]["data"]["num_inits"] == 20
+    assert not migrated.refused
+
+
+def test_a_part_of_rows_that_episodes_do_not_have_is_left_out():
+    migrated = migrate(PI05.replace('subset = "libero_10" }', 'subset = "libero_10", test_size = 496 }'))
+    assert list(migrated.refused) == []
+    assert "train.train_policy.dataset.test_size" in migrated.ignored
 
 
 def test_a_family_that_does_not_exist_is_refused():
@@ -99,7 +113,6 @@ def test_a_family_that_does_not_exist_is_refused():
         ("rollout.sampling_config", "surprise", 1),
         ("validation", "surprise", 1),
         ("train.train_policy", "surprise", 1),
-        ("train.train_policy.dataset", "test_size", 10),
     ],
 )
 def test_a_key_without_a_rule_is_refused_by_name(section, key, value):

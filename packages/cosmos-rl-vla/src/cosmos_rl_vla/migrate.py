@@ -62,6 +62,8 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
 """Reason -> keys for which nothing is carried over."""
 NUM_TASKS = 10
 """Tasks of a LIBERO suite."""
+TRIALS: Mapping[str, tuple[int, int]] = {"libero": (50, 50), "robotwin": (50, 1024), "behavior": (50, 20)}
+"""Simulator -> initial states of a task in the old entry script's rows, for training and for validation."""
 
 
 def migrate(old: Migration) -> None:
@@ -86,10 +88,13 @@ def migrate(old: Migration) -> None:
         if old.see(prefix + key):
             old.refuse(prefix + key, because="there is no such key of [model.noise]")
     if not old.take("validation.enable"):
-        old.ignore("validation.*", because="validation was not enabled")
+        old.ignore("validation.*", "custom.trials_per_task", because="validation was not enabled")
     old.move("custom.norm_stats", "model.stats")
-    old.refuse(f"{POLICY}.dataset.test_size", because="name held-out demonstrations in [eval.data]")
-    old.refuse("custom.trials_per_task", because="each task is evaluated as often as [eval.data] tasks names it")
+    split = f"{POLICY}.dataset.test_size"
+    if is_supervised(old):
+        old.refuse(split, because="name held-out demonstrations in [eval.data]")
+    else:
+        old.ignore(split, because="had no effect: validation had rows of its own, or was not enabled")
     _leave_out(old)
 
 
@@ -153,6 +158,8 @@ def _episodes(old: Migration, family: str) -> None:
     tasks = [f"{suite}/{i}" for i in range(NUM_TASKS)] if str(suite).startswith("libero") else [suite or FILL_IN]
     old.put("data.simulator", simulator)
     old.put("data.tasks", tasks)
+    trained, evaluated = TRIALS.get(simulator, TRIALS["libero"])
+    old.put("data.num_inits", trained, "those of the old entry script")
     old.put("reward.functions", [{"name": "success"}])
     if family == "openvla-oft":
         temperature = old.take("rollout.sampling_config.temperature") or old.take(f"{POLICY}.temperature")
@@ -168,4 +175,6 @@ def _episodes(old: Migration, family: str) -> None:
     old.put("policy.microbatch_terms", terms, f"{chunks} chunks of an episode")
     if old.take("validation.enable"):
         old.move("validation.freq", "eval.every_steps")
-        old.put("eval.data", {"simulator": simulator, "tasks": tasks, "split": "held_out"})
+        trials = old.take("custom.trials_per_task") or evaluated
+        old.put("eval.data", {"simulator": simulator, "tasks": tasks, "split": "held_out", "num_inits": trials})
+        old.notes["eval.data.num_inits"] = "trials of a task, from states that training never uses"
