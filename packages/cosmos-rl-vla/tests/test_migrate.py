@@ -67,7 +67,9 @@ def test_a_flow_policy_in_a_simulator():
     assert recipe["model"]["noise"] == {"kind": "sde", "level": 0.5, "steps": "random"}
     assert (recipe["model"]["num_steps"], recipe["model"]["horizon"], recipe["model"]["train"]) == (5, 10, "expert")
     tasks = [f"libero_10/{i}" for i in range(10)]
-    assert recipe["data"] == {"simulator": "libero", "tasks": tasks, "num_inits": 50}, "50 trials a task, as in its script"
+    assert recipe["data"] == {"simulator": "libero", "tasks": tasks, "num_inits": 50}, (
+        "50 trials a task, as in its script"
+    )
     assert recipe["rollout"]["options"] == {"processes": 16}
     assert recipe["rollout"]["sampling"] == {"max_steps": 520, "terms": "chunk"}
     assert recipe["algorithm"]["filter_low"] == 0.1

@@ -61,6 +61,7 @@ def test_nft_samples_with_a_second_copy_of_the_weights():
     assert recipe["data"]["size"] == {"frames": 81, "height": 480, "width": 832}
     sampling = recipe["rollout"]["sampling"]
     assert (sampling["rule"], sampling["old_decay"], sampling["solver_order"]) == ("ode", "slow", 2)
+    assert sampling["times_per_rollout"] == 10, "trained at each time of its 10 steps"
     assert recipe["model"]["lora"] == {"rank": 32, "alpha": 64}
 
 
@@ -69,6 +70,26 @@ def test_supervised_training():
     load_config(migrated.recipe)
     assert migrated.recipe["algorithm"]["name"] == "sft"
     assert migrated.recipe["data"]["path"] == "videos"
+    assert not migrated.refused
+
+
+@pytest.mark.parametrize(
+    ("key", "times"),
+    [("timesteps_fraction = 0.5", 5), ("timesteps_fraction = 0.99", 9), ("timestep_fraction = 0.5", 10)],
+)
+def test_a_fraction_of_the_times_is_trained(key, times):
+    migrated = migrate(NFT.replace("nft_beta = 0.5", f"nft_beta = 0.5\n{key}"))
+    load_config(migrated.recipe)
+    assert migrated.recipe["rollout"]["sampling"]["times_per_rollout"] == times
+    assert not migrated.refused, "without an s the old framework does not know the key"
+
+
+def test_validation_of_supervised_training():
+    validation = '[validation]\nenable = true\nfreq = 10\ndataset = { local_dir = "held" }\n'
+    migrated = migrate(SFT + validation)
+    config = load_config(migrated.recipe)
+    assert (config.eval.every_steps, config.eval.data.path) == (10, "held")
+    assert config.eval.data.size == config.data.size
     assert not migrated.refused
 
 

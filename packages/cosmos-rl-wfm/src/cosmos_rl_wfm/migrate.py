@@ -26,6 +26,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "policy.diffusers.sample.num_steps",
     ),
     "domain and algorithm say it": ("rollout.backend",),
+    "misspelt (timesteps_fraction is meant), so that it had no effect": ("policy.diffusers.timestep_fraction",),
     "[data] names a file": (f"{POLICY}.dataset.split",),
     "see [[reward.functions]]": (
         f"{POLICY}.remote_reward.reward_fns",
@@ -115,8 +116,6 @@ def migrate(old: Migration) -> None:
     if is_supervised(old):
         old.ask("data.path", folder, "a folder of pictures or videos with captions (docs/wfm_data.md)")
         old.put("data.noise.density", old.take("policy.diffusers.weighting_scheme"))
-        no_samples = "supervised training measures the loss on [eval.data]; it samples nothing"
-        old.refuse("validation.*", because=no_samples)
     else:
         old.ask("data.path", "", f"a file with the prompts of {name}, one a line")
         old.put("data.kind", "prompts")
@@ -128,17 +127,30 @@ def migrate(old: Migration) -> None:
         old.ignore(*keys, because=because)
     if not old.take("validation.enable"):
         old.ignore("validation.*", because="validation was not enabled")
-    elif not is_supervised(old):
-        old.move("validation.freq", "eval.every_steps")
+    else:
+        _validation(old)
+
+
+def _validation(old: Migration) -> None:
+    """Held-out clips of supervised training, whose loss is measured, or the prompts of an evaluation."""
+    old.move("validation.freq", "eval.every_steps")
+    if is_supervised(old):
+        folder = old.take("validation.dataset.local_dir")
+        old.ask("eval.data.path", folder, "a folder of held-out pictures or videos with captions (docs/wfm_data.md)")
+        old.notes.setdefault("eval.data.path", "their loss is measured; `cosmos-rl generate` samples from a checkpoint")
+    else:
         old.ask("eval.data.path", "", "a file with held-out prompts, one a line")
         old.put("eval.data.kind", "prompts")
-        old.put("eval.data.size", {"frames": frames, "height": height, "width": width})
         old.ignore("validation.dataset.name", "validation.dataset.split", because="see [eval.data]")
+    old.put("eval.data.size", dict(old.recipe["data"]["size"]))
 
 
 def _contrast(old: Migration) -> None:
     """DiffusionNFT: sampling, the second copy of the weights, and the reward service."""
     sample = "policy.diffusers.sample"
+    if (steps := old.see(f"{sample}.num_steps")) is not None:
+        times = max(1, int(steps * (old.take("policy.diffusers.timesteps_fraction") or 1)))
+        old.put("rollout.sampling.times_per_rollout", times, "a sample was trained at each time of its steps")
     old.put("algorithm", {"name": "nft"})  # the common keys of [algorithm] are not its own
     old.move("policy.diffusers.nft_beta", "algorithm.options.beta")
     old.move(f"{sample}.num_steps", "rollout.sampling.num_steps")
@@ -149,8 +161,6 @@ def _contrast(old: Migration) -> None:
     old.move("policy.diffusers.weight_copy_decay_type", "rollout.sampling.old_decay", DECAYS.get)
     old.put("reward.functions", [JUDGE], SERVE)
     old.put("reward.timeout_s", 900.0)
-    if timesteps := old.take("policy.diffusers.timestep_fraction"):
-        old.refused["policy.diffusers.timestep_fraction"] = f"{timesteps}: [rollout.sampling] low and high bound steps"
 
 
 def migrate_predict(old: Migration) -> None:
