@@ -112,6 +112,20 @@ def test_every_key_is_carried_over_left_out_or_refused():
     assert migrated.refused["train.train_policy.surprise"] == "no rule for this key"
 
 
+@pytest.mark.parametrize(
+    ("backend", "engine"), [("vllm_async", "vllm"), ("trtllm", "vllm"), ("example_hf", "torch"), ("mine", "FILL_IN")]
+)
+def test_another_engine_samples_from_the_same_distribution(backend, engine):
+    migrated = migrate(
+        GRPO.replace("n_generation = 16", f'n_generation = 16\nenforce_eager = true\nbackend = "{backend}"')
+    )
+    load_config(migrated.recipe)
+    assert migrated.recipe["rollout"]["engine"] == engine
+    assert f"was {backend}: " in migrated.text
+    assert ("options" in migrated.recipe["rollout"]) == (engine != "torch"), "its options are those of vLLM"
+    assert "rollout.backend" not in migrated.refused
+
+
 def test_chats_of_supervised_training():
     migrated = migrate(SFT)
     config = load_config(migrated.recipe)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from cosmos_rl_core.migrate.common import POLICY, is_supervised
-from cosmos_rl_core.migrate.migration import Migration
+from cosmos_rl_core.migrate.migration import FILL_IN, Migration
 
 MAX_LENGTH, MAX_TOKENS = 4096, 2048
 """The old defaults of policy.model_max_length and rollout.max_response_length."""
 JSD_BETA = 0.5
 """The old default of distillation.jsd_beta."""
+ENGINES = {"vllm": "vllm", "vllm_async": "vllm", "trtllm": "vllm", "example_hf": "torch"}
+"""Old rollout.backend -> the engine that samples from the same distribution."""
 REWARDS = {
     "gsm8k": ("numeric", "#### (.*)"),
     "boxed_math": ("boxed", None),
@@ -97,14 +99,22 @@ def _sampling(old: Migration, *, length: int, rows: int) -> None:
     old.move("rollout.sampling_config.top_k", "rollout.sampling.top_k", lambda value: max(0, value))
     old.refuse("rollout.sampling_config.repetition_penalty", because="sampling has no such key")
     old.put("policy.microbatch_terms", max(length * rows, length + 1), f"{rows} sequences of {length} tokens")
-    if (engine := old.take("rollout.backend")) not in ("vllm", "vllm_async"):
-        old.refused["rollout.backend"] = f"{engine}: the engines here are vllm and torch"
-    old.put("rollout.engine", "vllm")
+    _engine(old)
+    old.move("rollout.parallelism.tp_size", "rollout.parallel.tp", lambda value: None if value == 1 else value)
+
+
+def _engine(old: Migration) -> None:
+    backend = str(old.take("rollout.backend"))
+    engine = ENGINES.get(backend, FILL_IN)
+    note = "" if backend == engine else f"was {backend}: the engines here are vllm and torch"
+    old.put("rollout.engine", engine, note)
+    if engine == "torch":
+        settings = ("gpu_memory_utilization", "quantization", "enforce_eager", "enable_chunked_prefill")
+        return old.ignore(*(f"rollout.{key}" for key in settings), because="a setting of vLLM")
     old.move("rollout.gpu_memory_utilization", "rollout.options.gpu_memory_utilization")
     old.move("rollout.quantization", "rollout.options.quantization", lambda value: None if value == "none" else value)
     old.move("rollout.enforce_eager", "rollout.options.enforce_eager")
     old.move("rollout.enable_chunked_prefill", "rollout.options.extra.enable_chunked_prefill")
-    old.move("rollout.parallelism.tp_size", "rollout.parallel.tp", lambda value: None if value == 1 else value)
 
 
 def _validation(old: Migration) -> None:
