@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from cosmos_rl_core import run
 from cosmos_rl_core.control import protocol as p
@@ -55,6 +56,21 @@ def test_the_bandit_learns(tmp_path, placement):
     assert {name for line in [*lines, *result.evaluations.values()] for name in line if metric(name) is None} == set()
     assert result.samples["issued"] == sum(n for state, n in result.samples.items() if state != "issued")
     check_records(result.run_dir)
+
+
+def test_a_deterministic_run_trains_with_deterministic_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "removed, and set to what it was after the test")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        run(recipe(tmp_path, run__placement="inline", run__max_steps=1, run__deterministic=True))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "or cuBLAS refuses every product on a GPU"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def check_records(run_dir):

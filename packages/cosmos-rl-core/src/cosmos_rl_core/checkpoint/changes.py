@@ -53,6 +53,7 @@ EFFECTS: Mapping[str, str] = {
     "rollout.spool": BESIDE,
     "rollout.threads": LAYOUT,
     "run": BESIDE,
+    "run.deterministic": TRAINING,
     "run.domain": REFUSED,
     "run.max_steps": LENGTH,
     "run.seed": REFUSED,

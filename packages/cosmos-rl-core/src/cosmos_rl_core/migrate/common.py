@@ -59,6 +59,7 @@ MOVED: Mapping[str, str] = {
     "train.optm_grad_norm_clip": "policy.max_grad_norm",
     "train.param_dtype": "model.dtype",
     "train.master_dtype": "policy.precision.parameters",
+    "train.deterministic": "run.deterministic",
     "train.fsdp_reduce_dtype": "policy.precision.reduce",
     "train.fsdp_offload": "policy.memory.parameter_offload",
     "train.compile": "policy.memory.compile",
@@ -199,8 +200,6 @@ def _training(old: Migration) -> None:
         old.put("policy.parallel.reshard_after_forward", False)
     if old.take("train.async_tp_enabled"):
         old.refused["train.async_tp_enabled"] = "there is no asynchronous tensor parallelism"
-    if old.take("train.deterministic"):
-        old.refused["train.deterministic"] = "no key selects deterministic CUDA kernels"
 
 
 def _algorithm(old: Migration) -> None:

@@ -63,6 +63,18 @@ def memory_of(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
+def use_deterministic_kernels() -> None:
+    """Compute with deterministic kernels alone from now on; torch raises RuntimeError for an operation without one.
+
+    cuBLAS reads its variable at the process's first product on a GPU. Empty tensors stay as they are: torch would fill
+    them, for code that reads them before it writes them.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False  # measures, and may choose another kernel each time
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+
+
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Multiply float32 matrices on a GPU without rounding them to TF32 inside, whatever [run] tf32 says."""

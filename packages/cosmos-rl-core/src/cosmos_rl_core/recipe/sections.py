@@ -35,6 +35,9 @@ class RunSection(Strict):
     tf32: bool = True
     """On a GPU, round the inputs of float32 matrix products to TF32 (10 bits of mantissa), which is several times
     faster; false computes them exactly."""
+    deterministic: bool = False
+    """Train with deterministic kernels alone, which can be slower: the same batch then gives the same weights, bit by
+    bit, on GPUs of the same kind in the same layout. An operation that has none ends the run with an error."""
     bind: str = Field(default="127.0.0.1", min_length=1)
     """Address on which the controller listens; the default allows only this machine, "0.0.0.0" all interfaces."""
     port: int = Field(default=0, ge=0, le=65535)

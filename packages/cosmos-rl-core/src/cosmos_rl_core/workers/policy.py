@@ -21,6 +21,7 @@ from cosmos_rl_core.interfaces import HoldsTensors, Reference, Teacher
 from cosmos_rl_core.loop import Steps, train
 from cosmos_rl_core.monitor.monitor import read_healthy
 from cosmos_rl_core.observe.startup import RESTORING, phase
+from cosmos_rl_core.parallel.device import use_deterministic_kernels
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
@@ -127,6 +128,8 @@ class PolicyRole:
     def _build(self) -> tuple[ReplicaMesh | None, Trainer, tuple[Reference | None, Teacher | None], TrainState]:
         at = self._at
         at.prepare_torch()
+        if at.config.run.deterministic:
+            use_deterministic_kernels()
         with at.building():
             mesh = assemble.build_mesh(at.config)
             trainer = assemble.build_trainer(at.config, at.domain, mesh)
