@@ -112,3 +112,14 @@ def test_evaluations_come_first_every_so_often_and_last(every_steps, last, due):
 
 def test_without_held_out_rows_nothing_is_due():
     assert not EvalSection(every_steps=1).due(0, last=5)
+
+
+@pytest.mark.parametrize(("limit", "count"), [(None, 200), (5, 5), (500, 200), (0.01, 2), (0.001, 1), (0.999, 199)])
+def test_a_limit_is_a_number_of_rows_or_a_share(limit, count):
+    assert EvalSection(limit=limit).first(range(200)) == range(count)
+
+
+@pytest.mark.parametrize("limit", [0, -3, 0.0, 1.5])
+def test_a_limit_that_is_neither_is_refused(limit):
+    with pytest.raises(ValueError, match="limit"):
+        EvalSection(limit=limit)

@@ -94,8 +94,7 @@ def build_eval_source(config: RunConfig) -> PromptSource | None:
     if config.eval.data is None or config.is_sft:
         return None
     rows, origin = load_domain(config.run.domain).load_rows(config.eval.data)
-    limit = config.eval.limit or len(rows)
-    return PromptSource(rows[:limit], origin=origin, shuffle=False, epochs=1)
+    return PromptSource(config.eval.first(rows), origin=origin, shuffle=False, epochs=1)
 
 
 def build_rubric(config: RunConfig, domain: Domain, given: Mapping[str, Any] | None = None) -> Rubric:
@@ -346,7 +345,7 @@ def build_validation(
     rows, origin = domain.load_rows(data)
     return Validation(
         policy,
-        source=PromptSource(rows[: config.eval.limit], origin=origin, shuffle=False, epochs=1),
+        source=PromptSource(config.eval.first(rows), origin=origin, shuffle=False, epochs=1),
         rows_at_once=config.policy.prompts_per_step,
         collate=build_collate_sft(config, domain, policy, share, data=data),
         mesh=mesh,

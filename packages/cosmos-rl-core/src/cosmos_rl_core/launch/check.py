@@ -332,8 +332,10 @@ def _resume(checked: Checked) -> list[tuple[str, str]]:
     steps = run.max_steps or len(checked.data.rows) * (config.prompts.epochs or 1) // policy.prompts_per_step
     what = f"{config.algorithm.name} of {run.domain}, {steps} steps, {run.placement}, into {run.output_dir}"
     evaluation = "none" if checked.evaluation is None else str(checked.evaluation)
-    if checked.evaluation and config.eval.limit and config.eval.limit < len(checked.evaluation.rows):
-        evaluation = f"the first {config.eval.limit} of {evaluation}"
+    if checked.evaluation and (limited := len(config.eval.first(checked.evaluation.rows))) < len(
+        checked.evaluation.rows
+    ):
+        evaluation = f"the first {limited} of {evaluation}"
     if config.is_sft:
         step = f"{policy.prompts_per_step} rows, at most {policy.microbatch_terms} terms a pass"
         rewards = "none (supervised)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +12,11 @@ from pydantic import Field, ValidationInfo, field_validator
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Sampling
 from cosmos_rl_core.weight_sync import FULL_EVERY
+
+
+def count_rows(part: float, total: int) -> int:
+    """Return how many of `total` rows a part is: a number from 1, or a share below 1, of which one row is the least."""
+    return min(int(part), total) if part >= 1 else max(1, int(part * total))
 
 
 class RunSection(Strict):
@@ -290,8 +296,8 @@ class EvalSection(Strict):
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
-    limit: int | None = Field(default=None, ge=1)
-    """Evaluate only the first rows. Not set: all."""
+    limit: float | None = Field(default=None, gt=0)
+    """Evaluate only the first rows: their number, or a share below 1 of all. Not set: all."""
     max_length: int | None = Field(default=None, ge=1)
     """Maximum tokens of a response, or simulator steps of an episode. Not set: the limit of [rollout.sampling]."""
     temperature: float = Field(default=0.0, ge=0)
@@ -303,6 +309,17 @@ class EvalSection(Strict):
     loss_data: Any = None
     """Rows with reference responses, with the keys of [data]; the supervised loss on them is measured in each
     evaluation, to detect a model that drifts away from real data."""
+
+    @field_validator("limit")
+    @classmethod
+    def _whole_or_share(cls, part: float | None) -> float | None:
+        if part is not None and part >= 1 and part != int(part):
+            raise ValueError("must be a number of rows, such as 100, or a share below 1, such as 0.1")
+        return part
+
+    def first(self, rows: Sequence[Any]) -> Sequence[Any]:
+        """Return the rows that are evaluated."""
+        return rows if self.limit is None else rows[: count_rows(self.limit, len(rows))]
 
     def due(self, version: int, *, last: int | None) -> bool:
         """Return whether this version is evaluated: the first, the last, and every `every_steps`-th."""
