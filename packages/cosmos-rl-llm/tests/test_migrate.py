@@ -126,6 +126,13 @@ def test_another_engine_samples_from_the_same_distribution(backend, engine):
     assert "rollout.backend" not in migrated.refused
 
 
+@pytest.mark.parametrize("size", [0.01, 50])
+def test_a_part_of_the_validation_rows_is_a_limit(size):
+    migrated = migrate(GRPO.replace('split = "test" }', f'split = "test", test_size = {size} }}'))
+    assert load_config(migrated.recipe).eval.limit == size
+    assert "validation.dataset.test_size" not in migrated.refused
+
+
 def test_chats_of_supervised_training():
     migrated = migrate(SFT)
     config = load_config(migrated.recipe)

@@ -47,7 +47,7 @@ def _data(old: Migration, dataset: str) -> None:
     old.put("data.subset", old.take(f"{dataset}.subset") or None)
     old.move(f"{dataset}.split", "data.split")
     no_split = "name the held-out rows in [eval.data]; no part of the training rows is set aside"
-    old.refuse(f"{dataset}.test_size", "validation.dataset.test_size", because=no_split)
+    old.refuse(f"{dataset}.test_size", because=no_split)
 
 
 def _prompts(old: Migration, section: str, dataset: str) -> None:
@@ -124,6 +124,7 @@ def _validation(old: Migration) -> None:
     old.ask("eval.data.path", old.take("validation.dataset.name"), "the held-out rows")
     old.put("eval.data.subset", old.take("validation.dataset.subset") or None)
     old.move("validation.dataset.split", "eval.data.split")
+    old.move("validation.dataset.test_size", "eval.limit")
     old.move("validation.freq", "eval.every_steps")
     old.move("validation.temperature", "eval.temperature")
     if is_supervised(old):

@@ -331,11 +331,10 @@ def _resume(checked: Checked) -> list[tuple[str, str]]:
     run, policy = config.run, config.policy
     steps = run.max_steps or len(checked.data.rows) * (config.prompts.epochs or 1) // policy.prompts_per_step
     what = f"{config.algorithm.name} of {run.domain}, {steps} steps, {run.placement}, into {run.output_dir}"
-    evaluation = "none" if checked.evaluation is None else str(checked.evaluation)
-    if checked.evaluation and (limited := len(config.eval.first(checked.evaluation.rows))) < len(
-        checked.evaluation.rows
-    ):
-        evaluation = f"the first {limited} of {evaluation}"
+    evaluation, held_out = "none", checked.evaluation
+    if held_out is not None:
+        count = len(config.eval.first(held_out.rows))
+        evaluation = f"the first {count} of {held_out}" if count < len(held_out.rows) else str(held_out)
     if config.is_sft:
         step = f"{policy.prompts_per_step} rows, at most {policy.microbatch_terms} terms a pass"
         rewards = "none (supervised)"
