@@ -40,10 +40,48 @@ def shape_of(line):
     return NUMBER.sub("#", line).strip()
 
 
-def matches(shown, printed):
-    """Whether each line of the page was printed, in this order, whatever its numbers."""
-    lines = iter(shape_of(line) for line in printed.splitlines())
-    return [line for line in shown if not line.startswith("...") and shape_of(line) not in lines]
+def tolerance(line, number):
+    """How far a number of a line may be from the page's: rewards and answers differ from processor to processor.
+
+    The last bits of a product decide when the warm-up's loss falls (cookbook/llm_quickstart), so its effect is wide.
+    """
+    if "wall time" in line:
+        return float("inf")
+    if "held-out" in line or line.lstrip().startswith("reward ") or "on held-out rows" in line:
+        return 0.35
+    if line.lstrip().startswith("loss "):
+        return max(0.1, 0.8 * number)
+    if line.isdigit() or "<eos>" in line:  # a number that the model generates
+        return float("inf")
+    return 0.02 * number
+
+
+def same_numbers(shown, printed):
+    """Whether two lines of one shape have the same numbers, each within its tolerance."""
+    pairs = zip(numbers_of(shown), numbers_of(printed), strict=True)
+    return all(abs(page - run) <= tolerance(shown, page) for page, run in pairs)
+
+
+def numbers_of(line):
+    return [float(number.replace(",", "")) for number in NUMBER.findall(line)]
+
+
+def missing_lines(shown, printed):
+    """The page's lines that were not printed, in this order, with numbers within their tolerance."""
+    lines = iter(printed.splitlines())
+    return [
+        line
+        for line in shown
+        if not line.startswith("...")
+        and not any(shape_of(line) == shape_of(other) and same_numbers(line, other) for other in lines)
+    ]
+
+
+def test_a_page_with_numbers_of_another_run_is_noticed():
+    shown = "  held-out reward_mean  0.740 -> 1.000\n  steps 350\n  wall time  96.0 s".splitlines()
+    assert missing_lines(shown, "  held-out reward_mean  0.800 -> 0.990\n  steps 350\n  wall time  9.1 s") == []
+    assert missing_lines(shown[:1], "  held-out reward_mean  0.165 -> 0.900") == shown[:1]
+    assert missing_lines(shown[1:2], "  steps 450") == shown[1:2]
 
 
 def told_of_a_typo(directory):
@@ -61,7 +99,7 @@ def told_of_a_typo(directory):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_page_from_top_to_bottom(tmp_path):
-    printed, started = {}, False
+    printed, started = {}, ""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
     def output(command):
@@ -76,8 +114,10 @@ def test_the_page_from_top_to_bottom(tmp_path):
         if named := re.match(r"# ([\w/]+\.(?:py|toml))\n", block.text):
             (tmp_path / named[1]).parent.mkdir(exist_ok=True)
             (tmp_path / named[1]).write_text(block.text)
-            if named[1] == "demo.py" and not started:
+            if named[1] == "demo.py":
                 started = output("python demo.py")
+        elif block.text.startswith("...\nsft: done"):
+            assert missing_lines(block.text.splitlines(), started) == []
         elif block.text.startswith("error:"):
             assert told_of_a_typo(tmp_path) == block.text
         elif block.language == "console":
@@ -85,7 +125,7 @@ def test_the_page_from_top_to_bottom(tmp_path):
                 if "dashboard" in command:
                     assert "http://127.0.0.1:" in address_of_dashboard(command, tmp_path)
                 else:
-                    assert matches(shown, output(command)) == []
+                    assert missing_lines(shown, output(command)) == []
     assert re.search(r"held-out reward_mean +[\d.]+ -> (1\.000|0\.9\d+)", started)
     before, after = re.findall(r"held-out reward_mean +([\d.]+) -> ([\d.]+)", printed["cosmos-rl run mine/minus.toml"])[
         0

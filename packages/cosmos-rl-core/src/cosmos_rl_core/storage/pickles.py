@@ -117,8 +117,16 @@ class StandIn:
 class Machine:
     """Follows the operations of one pickle."""
 
-    def __init__(self, budget: Budget, *, in_storage: bool = False) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        in_storage: bool = False,
+        storages: Callable[[StandIn, str], Storage] | None = None,
+    ) -> None:
         self._budget = budget
+        self._storages = storages
+        """Of the archive that this pickle is in: type, key -> storage."""
         self._in_storage = in_storage
         """Whether this is one of the pickles of a torch storage, which hold none themselves."""
         self._stack: list[Any] = []
@@ -211,13 +219,17 @@ class Machine:
     def _build(self, _: None) -> None:
         (state,) = self._take(1)
         built = self._stack[-1]
+        if self._storages is not None and type(built) is dict:
+            return  # the state is an attribute of a state dict: the versions of its modules
         if not isinstance(built, Array | Dtype):
             raise Refused(f"the state of {_shown(built)}")
         built.build(*state)
 
     def _persistent(self, _: None) -> None:
-        """("storage", type, key, device, numel, view) inside of a storage's bytes: only the type matters."""
+        """("storage", type, key, device, numel) of an archive; inside of a storage's bytes only the type matters."""
         match self._take(1):
+            case [("storage", StandIn() as kind, str() as key, *_)] if self._storages is not None:
+                self._stack.append(self._storages(kind, key))
             case [("storage", StandIn() as kind, *_)]:
                 self._stack.append(kind)
             case [pid]:

@@ -22,6 +22,7 @@ from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.config import LLMModelConfig, TorchEngineOptions
+from cosmos_rl_llm.model.bin_weights import convert_bin_weights
 from cosmos_rl_llm.model.parts import part_of
 from cosmos_rl_llm.model.tower_memory import engine_parts
 
@@ -29,7 +30,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def resolve(path_or_id: str | os.PathLike[str]) -> str:
-    """Return the path or id for transformers. Raises UserError for an incomplete local directory."""
+    """Return the path or id for transformers, with safetensors. Raises UserError for an incomplete local directory."""
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
     if path.is_dir():
@@ -40,6 +41,7 @@ def resolve(path_or_id: str | os.PathLike[str]) -> str:
             )
         if not (path / "config.json").is_file():
             raise UserError(f"model.path = {text!r} has no config.json; set it to a Hugging Face directory")
+        convert_bin_weights(path)
         return str(path)
     looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.exists()
     if looks_local:
