@@ -16,6 +16,7 @@ from cosmos_rl_core.control import inflight
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, leasing, records, stepping
 from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING
 from cosmos_rl_core.rollout.staleness import StalenessWindow
 
@@ -90,6 +91,26 @@ def test_without_faults_every_group_is_generated_once():
     options = Options(drop=0, duplicate=0, long_delay=0, mean_between_faults_s=1e9, faults_until_s=0.0, max_staleness=0)
     report = simulate(5, options)
     assert (report.steps, report.rollbacks, report.kills) == (16, 0, 0)
+
+
+SENT_ONCE = {"repeats": False, "mean_between_pauses_s": 4.0}
+"""Requests are sent once on a connection, and processes stop and go on."""
+NO_OTHER_FAULTS = {"mean_between_faults_s": 1e9, "mean_between_losses_s": 1e9}
+
+
+@pytest.mark.parametrize("counts_pauses", [False, True])
+@pytest.mark.parametrize("others", [NO_OTHER_FAULTS, {}])
+def test_24_runs_end_whose_processes_stop_and_go_on(others, counts_pauses):
+    changes = {**SENT_ONCE, **others, "counts_pauses": counts_pauses}
+    reports = [simulate(seed, replace(Options.for_seed(seed), **changes)) for seed in range(24)]
+    assert sum(report.pauses for report in reports) > 24
+
+
+def test_nobody_is_removed_while_the_controller_or_all_are_stopped():
+    changes = {**SENT_ONCE, **NO_OTHER_FAULTS, "pauses_of": ("controller", "all", "clock")}
+    reports = [simulate(seed, replace(Options.for_seed(seed), **changes)) for seed in range(24)]
+    assert sum(report.removed for report in reports) == 0
+    assert sum(report.pauses for report in reports) > 24
 
 
 # --- rules taken away -------------------------------------------------------------------------------
@@ -183,6 +204,15 @@ class NoGrace(Ledger):
 
     def __init__(self, config):
         super().__init__(replace(config, suspect_grace_s=1e9))
+
+
+class SuspicionTakesRequests(Ledger):
+    """A replica that was silent does not get what it has requested."""
+
+    def decide(self, record):
+        super().decide(record)
+        if isinstance(record, records.Moved) and record.state is MemberState.SUSPECT:
+            self.sessions.withdraw(record.replica)
 
 
 class RollbackKeepsSteps(Ledger):
@@ -306,6 +336,10 @@ def first_failure(*, ledger: type[Ledger] = Ledger, **changes) -> int | None:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_missing_rule_is_noticed_within_60_seeds(mutant):
     assert first_failure(ledger=mutant) is not None
+
+
+def test_requests_that_a_suspicion_takes_are_noticed_within_60_seeds():
+    assert first_failure(ledger=SuspicionTakesRequests, **SENT_ONCE, **NO_OTHER_FAULTS) is not None
 
 
 def test_a_batch_without_payloads_is_noticed_within_60_seeds(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +12,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
+from cosmos_rl_core.control.server import RunningClock
 from ledger_simulation.invariants import Invariants
 from ledger_simulation.payloads import RETURN_S, Payloads
 
@@ -42,27 +44,27 @@ class FakeController:
         self._snapshot: tuple[int, bytes] | None = None
         self._life = 0
         self._orphaned_since: dict[tuple[int, int, int], float] = {}
+        self.clock_jumped_s = 0.0
+        self._clock = self._time if world.options.counts_pauses else RunningClock(self._time)
+        self._paused_until = 0.0
+        self._batch_requests: dict[str, events.Event] = {}
+        """Requests that wait until the groups have returned after a restart."""
         self.invariants = Invariants(config)
         world.after(TICK_S, self._tick)
 
     def take(self, event: events.Event) -> None:
         """Receive an event, if up."""
-        if not self.is_up or (self.payloads.awaits_groups and _requests_batch(event)):
+        if self._puts_off(self.take, event) or not self.is_up:
+            return
+        if self.payloads.awaits_groups and _requests_batch(event):
+            self._batch_requests[event.replica] = event
             return
         self._world.report.events += 1
         was_stale = self.invariants.before(event)
-        decided, outputs = self.ledger.on(self._world.now, event)
+        decided, outputs = self.ledger.on(self._clock(), event)
         self.invariants.after(self.ledger, decided, was_stale=was_stale)
         self.payloads.follow(event, decided, self.ledger)
-        self._world.report.steps += sum(isinstance(record, records.Commit) for record in decided)
-        for record in decided:
-            if isinstance(record, records.Delivered):
-                self._world.unreadable.discard(record.sample)
-            elif isinstance(record, records.PayloadsLost):
-                self._world.report.losses += len(record.samples)
-            elif isinstance(record, records.Unheld):
-                self._world.report.unheld += len(record.samples)
-        self._world.report.reissued += sum(isinstance(r, records.Leased) and r.attempt > 1 for r in decided)
+        self._count(decided)
         if self._world.options.ack_before_durable:
             self._release(outputs)
             outputs = []
@@ -72,21 +74,58 @@ class FakeController:
         self._outputs += outputs
         if isinstance(event, events.Join):
             self._generate_again(self.payloads.returned(event, self.ledger))
+        if not self.payloads.awaits_groups:
+            requests, self._batch_requests = self._batch_requests, {}
+            for request in requests.values():
+                self._world.after(0.0, self.take, request)
         if self.crashes_at_next_decision and decided:
             self.crashes_at_next_decision = False
             self._world.after(SYNC_S / 2, self.crash, self._life)
+
+    def _count(self, decided: list[records.Record]) -> None:
+        self._world.report.steps += sum(isinstance(record, records.Commit) for record in decided)
+        for record in decided:
+            if isinstance(record, records.Delivered):
+                self._world.unreadable.discard(record.sample)
+            elif isinstance(record, records.PayloadsLost):
+                self._world.report.losses += len(record.samples)
+            elif isinstance(record, records.Unheld):
+                self._world.report.unheld += len(record.samples)
+        self._world.report.reissued += sum(isinstance(r, records.Leased) and r.attempt > 1 for r in decided)
 
     def crash(self, life: int | None = None) -> None:
         """Lose what was not synced, but for a part that reached the disk by chance; come back later."""
         if not self.is_up or life not in (None, self._life):
             return
         self.is_up = False
+        self._paused_until = 0.0
+        self._batch_requests.clear()
         self._life += 1
         by_chance = self._world.random.randint(0, len(self._unsynced))
         self._durable += self._unsynced[:by_chance]
         self._unsynced, self._outputs = [], []
         self._world.report.crashes += 1
         self._world.after(self._world.random.uniform(0.1, 3.0), self._come_back)
+
+    def pause(self, duration_s: float) -> None:
+        """Stop for a while. Events wait; the first one afterwards is a tick."""
+        if self.is_up:
+            self._paused_until = max(self._paused_until, self._world.now + duration_s)
+            self._world.after(duration_s, self.take, events.Tick())
+
+    def _puts_off(self, action: Callable[..., None], *args: object) -> bool:
+        """Return whether the controller is stopped; then it acts when it goes on, unless it is killed before."""
+        left_s = self._paused_until - self._world.now
+        if left_s > 0:
+            self._world.after(left_s, self._go_on, self._life, action, args)
+        return left_s > 0
+
+    def _go_on(self, life: int, action: Callable[..., None], args: tuple[object, ...]) -> None:
+        if life == self._life:
+            action(*args)
+
+    def _time(self) -> float:
+        return self._world.now + self.clock_jumped_s
 
     def check_end(self) -> str:
         """Check that the journal leads to the present state and return a digest of both."""
@@ -116,7 +155,7 @@ class FakeController:
         self._world.reconnect_all()
 
     def _sync(self, life: int) -> None:
-        if life != self._life:
+        if life != self._life or self._puts_off(self._sync, life):
             return
         self._durable += self._unsynced
         outputs, self._unsynced, self._outputs = self._outputs, [], []
@@ -127,6 +166,7 @@ class FakeController:
     def _release(self, outputs: list[events.Output]) -> None:
         for output in outputs:
             assert not isinstance(output, events.Halt), output.message
+            self._world.report.removed += isinstance(output, events.Removed)
             if isinstance(output, events.PoliciesLost):
                 self._world.after(0.1, self._roll_back)
             elif isinstance(output, events.To):
@@ -155,7 +195,7 @@ class FakeController:
 
     def _tick(self) -> None:
         self._world.after(TICK_S, self._tick)
-        if self.is_up:
+        if self.is_up and self._world.now >= self._paused_until:
             self.take(events.Tick())
             self._check_reissue()
 
@@ -164,7 +204,7 @@ class FakeController:
 
         Both have one tick more, and the latter what the network adds.
         """
-        config, now, before = self._config, self._world.now, self._orphaned_since
+        config, now, before = self._config, self.ledger.now, self._orphaned_since
         bound_dead_s = config.suspect_grace_s + 2 * TICK_S
         bound_s = config.lease_ttl_s + config.suspect_grace_s + TICK_S + self._world.LONGEST_DELAY_S
         orphaned: dict[tuple[int, int, int], float] = {}

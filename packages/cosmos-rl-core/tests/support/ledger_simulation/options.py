@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from random import Random
 
@@ -32,6 +33,14 @@ class Options:
     """Of kills, hangs, cut connections, deaths of all policies, and controller crashes together."""
     mean_between_losses_s: float = 1.0
     """Of payloads that are gone when the policy reads them."""
+    repeats: bool = True
+    """Whether replicas repeat what was not answered. False: they send it once on a connection, as real ones do, and
+    the network loses nothing."""
+    mean_between_pauses_s: float = math.inf
+    """Of one replica that stops, the controller, or all of them, and of jumps of the controller's clock."""
+    pauses_of: tuple[str, ...] = ("replica", "controller", "all", "clock")
+    counts_pauses: bool = False
+    """Whether the ledger's clock goes on while the controller is stopped."""
     ack_before_durable: bool = False
     """Breaks the rule that outputs wait for the journal; for checking the checker."""
 
@@ -78,6 +87,9 @@ class Report:
     """Of the controller."""
     kills: int = 0
     hangs: int = 0
+    pauses: int = 0
+    removed: int = 0
+    """Members that left or were lost."""
     goodbyes: int = 0
     """Workers that left in good order."""
     accusations: int = 0

@@ -54,7 +54,8 @@ class FakePeers:
 
     def post_each(self, messages: Mapping[str, p.Release]) -> None:
         for name, message in messages.items():
-            self.by_name[name].post(message)
+            if name in self.by_name:
+                self.by_name[name].post(message)
 
 
 class Payloads:
@@ -95,7 +96,8 @@ class Payloads:
             case events.Join():
                 self._peers.by_name[event.replica] = FakePeer(self._world, event.replica)
             case events.Disconnected():
-                self._peers.by_name.pop(event.replica, None)
+                if ledger.members.is_current(event.replica, event.incarnation):
+                    self._peers.by_name.pop(event.replica, None)
             case events.From(message=p.Deliver() as group):
                 entry = ledger.samples.active.get(group.sample)
                 self._batches.deliver(group, replica=event.replica, decided=decided, entry=entry)

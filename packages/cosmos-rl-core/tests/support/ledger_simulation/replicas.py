@@ -78,12 +78,13 @@ class FakeReplica(ABC):
             self.start()
 
     def hang(self, duration_s: float, *, beats: bool) -> None:
-        self.hangs_until, self.beats_while_hung = self.world.now + duration_s, beats
+        self.hangs_until = max(self.hangs_until, self.world.now + duration_s)
+        self.beats_while_hung = beats
 
     def connect(self) -> None:
         """Join, and again until welcomed or refused."""
         self.world.soon(events.Join(self.name, self.role, self.incarnation, (*self.holding(), *self.kept_samples())))
-        if self.incarnation == 0:
+        if self.incarnation == 0 and self.world.options.repeats:
             self.later(RETRY_S * 2, self.connect_again)
 
     def connect_again(self) -> None:
@@ -183,6 +184,8 @@ class FakeRollout(FakeReplica):
         self.kept: dict[tuple[int, int], p.Deliver] = {}
         """(sample, attempt) -> group that was not released, for a controller that has lost it."""
         self.is_ready = self.has_no_more = False
+        self.asked: p.RequestLeases | None = None
+        """The request that waits for its Grant."""
 
     def holding(self) -> tuple[int, ...]:
         return (*self.running, *self.unsettled)
@@ -208,7 +211,7 @@ class FakeRollout(FakeReplica):
             self.ask()
             self.load()
         else:
-            self.settle()
+            self.ask()
             for group in self.kept.values():
                 self.send(group)
 
@@ -216,16 +219,24 @@ class FakeRollout(FakeReplica):
         if self.world.published[0] != self.lineage:
             self.running.clear()  # it missed the rollback
         self.lineage, self.version = self.world.published
+        self.request()
         self.later(self.world.random.uniform(0.1, 0.6), self.load)
 
     def ask(self) -> None:
-        """Ask for what fits, again and again; the answer to a lost request or a lost answer is another request."""
+        """Ask for what fits, also after a lost request or a lost answer."""
         self.send(p.Ready())
-        free = self.world.options.capacity - len(self.running)
-        if free > 0 and not self.has_no_more:
-            self.send(p.RequestLeases(self.version, free, self.lineage))
+        self.asked = None
+        self.request()
         self.settle()
-        self.later(RETRY_S, self.ask)
+        if self.world.options.repeats:
+            self.later(RETRY_S, self.ask)
+
+    def request(self) -> None:
+        """Ask for what fits, unless that is asked for already."""
+        asked = p.RequestLeases(self.version, self.world.options.capacity - len(self.running), self.lineage)
+        if asked.capacity > 0 and asked != self.asked and not self.has_no_more:
+            self.asked = asked
+            self.send(asked)
 
     def settle(self) -> None:
         for message in self.unsettled.values():
@@ -234,6 +245,7 @@ class FakeRollout(FakeReplica):
     def obey(self, message: p.FromLedger) -> None:
         match message:
             case p.Grant():
+                self.asked = None
                 for lease in message.prompts:
                     if lease.sample not in self.running and lease.sample not in self.unsettled:
                         self.running[lease.sample] = (lease.attempt, self.version)
@@ -268,9 +280,7 @@ class FakeRollout(FakeReplica):
             message = self.keep(p.Deliver(sample, attempt, oldest, newest, 10, lineage=self.lineage))
         self.unsettled[sample] = message
         self.send(message)
-        free = self.world.options.capacity - len(self.running)
-        if not self.has_no_more:
-            self.send(p.RequestLeases(self.version, free, self.lineage))
+        self.request()
 
     def keep(self, group: p.Deliver) -> p.Deliver:
         """Return the group with its content or, for one of two, with a reference to a file, and keep it."""
@@ -298,7 +308,7 @@ class FakePolicy(FakeReplica):
         self.weights = ""
 
     def welcomed(self, is_new: bool) -> None:
-        if is_new:
+        if is_new or not self.world.options.repeats:
             self.nag()
 
     def nag(self) -> None:
@@ -310,7 +320,8 @@ class FakePolicy(FakeReplica):
             self.send(p.Vote(self.batch.step, self.epoch))
         elif self.lost:
             self.complain(self.batch)
-        self.later(RETRY_S, self.nag)
+        if self.world.options.repeats:
+            self.later(RETRY_S, self.nag)
 
     def ask(self) -> None:
         self.send(p.RequestBatch(self.version, self.epoch))

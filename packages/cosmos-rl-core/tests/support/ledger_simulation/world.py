@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from random import Random
@@ -67,6 +68,8 @@ class World:
             self.after(self.random.uniform(0.0, 1.0), replica.start)
         self.after(self.random.expovariate(1 / self.options.mean_between_faults_s), self.misfortune)
         self.after(self.random.expovariate(1 / self.options.mean_between_losses_s), self.lose_a_payload)
+        if self.options.mean_between_pauses_s < math.inf:
+            self.after(self.random.expovariate(1 / self.options.mean_between_pauses_s), self.pause)
         deadline = self.options.faults_until_s + self.options.finish_within_s
         while not (self.is_calm and self.controller.is_done):
             self.now, _, action, args = heapq.heappop(self._agenda)
@@ -100,7 +103,7 @@ class World:
 
     def _arrivals(self) -> list[float]:
         options, random = self.options, self.random
-        if self.is_calm:
+        if self.is_calm or not options.repeats:
             return [CALM_DELAY_S]  # in order, as on a connection
         if random.random() < options.drop:
             return []
@@ -154,6 +157,21 @@ class World:
             victim.hang(self.random.choice((1.0, 5.0, 20.0)), beats=self.random.random() < 0.5)
         else:
             self.cut(victim)
+
+    def pause(self) -> None:
+        """Stop processes for a while, or let the controller's clock jump, and again later."""
+        if self.is_calm:
+            return
+        self.after(self.random.expovariate(1 / self.options.mean_between_pauses_s), self.pause)
+        self.report.pauses += 1
+        what, duration_s = self.random.choice(self.options.pauses_of), self.random.choice((1.0, 6.5, 7.5, 30.0))
+        if what == "clock":
+            self.controller.clock_jumped_s += duration_s
+        if what in ("controller", "all"):
+            self.controller.pause(duration_s)
+        stopped = list(self.replicas.values()) if what == "all" else []
+        for replica in [self.random.choice(list(self.replicas.values()))] if what == "replica" else stopped:
+            replica.hang(duration_s, beats=False)
 
     def lose_a_payload(self) -> None:
         """Let the file of a group that waits for its step be gone, and the next one's later."""
