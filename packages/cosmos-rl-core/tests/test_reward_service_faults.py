@@ -241,6 +241,21 @@ def test_the_command_serves_and_stops_cleanly(command, folder):
     assert (server.returncode, rest) == (0, "reward server: stopped\n")
 
 
+@pytest.mark.parametrize("route", ["enqueue", "fetch"])
+def test_bodies_that_are_half_sent_are_refused_at_the_end(command, folder, route):
+    (folder / "rewards.toml").write_text('port = 8300\n\n[[rewards]]\nname = "my_rewards:token"\n')
+    server = command("rewards.toml", "--port", "0")
+    url = httpx.URL(server.stdout.readline().split()[2])
+    lines = [f"POST /api/reward/{route} HTTP/1.1", "Host: x", "Authorization: Bearer hush-hush", "Content-Length: 9"]
+    with socket.create_connection((url.host, url.port), timeout=30) as slow:
+        slow.sendall("\r\n".join([*lines, "", "{"]).encode())
+        httpx.get(url.join("/health"), trust_env=False)  # the server has read what came before
+        server.send_signal(signal.SIGTERM)
+        rest, _ = server.communicate(timeout=30)
+        assert slow.recv(100).startswith(b"HTTP/1.1 503 ")
+    assert (server.returncode, rest) == (0, "reward server: stopped\n")
+
+
 def test_the_command_ends_with_130_after_ctrl_c(command):
     server = command("--reward", "my_rewards:held", "--port", "0")
     assert "(held x1)" in server.stdout.readline()

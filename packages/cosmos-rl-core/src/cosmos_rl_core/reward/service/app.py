@@ -13,9 +13,10 @@ Refused: 401 wrong token, 408 too slow, 409 a request id with another body, 411 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated
 from urllib.parse import parse_qs
 
@@ -64,6 +65,7 @@ class RewardApp:
         self._backend = backend
         self._settings = backend.settings
         self._expected = f"Bearer {token}".encode()
+        self._uploads: set[asyncio.Timeout] = set()
         post = {
             "/api/reward/enqueue": self._enqueue,
             "/api/reward/fetch": self._fetch,
@@ -74,6 +76,26 @@ class RewardApp:
         routes.append(Route("/metrics", self._guarded(self._metrics), methods=["GET"]))
         routes.append(Route("/health", self._health, methods=["GET"]))
         self.asgi = Starlette(routes=routes)
+
+    def close(self) -> None:
+        """Refuse new requests and those whose body has not arrived; waiting fetches get 503."""
+        self._backend.jobs.close()
+        for limit in self._uploads:
+            limit.reschedule(0.0)
+
+    @contextlib.asynccontextmanager
+    async def _upload(self) -> AsyncIterator[None]:
+        """Limit the time in which a body arrives. Raises _Refusal."""
+        try:
+            async with asyncio.timeout(self._settings.upload_timeout_s) as limit:
+                self._uploads.add(limit)
+                try:
+                    yield
+                finally:
+                    self._uploads.discard(limit)
+        except TimeoutError as error:
+            self._refuse_when_closed()
+            raise _Refusal(408, f"the body took longer than {self._settings.upload_timeout_s:g} s") from error
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
         """Require the token, and turn refusals into responses.
@@ -115,7 +137,7 @@ class RewardApp:
         """Read a body and queue it."""
         spool = Spool()
         try:
-            async with asyncio.timeout(self._settings.upload_timeout_s):
+            async with self._upload():
                 async for chunk in request.stream():
                     spool.write(chunk)
             if not spool.num_bytes:
@@ -126,8 +148,6 @@ class RewardApp:
         except BaseException as error:
             spool.close()
             match error:
-                case TimeoutError():
-                    raise _Refusal(408, f"the body took longer than {self._settings.upload_timeout_s:g} s") from error
                 case MalformedBody() | Unserved():
                     raise _Refusal(422, str(error)) from error
                 case Conflict():
@@ -136,7 +156,7 @@ class RewardApp:
 
     async def _fetch(self, request: Request) -> Response:
         try:
-            asked = _decode_fetch(await _small(request))
+            asked = _decode_fetch(await self._small(request))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _Refusal(422, f'fetch takes {{"uuid": ..., "wait_s": ...}}: {error}') from error
         job = self._find(asked.uuid)
@@ -153,7 +173,7 @@ class RewardApp:
         return _json(done)
 
     async def _pull(self, request: Request) -> Response:
-        form = parse_qs((await _small(request)).decode("utf-8", errors="replace"))
+        form = parse_qs((await self._small(request)).decode("utf-8", errors="replace"))
         if "uuid" not in form:
             raise _Refusal(422, "pull takes a form with the fields uuid and type; the route for JSON is fetch")
         job = self._find(form["uuid"][0])
@@ -178,6 +198,12 @@ class RewardApp:
         down = self._backend.down()
         return _json({"status": "degraded" if down else "ok", "down": down}, 503 if down else 200)
 
+    async def _small(self, request: Request) -> bytes:
+        if _length(request) > _SMALL_BYTES:
+            raise _Refusal(413, f"the body has more than {_SMALL_BYTES} bytes")
+        async with self._upload():
+            return await request.body()
+
     def _refuse_when_closed(self) -> None:
         if self._backend.jobs.closed:
             raise _Refusal(503, "the server is stopping", retry_after=str(RETRY_AFTER_S))
@@ -198,12 +224,6 @@ def _length(request: Request) -> int:
     if not text.isdecimal():
         raise _Refusal(411, "the request must say its Content-Length")
     return int(text)
-
-
-async def _small(request: Request) -> bytes:
-    if _length(request) > _SMALL_BYTES:
-        raise _Refusal(413, f"the body has more than {_SMALL_BYTES} bytes")
-    return await request.body()
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

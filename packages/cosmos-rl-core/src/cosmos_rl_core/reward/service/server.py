@@ -34,7 +34,7 @@ class RewardServer:
         self._settings = settings
         self._stack = AsyncExitStack()
         self.backend = Backend(settings, log=log, python_path=python_path)
-        app = RewardApp(self.backend, token=token)
+        self._app = app = RewardApp(self.backend, token=token)
         allowed, needed = raise_descriptor_limit(), settings.queue_size + _DESCRIPTORS_BESIDE
         if allowed < needed:
             log(f"queue_size = {settings.queue_size} takes up to {needed} open files; `ulimit -Hn` allows {allowed}")
@@ -57,8 +57,8 @@ class RewardServer:
         await self._stack.aclose()
 
     def stop(self) -> None:
-        """Refuse new requests and let `stopped` return; waiting fetches get 503."""
-        self.backend.jobs.close()
+        """Refuse new requests and half-sent bodies, and let `stopped` return; waiting fetches get 503."""
+        self._app.close()
         self._http.should_exit = True
 
     async def stopped(self) -> None:
