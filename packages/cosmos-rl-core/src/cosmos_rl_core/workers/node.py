@@ -32,6 +32,9 @@ AGENT_PID = "COSMOS_RL_AGENT_PID"
 LEFT_FILE = "COSMOS_RL_LEFT_FILE"
 """Environment variable of a rank: a file that it makes if the replica leaves because of SIGTERM."""
 
+NAME = re.compile("[A-Za-z0-9._-]{1,100}")
+"""Of a replica; shorter than a name of the handshake, which may add a rank to it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
@@ -93,6 +96,8 @@ class WorkerAddress:
         if not self.name:
             host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
             found = replace(found, name="policy-0" if self.role == "policy" else f"rollout-{host}-{os.getpid()}")
+        if NAME.fullmatch(found.name) is None:
+            raise UserError(f"--name {found.name!r}: a name has 1 to 100 letters, digits, dots, hyphens and underscores")
         return found
 
     def report_wait(self, reason: str) -> None:
