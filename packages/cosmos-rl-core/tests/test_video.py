@@ -78,7 +78,7 @@ def test_each_frame_is_found_at_its_time(tmp_path, kind):
     write(tmp_path / "a.mp4", options=OPTIONS[kind])
     file, images = VideoFile(tmp_path / "a.mp4"), []
     for number in reversed(range(FRAMES)):
-        place = file.table.place(number / FPS + 0.03, fps=FPS)
+        (place,) = file.table.places(np.array([number / FPS + 0.03]), tolerance_s=0.04)
         run = file.table.run_of(place)
         assert file.table.runs[run] <= place < file.table.runs[run + 1]
         file.read([place], lambda frame, _: images.append(frame.to_ndarray(format="rgb24")))
@@ -88,8 +88,14 @@ def test_each_frame_is_found_at_its_time(tmp_path, kind):
 
 def test_a_time_that_has_no_frame_is_refused(tmp_path):
     write(tmp_path / "a.mp4", options={})
-    with pytest.raises(ValueError, match=r"has 25 frames up to 2\.400 s, none at 2\.500 s"):
-        VideoFile(tmp_path / "a.mp4").table.place(FRAMES / FPS, fps=FPS)
+    table = VideoFile(tmp_path / "a.mp4").table
+    for seconds, message in (
+        ([2.4, 2.5], r"it ends at 2\.4000 s, before the time 2\.5000 s"),
+        ([0.1, 0.201], r"no frame within 0\.1 ms of the time 0\.2010 s"),
+        ([0.1, 0.2, 0.20005], r"two times have the frame at 0\.2000 s"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            table.places(np.array(seconds), tolerance_s=1e-4)
 
 
 def test_all_frames_from_a_place_on_are_read_once_and_in_order(tmp_path):

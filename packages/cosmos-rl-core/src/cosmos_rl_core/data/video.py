@@ -57,12 +57,24 @@ class FrameTable:
     seeks: tuple[int, ...]
     """[R]: the time to seek to for each run, in units of `time_base`."""
 
-    def place(self, seconds: float, *, fps: float) -> int:
-        """Return the index of the frame at a time. Raises ValueError where none is within half a frame's time."""
-        at = int(np.abs(self.seconds - seconds).argmin())
-        if abs(self.seconds[at] - seconds) > 0.5 / fps:
-            raise ValueError(f"has {len(self.pts)} frames up to {self.seconds[-1]:.3f} s, none at {seconds:.3f} s")
-        return at
+    def places(self, seconds: np.ndarray, *, tolerance_s: float) -> np.ndarray:
+        """Return the indices [n] of the frames at increasing times [n].
+
+        Raises ValueError where no frame is within the tolerance of a time, or one frame is at two of them.
+        """
+        after = np.clip(np.searchsorted(self.seconds, seconds), 1, max(1, len(self.seconds) - 1))
+        before = after - 1
+        after = np.minimum(after, len(self.seconds) - 1)
+        nearer = np.abs(self.seconds[after] - seconds) < np.abs(self.seconds[before] - seconds)
+        found = np.where(nearer, after, before)
+        far = np.flatnonzero(np.abs(self.seconds[found] - seconds) > tolerance_s)
+        if len(far) and (last := seconds[far[-1]]) > self.seconds[-1] + tolerance_s:
+            raise ValueError(f"it ends at {self.seconds[-1]:.4f} s, before the time {last:.4f} s")
+        if len(far):
+            raise ValueError(f"no frame within {1000 * tolerance_s:g} ms of the time {seconds[far[0]]:.4f} s")
+        if len(same := np.flatnonzero(np.diff(found) <= 0)):
+            raise ValueError(f"two times have the frame at {self.seconds[found[same[0]]]:.4f} s")
+        return found
 
     def run_of(self, place: int) -> int:
         """Return the index of a frame's run; -1 for a frame before the first keyframe."""
@@ -73,8 +85,8 @@ class VideoFile:
     """An open video, or an image as a video of one frame. Any thread may read; one decodes at a time.
 
     with VideoFile("a.mp4") as video:
-        first = video.table.place(1.5, fps=30)
-        video.read(range(first, first + 8), lambda frame, place: images.append(frame.to_ndarray(format="rgb24")))
+        places = video.table.places(np.array([1.5, 2.0]), tolerance_s=1e-4)
+        video.read(places, lambda frame, place: images.append(frame.to_ndarray(format="rgb24")))
     """
 
     def __init__(self, source: Source, *, name: str = "", remedy: str = "") -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+TOLERANCE_S = 1e-4
+"""Most between a row's time and that of its frame, as in lerobot."""
+_DEEP = ("I", "F")
+"""Beginnings of Pillow's modes of more than 8 bits; converted to colours, all but the least values are white."""
 _OPEN_FILES = 64
 
 
@@ -55,24 +59,63 @@ class Source(Protocol):
 
 
 class Videos:
-    """Images from mp4 files; see Source."""
+    """Images from mp4 files; see Source.
 
-    def __init__(self, camera: str, frames: Frames, *, fps: float) -> None:
-        self._camera, self._frames, self._fps = camera, frames, fps
+    Row n of a file's episodes has frame n where the file has as many frames as rows: cameras and clocks drift. In other
+    files a row has the frame that is shown at its time.
+    """
+
+    def __init__(self, camera: str, dataset: LeRobotDataset, *, episodes: Sequence[EpisodeAt], frames: Frames) -> None:
+        """episodes: those that are read, of which `frames` has the times."""
+        self._camera, self._episodes, self._frames = camera, episodes, frames
         self._open: OrderedDict[Path, VideoFile] = OrderedDict()
         self._lock = threading.Lock()
+        self._by_time: dict[int, np.ndarray] = {}
+        """Places of the rows of episodes whose file has more or fewer frames than rows."""
+        self._rows: Counter[Path] = Counter()
+        """Number of rows of a file."""
+        self._rows_before: dict[int, int] = {}
+        """Number of rows of earlier episodes in the file of an episode."""
+        for episode in sorted(dataset.episodes, key=lambda episode: (episode.videos[camera].start_s, episode.number)):
+            path = episode.videos[camera].path
+            self._rows_before[episode.number] = self._rows[path]
+            self._rows[path] += episode.length
+
+    def check(self, path: Path) -> None:
+        """Raise UserError for a file that is missing, incomplete, or without the frames of its rows."""
+        if frames_in(path, camera=self._camera) == self._rows[path]:
+            return
+        try:
+            for episode in self._episodes:
+                if episode.videos[self._camera].path == path:
+                    self._places(episode)
+        except MediaError as error:
+            raise UserError(error.reason) from error
 
     def find(self, episode: EpisodeAt, frame: int) -> tuple[Piece, int]:
         """See Source."""
-        at = episode.videos[self._camera]
-        table = self._file(at.path).table
-        seconds = at.start_s + float(self._frames.seconds[self._frames.first[episode.number] + frame])
-        try:
-            place = table.place(seconds, fps=self._fps)
-        except ValueError as error:
-            raise MediaError(f"{at.path} {error}, where the parquet has frame {frame}; {AGAIN}") from None
+        path = episode.videos[self._camera].path
+        table, place = self._file(path).table, int(self._places(episode)[frame])
         run = table.run_of(place)
-        return Piece(path=at.path, camera=self._camera, number=run), place - int(table.runs[run])
+        return Piece(path=path, camera=self._camera, number=run), place - int(table.runs[run])
+
+    def _places(self, episode: EpisodeAt) -> range | np.ndarray:
+        """Return the places of an episode's rows in its file. Raises MediaError."""
+        at = episode.videos[self._camera]
+        table, rows, before = self._file(at.path).table, self._rows[at.path], self._rows_before[episode.number]
+        if len(table.pts) == rows:
+            return range(before, before + episode.length)
+        if episode.number not in self._by_time:
+            first = self._frames.first[episode.number]
+            seconds = at.start_s + self._frames.seconds[first : first + episode.length]
+            try:
+                self._by_time[episode.number] = table.places(seconds, tolerance_s=TOLERANCE_S)
+            except ValueError as error:
+                raise MediaError(
+                    f"{at.path} ({self._camera}), episode {episode.number}, {len(table.pts)} frames for {rows} rows: "
+                    f"{error}; {AGAIN}"
+                ) from None
+        return self._by_time[episode.number]
 
     def decode(self, piece: Piece) -> np.ndarray:
         """See Source."""
@@ -119,6 +162,11 @@ class Column:
             raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is in another file; embed it")
         try:
             with Image.open(io.BytesIO(encoded)) as image:
+                if image.mode.startswith(_DEEP):
+                    raise MediaError(
+                        f"{piece.path}: {piece.camera} of row {piece.number} has pixels of mode {image.mode}, as a "
+                        "depth map: set [data] cameras to the others"
+                    )
                 return np.asarray(image.convert("RGB"))[None]
         except (UnidentifiedImageError, OSError, SyntaxError) as error:
             raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is not an image: {error}") from error
@@ -185,8 +233,10 @@ class Images:
         self._sources: dict[str, Source] = {}
         for camera, feature in features.items():
             if feature.dtype == "video":
-                _check_videos(self._threads, camera, episodes, frames, fps=dataset.fps)
-                self._sources[camera] = Videos(camera, frames, fps=dataset.fps)
+                videos = Videos(camera, dataset, episodes=episodes, frames=frames)
+                files = dict.fromkeys(episode.videos[camera].path for episode in episodes)
+                list(self._threads.map(videos.check, files))
+                self._sources[camera] = videos
             else:
                 self._sources[camera] = Column(camera, frames, cache_bytes=encoded // columns)
 
@@ -239,43 +289,35 @@ class Images:
 def _one_size(features: Mapping[str, Feature]) -> tuple[int, int]:
     if wrong := [name for name, feature in features.items() if not feature.is_image]:
         raise UserError(f"[data] cameras: {wrong[0]!r} holds {features[wrong[0]].dtype}, not images")
+    if depth := [name for name, feature in features.items() if feature.is_depth]:
+        raise UserError(
+            f"{depth[0]!r} is a depth map by meta/info.json, and models here read colours: set [data] cameras to the "
+            "others"
+        )
     sizes = {camera: feature.size for camera, feature in features.items()}
     if len(set(sizes.values())) > 1:
         raise UserError(f"images of several sizes, {sizes}: set [data] cameras to those of one size")
     return next(iter(sizes.values()), (1, 1))
 
 
-def _check_videos(
-    threads: ThreadPoolExecutor, camera: str, episodes: Sequence[EpisodeAt], frames: Frames, *, fps: float
-) -> None:
-    """Raise UserError for the first file that is missing, incomplete, or shorter than its frames."""
-    until: dict[Path, float] = {}
-    for episode in episodes:
-        at, last = episode.videos[camera], frames.first[episode.number] + episode.length - 1
-        until[at.path] = max(until.get(at.path, 0.0), at.start_s + float(frames.seconds[last]))
-    checks = [
-        threads.submit(check_video, path, until_s=seconds, fps=fps, camera=camera) for path, seconds in until.items()
-    ]
-    for check in checks:
-        check.result()
+def frames_in(path: Path, *, camera: str) -> int:
+    """Return the number of frames by a file's header, 0 where it has none.
 
-
-def check_video(path: Path, *, until_s: float, fps: float, camera: str) -> None:
-    """Read a file's header. Raises UserError if it is missing or incomplete, or ends before `until_s`."""
+    Raises UserError for a file that is missing or incomplete, and for a depth map.
+    """
     try:
         with open_container(path) as container:
             if not container.streams.video:
                 raise UserError(f"{path}: the file has no video stream; {AGAIN} ({camera})")
             stream = container.streams.video[0]
-            assert stream.time_base is not None
-            length_s = float((stream.duration or 0) * stream.time_base)
+            layout = stream.codec_context.format if stream.codec_context is not None else None
     except FileNotFoundError:
         raise UserError(f"{path} ({camera}) does not exist: the dataset is incomplete; {AGAIN}") from None
     except (FFmpegError, OSError) as error:
         reason = cut_off(path) or f"cannot be read, as after an interruption: {error.strerror or error}"
         raise UserError(f"{path} ({camera}) {reason}; {AGAIN}") from error
-    if length_s and until_s > length_s + 0.5 / fps:
+    if layout is not None and len(layout.components) == 1 and layout.components[0].bits > 8:
         raise UserError(
-            f"{path} ({camera}) is shorter than its parquet: it ends after {length_s:.3f} s, the frames' column "
-            f"'timestamp' ends at {until_s:.3f} s; {AGAIN}"
+            f"{path} ({camera}) has pixels of {layout.name}, as a depth map: set [data] cameras to the others"
         )
+    return stream.frames

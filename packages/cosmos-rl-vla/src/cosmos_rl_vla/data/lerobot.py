@@ -40,6 +40,8 @@ class Feature:
     dtype: str
     """numpy's name, "string", "image" (in the parquet) or "video"."""
     shape: tuple[int, ...]
+    is_depth: bool = False
+    """An image whose pixels are distances."""
 
     @property
     def is_image(self) -> bool:
@@ -175,7 +177,9 @@ def _info(path: Path) -> dict[str, Any]:
 def _feature(name: str, held: Mapping[str, Any], *, where: Path) -> Feature:
     if "dtype" not in held or "shape" not in held:
         raise UserError(f"{where}: feature {name!r} has no dtype or no shape; {AGAIN}")
-    feature = Feature(dtype=held["dtype"], shape=tuple(held["shape"]))
+    described = [held.get(key) or {} for key in ("info", "video_info")]
+    is_depth = any(about.get(key) for about in described for key in ("is_depth_map", "video.is_depth_map"))
+    feature = Feature(dtype=held["dtype"], shape=tuple(held["shape"]), is_depth=is_depth)
     if feature.is_image and len(feature.shape) != 3:
         raise UserError(f"{where}: feature {name!r} of shape {list(feature.shape)}; an image has height, width, 3")
     return feature
@@ -261,7 +265,7 @@ def _episode_v3(layout: _Layout, row: Mapping[str, Any]) -> EpisodeAt:
     )
 
 
-_OWN = ("episode_index", "task_index", "timestamp")
+_OWN = ("episode_index", "frame_index", "task_index", "timestamp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +326,8 @@ class _Part:
 
     @classmethod
     def of(cls, table: pa.Table, sizes: Mapping[str, int], *, number: int, at: int, path: Path) -> _Part:
+        if (np.diff(whole_numbers(table, "frame_index", origin=path)) <= 0).any():
+            raise UserError(f"{path}: column 'frame_index' of episode {number} does not increase; {AGAIN}")
         return cls(
             episode=number,
             at=at,
