@@ -485,7 +485,9 @@ def _fetch(model: LLMModelConfig) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(model.path, revision=model.revision, allow_patterns=CHECKPOINT_FILES)
+        return snapshot_download(
+            model.path, revision=model.revision, allow_patterns=CHECKPOINT_FILES, ignore_patterns=["consolidated*"]
+        )
     except (OSError, ValueError) as error:
         where = f"model.path = {model.path!r} at model.revision = {model.revision!r}"
         raise UserError(f"{where} cannot be fetched from the hub: {error}") from error

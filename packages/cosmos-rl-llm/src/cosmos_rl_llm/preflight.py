@@ -21,6 +21,7 @@ from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.engines.vllm.options import no_pictures
 from cosmos_rl_llm.media.preflight import media_problems
@@ -108,7 +109,7 @@ def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
     if Path(model.path).expanduser().is_dir():
         if model.revision is not None:
             yield Problem(key="model.revision", given=as_toml(model.revision), wrong="is for a model id of the hub")
-        if not any(directory.glob("*.safetensors")):
+        if not weight_files(directory):
             yield Problem(key="model.path", given=given, wrong="has no weights in *.safetensors")
         if not any((directory / name).is_file() for name in VOCABULARIES):
             yield Problem(

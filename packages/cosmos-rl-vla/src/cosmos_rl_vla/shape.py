@@ -15,7 +15,7 @@ from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.estimate import layer_of
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.storage.json_files import read_json_object
-from cosmos_rl_core.storage.safetensors_header import read_header
+from cosmos_rl_core.storage.safetensors_header import read_header, weight_files
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_vla.config import VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.pi.config import full
@@ -146,7 +146,7 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection) -> bool:
 def read_weights(directory: Path) -> tuple[WeightSpec, ...]:
     """Read names and shapes from the headers of a directory's safetensors files."""
     found = {}
-    for path in sorted(directory.glob("*model*.safetensors")):
+    for path in weight_files(directory, "*model*.safetensors"):
         with path.open("rb") as file:
             for name, place in read_header(file, name=f"model.path: {path}").items():
                 if (dtype := _TYPES.get(place.dtype)) is not None:

@@ -276,7 +276,7 @@ def _first(config: Mapping[str, Any], *keys: str) -> int:
 
 def _weight_bytes(folder: ModelFolder, name: str, *, dtype: str) -> int | None:
     """Bytes of an encoder's weights in `dtype`, by their headers or config.json; None where both are missing."""
-    files = sorted(folder.part(name).glob("*.safetensors")) if folder.has(name) else []
+    files = folder.weights(name, missing_ok=True) if folder.has(name) else []
     numbers = 0
     for path in files:
         with path.open("rb") as file:

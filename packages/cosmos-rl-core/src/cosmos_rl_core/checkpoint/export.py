@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.checkpoint.manifest import MANIFEST, list_steps, read_origin, verify
 from cosmos_rl_core.checkpoint.resume import checkpoint_root
-from cosmos_rl_core.checkpoint.weights_name import ADAPTER_CONFIG, CONFIG, PIPELINE_CONFIG, weights_name
+from cosmos_rl_core.checkpoint.weights_name import ADAPTER_CONFIG, CONFIG, MERGED, PIPELINE_CONFIG, weights_name
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.optional import CompletesExports, ExportsFormats
 from cosmos_rl_core.recipe.load import load_domain
@@ -77,7 +77,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _copy_files(policy, partial, dtype=dtype, without=ADAPTER_CONFIG if merge_adapters else "")
+        _copy_files(policy, partial, dtype=dtype, without=ADAPTER_CONFIG if merge_adapters else MERGED)
         if merge_adapters and isinstance(origin.domain, CompletesExports):
             origin.domain.complete_export(origin.model, partial)
         tensors = _weights(folder, origin, merge_adapters=merge_adapters, averaged=averaged)
@@ -208,12 +208,15 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterato
 
 
 def _copy_files(policy: Folder, directory: Path, *, dtype: str | None, without: str) -> None:
-    """Copy the files beside the weights; config.json gets the dtype they are cast to."""
-    for name in policy.walk():
-        if name.endswith(".safetensors") or name == without:
+    """Copy the files beside the weights; config.json gets the dtype they are cast to.
+
+    without: the beginning of names that are left out. Files of the merged model are moved beside its weights.
+    """
+    for source in policy.walk():
+        if source.endswith(".safetensors") or source.startswith(without):
             continue
-        data = policy.read(name)
-        if name == "config.json" and dtype is not None:
+        data, name = policy.read(source), source.removeprefix(MERGED)
+        if name == CONFIG and dtype is not None:
             data = (json.dumps({**json.loads(data), "dtype": dtype}, indent=2) + "\n").encode()
         target = directory / name
         target.parent.mkdir(parents=True, exist_ok=True)

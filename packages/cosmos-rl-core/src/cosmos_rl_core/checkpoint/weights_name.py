@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 ADAPTER_CONFIG, CONFIG = "adapter_config.json", "config.json"
 PIPELINE_CONFIG = f"transformer/{CONFIG}"
+MERGED = "merged/"
+"""Folder of files of a checkpoint with adapters that belong to the merged model alone."""
 _DIFFUSERS = "diffusion_pytorch_model"
 
 

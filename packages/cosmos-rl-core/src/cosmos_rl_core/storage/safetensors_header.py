@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedIOBase
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.storage.json_files import parse_json
+from cosmos_rl_core.storage.json_files import parse_json, read_json_object
 
 MAX_HEADER_BYTES = 100 * 2**20
 """The format's own limit."""
@@ -38,6 +39,26 @@ class Place:
     dtype: str
     """In the format's spelling, such as BF16."""
     shape: tuple[int, ...]
+
+
+def weight_files(directory: Path, pattern: str = "*.safetensors") -> list[Path]:
+    """Return the files of the one set of weights in a model's directory that transformers would load.
+
+    Published models have other sets beside it, such as Mistral's consolidated.safetensors. A directory without
+    model.safetensors and its index has the files of `pattern`, but none of a copy.
+
+    Raises:
+        UserError: the index is not readable.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        names = read_json_object(index).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise UserError(f"{index} has no weight_map from names of weights to files; copy it from the model again")
+        return sorted({directory / name for name in names.values()})
+    return [path for path in sorted(directory.glob(pattern)) if not path.name.startswith((".", "consolidated"))]
 
 
 def read_header(file: BufferedIOBase | BinaryIO, *, name: str, alone: bool = False) -> dict[str, Place]:

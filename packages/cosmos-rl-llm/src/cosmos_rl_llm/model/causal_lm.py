@@ -95,7 +95,10 @@ def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype) -> Pr
         raise UserError(_explain(source, error)) from error
     model.tie_weights()
     if (Path(source) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{source}/generation_config.json: {error}; mend or remove the file") from error
     return model
 
 

@@ -19,7 +19,7 @@ from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
-from cosmos_rl_core.storage.safetensors_header import read_header
+from cosmos_rl_core.storage.safetensors_header import read_header, weight_files
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.config import LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.model.bin_weights import convert_bin_weights
@@ -51,8 +51,8 @@ def resolve(path_or_id: str | os.PathLike[str]) -> str:
 
 
 def read_specs(directory: Path) -> list[WeightSpec]:
-    """Return the weights of all *.safetensors in `directory`, by name. Raises UserError for a damaged file."""
-    specs = [spec for file in sorted(directory.glob("*.safetensors")) for spec in _read_header(file)]
+    """Return the weights of the model in `directory`, by name. Raises UserError for a damaged file."""
+    specs = [spec for file in weight_files(directory) for spec in _read_header(file)]
     return sorted(specs, key=lambda spec: spec.name)
 
 

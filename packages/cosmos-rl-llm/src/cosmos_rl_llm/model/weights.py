@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 
 from cosmos_rl_core.parallel.dtensor import Index
 from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.model.causal_lm import empty_model, named_weights
 from cosmos_rl_llm.model.checkpoint import read_specs, resolve
@@ -138,7 +139,7 @@ def open_weights(source: str) -> Iterator[Callable[[Weight], Callable[[Index], T
     """Open the safetensors of the directory `source`: weight -> reader of its boxes, in the dtype of the checkpoint."""
     with ExitStack() as files:
         sources: dict[str, safe_open] = {}
-        for path in sorted(Path(resolve(source)).glob("*.safetensors")):
+        for path in weight_files(Path(resolve(source))):
             file = files.enter_context(safe_open(path, framework="pt"))
             sources |= dict.fromkeys(file.keys(), file)
 

@@ -13,16 +13,15 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cosmos_rl_core.checkpoint.weights_name import MERGED
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel import lora
+from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import LLMLoraSection, Part
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import empty_model
 from cosmos_rl_llm.model.parts import part_of
 from cosmos_rl_llm.model.weights import find_weights
-
-MERGED = "merged"
-"""Subfolder of a directory of adapters, with the files of the merged model that differ from those of the adapters."""
 
 _NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Linear layers excluded if experts are stacked: peft would adapt the experts and the router instead."""
@@ -88,7 +87,7 @@ def write_config(
     """Write the files that load a model except weights: configuration, that of adapters, tokenizer, processing.
 
     adapter_config.json makes transformers load the base model, unless there is a config.json beside it; that of the
-    merged model is therefore in merged/.
+    merged model is therefore in merged/. The generation's is written as it is, also where transformers warns of it.
     """
     if lora.adapter_weights(model):
         lora.write_adapter_config(model, directory)
@@ -96,7 +95,7 @@ def write_config(
     else:
         model.config.save_pretrained(directory)
     if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
+        model.generation_config.to_json_file(directory / "generation_config.json")
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     for name, text in ({} if vision is None else vision.files).items():
@@ -120,7 +119,7 @@ def merge_adapters(
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model's safetensors, one in memory at a time."""
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # a file, not a mapping
                 yield name, file.get_tensor(name)

@@ -22,6 +22,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import Index, fill_own_part, parameters_on_meta
 from cosmos_rl_core.parallel.lora import base_name
+from cosmos_rl_core.storage import safetensors_header as storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Owner:
     """Number of equal pieces of the tensor along its first dimension."""
 
 
-_FILES = ("*model*.safetensors", "proprio_projector*.safetensors")
+_MODEL, _PROJECTOR = "*model*.safetensors", "proprio_projector*.safetensors"
 """Files with weights; others hold statistics."""
 
 
@@ -162,7 +163,7 @@ def shapes_in(files: Sequence[Path]) -> dict[str, list[int]]:
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a model's directory. Raises UserError without any."""
-    found = (path for pattern in _FILES for path in sorted(directory.glob(pattern)))
+    found = storage.weight_files(directory, _MODEL) + sorted(directory.glob(_PROJECTOR))
     files = [path for path in found if not path.name.startswith("adapter_")]
     if not files:
         raise UserError(f"model.path: {directory} has no model.safetensors")

@@ -62,13 +62,18 @@ class ModelFolder:
                 return _read(directory / file)
         return {}
 
-    def weights(self, name: str) -> list[Path]:
-        """Return the safetensors of a part. Raises UserError where there are none, or several sets of them."""
+    def weights(self, name: str, *, missing_ok: bool = False) -> list[Path]:
+        """Return the safetensors of a part. Raises UserError where there are none, or several sets of them.
+
+        missing_ok: return none where there are none.
+        """
         directory = self.part(name)
         places = [directory, self.root] if name == NETWORK else [directory]
         for place in places:
             if found := _safetensors(place):
                 return found
+        if missing_ok:
+            return []
         raise UserError(
             f"model.path: {directory} has no safetensors of the {name}; only that format is read, so convert others "
             f"(save_pretrained of diffusers writes {WEIGHTS})"
@@ -82,9 +87,9 @@ class ModelFolder:
         (directory / INDEX).write_text(json.dumps({**_read(self.root / INDEX), **missing}, indent=2) + "\n")
         for name in there:
             (directory / name).mkdir(exist_ok=True)
-            for pattern in (*_SMALL_FILES, *([_SAFETENSORS] if weights else [])):
-                for file in self.part(name).glob(pattern):
-                    shutil.copyfile(file, directory / name / file.name)
+            small = [file for pattern in _SMALL_FILES for file in self.part(name).glob(pattern)]
+            for file in (*small, *(self.weights(name, missing_ok=True) if weights else [])):
+                shutil.copyfile(file, directory / name / file.name)
 
 
 def open_folder(path: str, *, revision: str | None = None, parts: Sequence[str] = ()) -> ModelFolder:

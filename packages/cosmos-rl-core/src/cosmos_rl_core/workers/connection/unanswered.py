@@ -98,10 +98,7 @@ class Unanswered:
             case p.RolledBack():
                 self._leased.clear()
             case p.Release():
-                for sample, attempt in message.groups:
-                    self.groups.pop((sample, attempt, False), None)
-                for row, attempt in message.rows:
-                    self.groups.pop((row, attempt, True), None)
+                self._release(message)
             case p.Batch():
                 if self._batch is None or (message.samples and message.step != self._batch.step):
                     return False
@@ -118,6 +115,12 @@ class Unanswered:
             case _:
                 pass
         return True
+
+    def _release(self, message: p.Release) -> None:
+        for sample, attempt in message.groups:
+            self.groups.pop((sample, attempt, False), None)
+        for row, attempt in message.rows:
+            self.groups.pop((row, attempt, True), None)
 
     def _meshed(self, message: p.Remesh) -> bool:
         if message.epoch <= self.epoch:

@@ -71,6 +71,8 @@ def read_config(source: str) -> tuple[PreTrainedConfig, GenerationConfig]:
         generation = GenerationConfig.from_pretrained(source)
     except OSError:  # no such file: transformers reads the model's own config instead
         generation = GenerationConfig.from_model_config(config)
+    except ValueError as error:
+        raise UserError(f"{source}/generation_config.json: {error}; mend or remove the file") from error
     return config, generation
 
 
