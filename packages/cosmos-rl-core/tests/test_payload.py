@@ -85,6 +85,28 @@ def test_a_group_comes_back_bit_for_bit(group):
             assert getattr(left, name) == getattr(right, name)
 
 
+@given(groups)
+def test_rewards_get_the_row_too(group):
+    assert decode_group(encode_group(group, for_rewards=True)).prompt == group.prompt
+
+
+def test_rewards_get_the_media_and_those_of_the_prompt_once():
+    picture, clip = np.arange(3000, dtype=np.uint8).reshape(10, 100, 3), np.zeros((2, 4, 4, 3), np.uint8)
+    group = replace(one(), rollouts=tuple(rollout(media={"image": picture, "video": clip + i}) for i in range(3)))
+    payload = encode_group(group, for_rewards=True)
+    for i, back in enumerate(decode_group(payload).rollouts):
+        assert_same_array(back.media["image"], picture)
+        assert_same_array(back.media["video"], clip + i)
+    assert len(payload) < 2 * picture.nbytes
+    assert not decode_group(encode_group(group)).rollouts[0].media
+
+
+def test_a_row_that_cannot_be_sent_to_a_reward_is_refused():
+    group = replace(one(), prompt=Prompt(sample_id=1, row={"x": object()}))
+    with pytest.raises(ValueError, match=r"the row cannot be sent to another process: .*object"):
+        encode_group(group, for_rewards=True)
+
+
 @given(groups, st.data())
 def test_changed_bytes_are_a_group_or_a_clear_error(group, data):
     payload = bytearray(encode_group(group))

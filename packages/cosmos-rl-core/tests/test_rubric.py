@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 
@@ -199,6 +200,30 @@ def test_a_slow_plain_function_is_given_up():
         try:
             with pytest.raises(SampleError, match="took longer than"):
                 await rubric.score(GROUP)
+        finally:
+            release.set()
+            rubric.close()
+
+    asyncio.run(go())
+
+
+def test_a_function_that_never_returns_delays_no_other_call():
+    release = threading.Event()
+
+    def hangs(group):
+        if group.prompt.sample_id == 9:
+            release.wait(30.0)
+        return length(group)
+
+    async def go():
+        rubric = Rubric([WeightedReward(name="judge", weight=1.0, function=hangs)], timeout_s=0.2, threads=1)
+        other = replace(GROUP, prompt=Prompt(sample_id=1, row={}))
+        try:
+            first, *others = await asyncio.gather(
+                *(rubric.score(group) for group in (GROUP, *3 * [other])), return_exceptions=True
+            )
+            assert "took longer than" in str(first)
+            assert [[one.reward for one in group.rollouts] for group in others] == 3 * [[1.0, 3.0]]
         finally:
             release.set()
             rubric.close()

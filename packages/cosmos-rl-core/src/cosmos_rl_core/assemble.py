@@ -28,6 +28,8 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.recipe.sections import RewardFunctionSection
+from cosmos_rl_core.reward.processes import ProcessReward, RewardProcesses
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.settings.problems import known_tables, problems
@@ -99,17 +101,25 @@ def build_eval_source(config: RunConfig) -> PromptSource | None:
 
 def build_rubric(config: RunConfig, domain: Domain, given: Mapping[str, Any] | None = None) -> Rubric:
     """The weighted rewards of [reward]; those in `given`, by label, are not looked up."""
+    processes = RewardProcesses(timeout_s=config.reward.timeout_s)
+
+    def function(section: RewardFunctionSection) -> RewardFn | ProcessReward:
+        name, options = section.name, section.options
+        if not section.own_process:  # a process makes the reward itself, which may load a model
+            made = build_reward(name, domain, options=options, given=(given or {}).get(section.title))
+            if section.own_process is False or not getattr(made, "own_process", False):
+                return made
+            if ":" not in name:  # its class, which is imported without the rest of the domain
+                name = f"{type(made).__module__}:{type(made).__qualname__}"
+        elif domain.reward(name) is not None:
+            name = f"{config.run.domain}:{name}"
+        return processes.reward(name, label=section.title, options=options)
+
     rewards = [
-        WeightedReward(
-            name=section.title,
-            weight=section.weight,
-            function=build_reward(
-                section.name, domain, options=section.options, given=(given or {}).get(section.title)
-            ),
-        )
+        WeightedReward(name=section.title, weight=section.weight, function=function(section))
         for section in config.reward.functions
     ]
-    return Rubric(rewards, timeout_s=config.reward.timeout_s)
+    return Rubric(rewards, timeout_s=config.reward.timeout_s, processes=processes)
 
 
 def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any], given: Any = None) -> RewardFn:

@@ -109,6 +109,7 @@ class RewardFn(Protocol):
     May be a plain function or `async def`; returns one finite float per rollout or, for rollouts that are episodes, an
     array [S] with one per step. Any other value is an error of the sample, never a reward. A single float for an
     episode counts for its last step. The checks before a run call it once, unless it has an attribute `loads_model`.
+    One with a true attribute `own_process` is built and called in a process that is killed when it takes too long.
     """
 
     def __call__(self, group: RolloutGroup) -> Sequence[float] | Any: ...

@@ -180,6 +180,9 @@ class RewardFunctionSection(Strict):
     """Factor in the weighted sum; 0 records the value without training on it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
+    own_process: bool | None = None
+    """Call the function in a process that is killed and replaced after `timeout_s`; a thread cannot be ended. The
+    process builds the function by its name. Not set: as the reward asks for, which `math`, `boxed` and `format` do."""
 
     @property
     def title(self) -> str:
@@ -192,7 +195,7 @@ class RewardSection(Strict):
     functions: tuple[RewardFunctionSection, ...] = ()
     """The reward functions; their weighted sum is the reward of a rollout."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Time limit of one function for one group."""
+    """Time limit of one call of a function, for one group."""
 
     @field_validator("functions")
     @classmethod

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,7 +14,12 @@ import numpy as np
 
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.interfaces import RewardFn
-from cosmos_rl_core.types import Rollout, RolloutGroup
+from cosmos_rl_core.reward.processes import ProcessReward, RewardProcesses
+from cosmos_rl_core.reward.values import checked_steps, failure, is_async, name_of, place, too_long
+from cosmos_rl_core.types import RolloutGroup
+
+_MAX_THREADS = 1000
+"""Threads of functions that do not return are not used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +30,7 @@ class WeightedReward:
     """Key in `reward_breakdown` and in metrics."""
     weight: float
     """0 records the value without training on it."""
-    function: RewardFn
+    function: RewardFn | ProcessReward
 
 
 class Rubric:
@@ -33,14 +38,25 @@ class Rubric:
 
         scored = await rubric.score(group)      # sets reward and reward_breakdown of rollouts, rewards of episodes
 
-    Plain functions run in a small thread pool, so that a slow one does not block generation; `async def` functions run
-    on the caller's event loop.
+    Plain functions run in threads, `threads` at a time, so that a slow one does not block generation; `async def`
+    functions run on the caller's event loop. The time of a function begins when it is called. One that takes too long
+    keeps its thread, and others run in its place; `processes` can be ended.
     """
 
-    def __init__(self, rewards: Sequence[WeightedReward], *, timeout_s: float = 60.0, threads: int = 2) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[WeightedReward],
+        *,
+        timeout_s: float = 60.0,
+        threads: int = 2,
+        processes: RewardProcesses | None = None,
+    ) -> None:
+        """processes: those of the rewards that run in processes, which end with the rubric."""
         self._rewards = tuple(rewards)
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reward")
+        self._processes = processes
+        self._free = asyncio.Semaphore(threads)
+        self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="reward")
 
     async def score(self, group: RolloutGroup) -> RolloutGroup:
         columns = await asyncio.gather(*(self._values(reward, group) for reward in self._rewards))
@@ -50,7 +66,7 @@ class Rubric:
             breakdown = {name: float(values.sum()) for name, values in steps.items()}
             total = sum(r.weight * breakdown[r.name] for r in self._rewards)
             if not math.isfinite(total):
-                raise SampleError(f"the rewards of {_name(group)} add up to {total}: {breakdown}", final=True)
+                raise SampleError(f"the rewards of {name_of(group)} add up to {total}: {breakdown}", final=True)
             episode = rollout.episode
             if episode is not None:
                 episode = replace(episode, rewards=self._of_steps(steps, num_steps=episode.num_steps))
@@ -66,26 +82,29 @@ class Rubric:
         return total.astype(np.float32)
 
     async def _values(self, reward: WeightedReward, group: RolloutGroup) -> list[np.ndarray]:
-        where = f"reward '{reward.name}' on {_name(group)}"
-        limit = asyncio.timeout(self._timeout_s)
+        function, where = reward.function, place(reward.name, group)
+        if isinstance(function, ProcessReward):  # which has the time limit: calls may wait for a free process
+            return await function.steps(group)
+        limit = asyncio.timeout(None)
         try:
-            async with limit:
-                values = await self._call(reward.function, group)
+            async with nullcontext() if is_async(function) else self._free, limit:
+                limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+                values = await self._call(function, group)
         except (Exception, SystemExit) as error:  # user code may raise anything; it is reported and counted
             if limit.expired():
-                raise SampleError(f"{where} took longer than [reward] timeout_s = {self._timeout_s:g}") from error
-            again = isinstance(error, ConnectionError | TimeoutError)  # a retry may reach its server
-            final = error.final if isinstance(error, SampleError) else not again
-            raise SampleError(f"{where} raised {type(error).__name__}: {error}", final=final) from error
-        return _checked_steps(values, rollouts=group.rollouts, where=where)
+                raise SampleError(f"{where} {too_long(self._timeout_s)}") from error
+            raise failure(error, where=where) from error
+        return checked_steps(values, rollouts=group.rollouts, where=where)
 
     async def _call(self, function: RewardFn, group: RolloutGroup) -> Any:
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        if is_async(function):
             return await cast(Awaitable[Any], function(group))
         return await asyncio.get_running_loop().run_in_executor(self._pool, _in_thread, function, group)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
 
 
 def _in_thread(function: RewardFn, group: RolloutGroup) -> Any:
@@ -93,49 +112,3 @@ def _in_thread(function: RewardFn, group: RolloutGroup) -> Any:
         return function(group)
     except StopIteration as error:  # a future cannot hold it and would never be done
         raise RuntimeError("StopIteration") from error
-
-
-def _name(group: RolloutGroup) -> str:
-    return group.prompt.origin or f"sample {group.prompt.sample_id}"
-
-
-def _checked_steps(values: Any, *, rollouts: Sequence[Rollout], where: str) -> list[np.ndarray]:
-    """Like `checked_values`: arrays [S] for episodes with one reward per step, [1] for all others."""
-    if all(rollout.episode is None for rollout in rollouts) or not isinstance(values, Sequence):
-        return [np.array([value]) for value in checked_values(values, expected=len(rollouts), where=where)]
-    totals = checked_values(
-        [value.sum() if _is_vector(value) else value for value in values], expected=len(rollouts), where=where
-    )
-    checked = []
-    for i, (rollout, value, total) in enumerate(zip(rollouts, values, totals, strict=True)):
-        steps = np.asarray(value, np.float64) if _is_vector(value) else np.array([total])
-        if _is_vector(value) and (rollout.episode is None or len(steps) != rollout.episode.num_steps):
-            have = "no steps" if rollout.episode is None else f"{rollout.episode.num_steps} steps"
-            raise SampleError(f"{where} returned {len(steps)} values for rollout {i}, which has {have}", final=True)
-        checked.append(steps)
-    return checked
-
-
-def checked_values(values: Any, *, expected: int, where: str) -> list[float]:
-    """Return the values of a reward as floats. Raises SampleError with the problem of the first invalid value."""
-    if isinstance(values, str | bytes) or (not isinstance(values, Sequence) and not _is_vector(values)):
-        raise SampleError(
-            f"{where} returned {type(values).__name__}; it must return one number per rollout", final=True
-        )
-    if len(values) != expected:
-        raise SampleError(f"{where} returned {len(values)} values for {expected} rollouts", final=True)
-    checked = []
-    for i, value in enumerate(values):
-        try:
-            number = float(value) if not isinstance(value, str | bytes) else math.nan
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch's for a complex one
-            number = math.nan
-        if not math.isfinite(number):
-            raise SampleError(f"{where} returned {value!r} for rollout {i}; it must be a finite number", final=True)
-        checked.append(number)
-    return checked
-
-
-def _is_vector(values: Any) -> bool:
-    """Whether the values are a 1-D numpy array or torch tensor."""
-    return getattr(values, "ndim", None) == 1

@@ -1,4 +1,4 @@
-"""Encodes a rollout group as bytes, for messages and the spool.
+"""Encodes a rollout group as bytes, for messages, the spool and the processes of rewards.
 
 The format is msgpack; an array is (dtype, shape, raw little-endian bytes). Arrays that all rollouts have in common,
 such as the prompt's tokens and pictures, are in it once.
@@ -7,8 +7,8 @@ such as the prompt's tokens and pictures, are in it once.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Annotated
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -53,6 +53,7 @@ class _Rollout(msgspec.Struct, frozen=True, array_like=True):
     reward_breakdown: dict[str, float]
     advantage: float
     episode: _Episode | None
+    media: dict[str, _Array] = {}
 
 
 class _Group(msgspec.Struct, frozen=True, array_like=True):
@@ -63,37 +64,57 @@ class _Group(msgspec.Struct, frozen=True, array_like=True):
     shared: dict[str, _Array]
     """Arrays of each rollout."""
     media: dict[str, str] = {}
+    row: dict[str, Any] = {}
+    shared_media: dict[str, _Array] = {}
+    """Media of each rollout, such as the prompt's pictures."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Group).decode
 
 
-def encode_group(group: RolloutGroup) -> bytes:
-    """Return the group as bytes, without its row. Raises ValueError for an array of an unsupported dtype."""
-    prompt, shared = group.prompt, _shared(group)
-    return _encode(
-        _Group(
-            sample_id=prompt.sample_id,
-            origin=prompt.origin,
-            prompt_text=group.prompt_text,
-            rollouts=tuple(_pack_rollout(rollout, without=shared) for rollout in group.rollouts),
-            shared={name: _pack(array, name) for name, array in shared.items()},
-            media=dict(group.media),
+def encode_group(group: RolloutGroup, *, for_rewards: bool = False) -> bytes:
+    """Return the group as bytes; only `for_rewards` with its row and its rollouts' media.
+
+    Raises ValueError for an array of an unsupported dtype, and for a value of the row that is not JSON-like.
+    """
+    prompt, rollouts = group.prompt, group.rollouts
+    shared = _shared([rollout.arrays for rollout in rollouts])
+    shared_media = _shared([rollout.media for rollout in rollouts]) if for_rewards else {}
+    packed = tuple(_pack_rollout(rollout, without=shared) for rollout in rollouts)
+    if for_rewards:
+        packed = tuple(
+            msgspec.structs.replace(one, media=_pack_all(rollout.media, without=shared_media))
+            for one, rollout in zip(packed, rollouts, strict=True)
         )
+    message = _Group(
+        sample_id=prompt.sample_id,
+        origin=prompt.origin,
+        prompt_text=group.prompt_text,
+        rollouts=packed,
+        shared=_pack_all(shared),
+        media=dict(group.media),
+        row=dict(prompt.row) if for_rewards else {},
+        shared_media=_pack_all(shared_media),
     )
+    try:
+        return _encode(message)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"the row cannot be sent to another process: {error}") from error
 
 
-def _shared(group: RolloutGroup) -> dict[str, np.ndarray]:
+def _shared(of_rollouts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return the arrays that are the same object in all rollouts, of which there are several."""
-    if len(group.rollouts) < 2:
+    if len(of_rollouts) < 2:
         return {}
-    first, *others = (rollout.arrays for rollout in group.rollouts)
+    first, *others = of_rollouts
     return {name: array for name, array in first.items() if all(each.get(name) is array for each in others)}
 
 
 def decode_group(payload: bytes | memoryview) -> RolloutGroup:
-    """Return the group, with an empty row. Its arrays are read-only views of `payload`: copy before writing.
+    """Return the group; its row is empty unless it was encoded for rewards.
+
+    Its arrays are read-only views of `payload`: copy before writing.
 
     Raises ValueError if the bytes are not a group, or if an array's size does not match its dtype and shape.
     """
@@ -101,10 +122,10 @@ def decode_group(payload: bytes | memoryview) -> RolloutGroup:
         group = _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"these bytes are not a rollout group: {error}") from error
-    shared = {name: _unpack(array, name) for name, array in group.shared.items()}
+    shared, shared_media = _unpack_all(group.shared), _unpack_all(group.shared_media)
     return RolloutGroup(
-        prompt=Prompt(sample_id=group.sample_id, row={}, origin=group.origin),
-        rollouts=tuple(_unpack_rollout(rollout, shared) for rollout in group.rollouts),
+        prompt=Prompt(sample_id=group.sample_id, row=group.row, origin=group.origin),
+        rollouts=tuple(_unpack_rollout(rollout, shared, shared_media) for rollout in group.rollouts),
         prompt_text=group.prompt_text,
         media=group.media,
     )
@@ -112,7 +133,7 @@ def decode_group(payload: bytes | memoryview) -> RolloutGroup:
 
 def _pack_rollout(rollout: Rollout, *, without: Collection[str]) -> _Rollout:
     return _Rollout(
-        arrays={name: _pack(array, name) for name, array in rollout.arrays.items() if name not in without},
+        arrays=_pack_all(rollout.arrays, without=without),
         rollout_logprobs=_pack(rollout.rollout_logprobs, "rollout_logprobs"),
         versions=_pack(rollout.versions, "versions"),
         loss_mask=_pack(rollout.loss_mask, "loss_mask"),
@@ -136,14 +157,17 @@ def _pack_episode(episode: Episode) -> _Episode:
     )
 
 
-def _unpack_rollout(rollout: _Rollout, shared: Mapping[str, np.ndarray]) -> Rollout:
+def _unpack_rollout(
+    rollout: _Rollout, shared: Mapping[str, np.ndarray], shared_media: Mapping[str, np.ndarray]
+) -> Rollout:
     num_terms = math.prod(rollout.rollout_logprobs.shape)
     return Rollout(
-        arrays={**shared, **{name: _unpack(array, name) for name, array in rollout.arrays.items()}},
+        arrays={**shared, **_unpack_all(rollout.arrays)},
         rollout_logprobs=_unpack_terms(rollout.rollout_logprobs, "rollout_logprobs", "float32", num_terms),
         versions=_unpack_terms(rollout.versions, "versions", "int32", num_terms),
         loss_mask=_unpack_terms(rollout.loss_mask, "loss_mask", "bool", num_terms),
         text=rollout.text,
+        media={**shared_media, **_unpack_all(rollout.media)},
         finish_reason=rollout.finish_reason,
         reward=rollout.reward,
         reward_breakdown=rollout.reward_breakdown,
@@ -165,6 +189,14 @@ def _unpack_episode(episode: _Episode, num_terms: int) -> Episode:
         advantages=of_steps(episode.advantages, "advantages"),
         returns=of_steps(episode.returns, "returns"),
     )
+
+
+def _pack_all(arrays: Mapping[str, np.ndarray], *, without: Collection[str] = ()) -> dict[str, _Array]:
+    return {name: _pack(array, name) for name, array in arrays.items() if name not in without}
+
+
+def _unpack_all(arrays: Mapping[str, _Array]) -> dict[str, np.ndarray]:
+    return {name: _unpack(array, name) for name, array in arrays.items()}
 
 
 def _pack(array: np.ndarray, name: str) -> _Array:

@@ -14,7 +14,7 @@ from cosmos_rl_core.reward.service.jobs import Job, Jobs, Spool
 from cosmos_rl_core.reward.service.metrics import Metrics, RewardMetrics
 from cosmos_rl_core.reward.service.pool import RewardPool, Task
 from cosmos_rl_core.reward.service.settings import ServerSettings
-from cosmos_rl_core.reward.service.worker import Result
+from cosmos_rl_core.reward.service.worker import Item, Result
 
 _SWEEP_S = 1.0
 
@@ -89,7 +89,8 @@ class Backend:
         if is_new:
             now = self._clock()
             for i, reward in enumerate(header.rewards):
-                self.pools[reward.name].submit(Task(job=job, reward=i, since=now))
+                item = Item(num_bytes=job.num_bytes, reward=i)
+                self.pools[reward.name].submit(Task(job=job, item=item, since=now))
         return job
 
     def down(self) -> list[str]:
@@ -97,10 +98,11 @@ class Backend:
         return [name for name, pool in self.pools.items() if not pool.pids]
 
     def _take(self, task: Task, result: Result) -> None:
+        assert isinstance(task.job, Job)
         if result.error:
             self.jobs.fail(task.job, result.error)
         else:
-            self.jobs.score(task.job, task.reward, result.scores)
+            self.jobs.score(task.job, task.item.reward, result.scores)
 
     def _check(self, reward: RewardSpec, *, at: str) -> None:
         pool = self.pools.get(reward.name)

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from cosmos_rl_core.reward.service.pool import PoolMetrics
+
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 Kind = TypeVar("Kind", Counter, Gauge)
@@ -44,20 +46,26 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class RewardMetrics:
+class RewardMetrics(PoolMetrics):
     """Metrics of one reward."""
 
     def __init__(self, metrics: Metrics, name: str) -> None:
         self._clock = metrics.clock
-        self.batches = metrics.batches.labels(name)
-        self.restarts = metrics.restarts.labels(name)
-        self.busy = metrics.busy.labels(name)
+        self._batches = metrics.batches.labels(name)
+        self._restarts = metrics.restarts.labels(name)
+        self._busy = metrics.busy.labels(name)
         self._requests = metrics.requests.labels(name)
         self._failures = metrics.failures.labels(name)
         self._seconds = metrics.seconds.labels(name)
 
+    def restarted(self) -> None:
+        self._restarts.inc()
+
+    def scored(self, *, seconds: float) -> None:
+        self._busy.inc(seconds)
+        self._batches.inc()
+
     def settled(self, *, since: float, failed: bool) -> None:
-        """Count a finished request."""
         self._requests.inc()
         self._failures.inc(failed)
         self._seconds.observe(self._clock() - since)

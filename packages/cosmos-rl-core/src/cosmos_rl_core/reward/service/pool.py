@@ -17,11 +17,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import GRACE_S, ChildProcess, all_ended, environment
-from cosmos_rl_core.reward.service.jobs import Job
-from cosmos_rl_core.reward.service.metrics import RewardMetrics
+from cosmos_rl_core.reward.service.jobs import Spool
 from cosmos_rl_core.reward.service.settings import ServedReward
 from cosmos_rl_core.reward.service.worker import Answer, Ask, Build, FromWorker, Item, Refused, Result, send_descriptors
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
@@ -32,6 +32,11 @@ SECRETS = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
 
 class WorkerDied(Exception):
     """The process ended, or was killed after a timeout. The message is its exit status."""
+
+    def __init__(self, reason: str, *, is_late: bool = False) -> None:
+        super().__init__(reason)
+        self.is_late = is_late
+        """Whether it was killed after a timeout."""
 
 
 class WorkerProcess:
@@ -82,7 +87,8 @@ class WorkerProcess:
                 answer: FromWorker = await self._connection.receive()
         except TimeoutError as error:
             await self.kill()
-            raise WorkerDied(f"the worker took longer than timeout_s = {self._timeout_s:g} and was killed") from error
+            reason = f"the worker took longer than timeout_s = {self._timeout_s:g} and was killed"
+            raise WorkerDied(reason, is_late=True) from error
         except (ConnectionClosed, OSError) as error:
             raise WorkerDied(f"the worker died ({await self.end()})") from error
         if not isinstance(answer, Answer) or len(answer.results) != len(ask.items):
@@ -121,16 +127,38 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
 
 
+class Body(Protocol):
+    """The bytes that are scored."""
+
+    spool: Spool
+    done: asyncio.Event
+    """Set when nobody waits for the result."""
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Task:
-    """One reward of one job."""
+    """One reward of one job, or of a group."""
 
-    job: Job
-    reward: int
-    """Index of the reward in the header."""
+    job: Body
+    item: Item
     since: float
     """Time of queueing."""
     attempts: int = 0
+    death: WorkerDied | None = None
+    """The last worker's that died of it."""
+
+
+class PoolMetrics:
+    """Counts nothing."""
+
+    def restarted(self) -> None:
+        """Count a worker that died."""
+
+    def scored(self, *, seconds: float) -> None:
+        """Count a batch."""
+
+    def settled(self, *, since: float, failed: bool) -> None:
+        """Count a finished request."""
 
 
 @dataclass(eq=False)
@@ -143,7 +171,7 @@ class RewardPool:
 
     settings: ServedReward
     on_result: Callable[[Task, Result], None]
-    metrics: RewardMetrics
+    metrics: PoolMetrics
     log: Callable[[str], None]
     """Receives a message for each worker that dies."""
     python_path: Sequence[str] = ()
@@ -177,6 +205,12 @@ class RewardPool:
         await asyncio.gather(*self._runners, return_exceptions=True)
         await self._kill_all()
 
+    def abandon(self) -> None:
+        """End the workers with the next turn of the event loop, if that has not ended and with it the workers."""
+        for runner in self._runners:
+            if not runner.get_loop().is_closed():
+                runner.cancel()
+
     @property
     def pids(self) -> list[int]:
         """Process ids of the running workers."""
@@ -204,7 +238,10 @@ class RewardPool:
             except WorkerDied as death:
                 del self._workers[slot]
                 self.log(f"{self.settings.called}: {death}; starting another")
-            self.metrics.restarts.inc()
+            except asyncio.CancelledError:  # of an event loop that ends, too
+                await worker.kill()
+                raise
+            self.metrics.restarted()
             try:
                 self._workers[slot] = await self._restart()
             except WorkerDied as death:
@@ -252,20 +289,19 @@ class RewardPool:
         batch = [task for task in batch if not task.job.done.is_set()]  # another reward may have failed the job
         if not batch:
             return
-        items = [Item(num_bytes=task.job.num_bytes, reward=task.reward) for task in batch]
+        ask = Ask(items=[task.item for task in batch], timeout_s=self.settings.timeout_s)
         try:
-            answer = await worker.ask(Ask(items=items), [task.job.spool.descriptor for task in batch])
+            answer = await worker.ask(ask, [task.job.spool.descriptor for task in batch])
         except WorkerDied as death:
             for task in batch:
-                task.attempts += 1
+                task.attempts, task.death = task.attempts + 1, death
             spent = [task for task in batch if task.attempts >= self.settings.max_attempts]
             for task in spent:
                 times = f"{task.attempts} times" if task.attempts > 1 else "once"
                 self._settle(task, Result(error=f"{self.settings.called} was tried {times}: {death}"))
             self._put_back([task for task in batch if task not in spent])
             raise
-        self.metrics.busy.inc(answer.seconds)
-        self.metrics.batches.inc()
+        self.metrics.scored(seconds=answer.seconds)
         for task, result in zip(batch, answer.results, strict=True):
             self._settle(task, result)
 

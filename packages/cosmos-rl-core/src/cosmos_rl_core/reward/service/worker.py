@@ -8,12 +8,13 @@ dependencies; besides the reward it imports msgspec and numpy. The socket also c
     server -> worker    one descriptor per item, after one byte; then Ask
     worker -> server    Answer, with one result per item
 
-One Ask is outstanding at a time.
+One Ask is outstanding at a time. A worker of `reward.processes` builds what an item names.
 """
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import inspect
 import mmap
 import os
@@ -29,21 +30,26 @@ import msgspec
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.processes import end_with, inherited_socket
+from cosmos_rl_core.processes import GRACE_S, end_with, inherited_socket
 from cosmos_rl_core.reward.request import read_request
-from cosmos_rl_core.reward.rubric import checked_values
+from cosmos_rl_core.reward.values import checked_steps, checked_values, failure, is_async, place
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.blocking import BlockingConnection
+from cosmos_rl_core.wire.payload import decode_group
 
 MAX_ITEMS = 64
 """Maximum requests in one Ask: descriptors are sent in one message, and systems allow about 250."""
+
+
+OF_ITEMS = "*"
+"""Name in a Build of a worker whose items name their rewards."""
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
     """Build a reward."""
 
     name: str
-    """Such as "module:attribute"."""
+    """Such as "module:attribute", or OF_ITEMS."""
     label: str
     """Name of its scores."""
     options: dict[str, Any]
@@ -64,14 +70,18 @@ class Item(msgspec.Struct, frozen=True):
 
     num_bytes: int
     """Size of its body."""
-    reward: int
+    reward: int = 0
     """Index of the requested reward in the header, which has its options."""
+    own: Build | None = None
+    """The reward of a body that is an encoded group, without a header."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """Request to score items."""
 
     items: list[Item]
+    timeout_s: float = 0.0
+    """The worker ends itself GRACE_S after this time, also in code that never returns to Python; 0: it does not."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -80,6 +90,10 @@ class Result(msgspec.Struct, frozen=True):
     scores: dict[str, list[float]] = {}
     """Scores by the reward's name, or by "reward.part". One value per sample."""
     error: str = ""
+    is_final: bool = False
+    """Whether an item with `own` would fail again."""
+    steps: list[list[float]] = []
+    """Of an item with `own`: for each rollout the rewards of its steps, or one."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -173,10 +187,19 @@ class Served:
             return [self._reason(error)]
         return [self._checked(value, group) for value, group in zip(values, groups, strict=True)]
 
+    def steps(self, group: RolloutGroup) -> list[list[float]]:
+        """Return for each rollout the rewards of its steps, or one. Raises SampleError as a rubric does."""
+        where = place(self._label, group)
+        try:
+            (values,) = self._values([group])
+        except (Exception, SystemExit) as error:  # user code may raise anything; it is reported as an error
+            raise failure(error, where=where) from error
+        return [steps.tolist() for steps in checked_steps(values, rollouts=group.rollouts, where=where)]
+
     def _values(self, groups: Sequence[RolloutGroup]) -> Sequence[Any]:
         if isinstance(self._reward, BatchReward):
             return self._reward.score_groups(groups)
-        if _is_async(self._reward):
+        if is_async(self._reward):
             return self._runner.run(_gathered(self._reward, groups))
         return [self._reward(group) for group in groups]
 
@@ -199,11 +222,6 @@ async def _gathered(reward: Any, groups: Sequence[RolloutGroup]) -> Sequence[Any
     return await asyncio.gather(*(reward(group) for group in groups))
 
 
-def _is_async(reward: Any) -> bool:
-    function = reward.func if isinstance(reward, partial) else reward
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 MAX_ERROR_CHARS = 2000
 _MAX_VARIANTS = 8
 """Number of cached instances of the reward with options of requests, besides the one with the server's options."""
@@ -215,12 +233,10 @@ class Worker:
     answer = worker.answer(ask, descriptors)
     """
 
-    def __init__(self, name: str, *, label: str, options: dict[str, Any]) -> None:
+    def __init__(self, build: Build) -> None:
         """Build the reward. Raises UserError if that fails."""
-        self._name = name
-        self._label = label
-        self._options = options
-        self._served = Served(name, label=label, options=options)
+        self._build = build
+        self._served = None if build.name == OF_ITEMS else _served(build)
         self._variants: dict[bytes, Served] = {}
 
     def answer(self, ask: Ask, descriptors: Sequence[int]) -> Answer:
@@ -230,9 +246,13 @@ class Worker:
         together: dict[int, tuple[Served, list[int], list[list[RolloutGroup]]]] = {}
         for i, (item, descriptor) in enumerate(zip(ask.items, descriptors, strict=True)):
             try:
-                served, groups = self._read(item, descriptor)
+                buffer = _mapped(item, descriptor)
+                if item.own is not None:
+                    results[i] = self._own_result(item.own, buffer)
+                    continue
+                served, groups = self._read(item, buffer)
             except Exception as error:  # an error of this request only
-                results[i] = Result(error=f"{self._label}: {error}"[:MAX_ERROR_CHARS])
+                results[i] = Result(error=f"{self._build.label}: {error}"[:MAX_ERROR_CHARS])
                 continue
             _, indices, found = together.setdefault(id(served), (served, [], []))
             indices.append(i)
@@ -244,25 +264,41 @@ class Worker:
                 del scored[: len(groups)]
         return Answer(results=results, seconds=time.perf_counter() - start)
 
-    def _read(self, item: Item, descriptor: int) -> tuple[Served, list[RolloutGroup]]:
-        try:
-            # a private mapping: the reward may write into its arrays without effect on others
-            buffer = mmap.mmap(descriptor, item.num_bytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
+    def _read(self, item: Item, buffer: mmap.mmap) -> tuple[Served, list[RolloutGroup]]:
         request = read_request(buffer)
-        return self._with(request.header.rewards[item.reward].options), request.read_groups(buffer)
+        options = request.header.rewards[item.reward].options
+        build = msgspec.structs.replace(self._build, options={**self._build.options, **options})
+        return self._variant(build) if options or not self._served else self._served, request.read_groups(buffer)
 
-    def _with(self, options: dict[str, Any]) -> Served:
-        """Return the reward with a request's options merged into the server's."""
-        if not options:
-            return self._served
-        key = msgspec.json.encode(options, order="deterministic")
+    def _own_result(self, build: Build, buffer: mmap.mmap) -> Result:
+        try:
+            return Result(steps=self._variant(build).steps(decode_group(memoryview(buffer))))
+        except UserError as error:
+            return Result(error=str(error)[:MAX_ERROR_CHARS], is_final=True)
+        except SampleError as error:
+            return Result(error=error.reason[:MAX_ERROR_CHARS], is_final=error.final)
+
+    def _variant(self, build: Build) -> Served:
+        """Return a reward with options of its own, built once. Raises UserError."""
+        key = msgspec.json.encode(build, order="deterministic")
         if key not in self._variants:
             while len(self._variants) >= _MAX_VARIANTS:
                 del self._variants[next(iter(self._variants))]
-            self._variants[key] = Served(self._name, label=self._label, options={**self._options, **options})
+            self._variants[key] = _served(build)
         return self._variants[key]
+
+
+def _served(build: Build) -> Served:
+    return Served(build.name, label=build.label, options=build.options)
+
+
+def _mapped(item: Item, descriptor: int) -> mmap.mmap:
+    """Map the item's body and close the descriptor."""
+    try:
+        # a private mapping: the reward may write into its arrays without effect on others
+        return mmap.mmap(descriptor, item.num_bytes, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
 
 
 def _joined(scored: Sequence[Scores | str]) -> Result:
@@ -284,13 +320,18 @@ def main() -> None:
     server = BlockingConnection(inherited, decode=ToWorker)
     build = server.receive()
     try:
-        worker = Worker(build.name, label=build.label, options=build.options)
+        worker = Worker(build)
     except UserError as error:
         server.send(Refused(reason=str(error)))
         sys.exit(2)
     server.send(Ready())
     while descriptors := receive_descriptors(inherited):
-        server.send(worker.answer(server.receive(), descriptors))
+        ask = server.receive()
+        if ask.timeout_s:  # a thread of C, which needs no lock: a search of `re` keeps it until its end
+            faulthandler.dump_traceback_later(ask.timeout_s + GRACE_S, exit=True)
+        answer = worker.answer(ask, descriptors)
+        faulthandler.cancel_dump_traceback_later()
+        server.send(answer)
 
 
 if __name__ == "__main__":
