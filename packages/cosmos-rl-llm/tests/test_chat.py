@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
@@ -50,42 +52,40 @@ def test_plain_text_is_only_tokenised():
     assert len(tokens) == 4
 
 
+def learn(chat: Chat, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """The tokens of prompt and answer."""
+    encoded = chat.encode_answers(row)
+    return encoded.tokens[~encoded.learnt].tolist(), encoded.tokens[encoded.learnt].tolist()
+
+
 def test_the_response_ends_with_the_turn_and_not_after_it():
     chat = make_chat()
-    row = {"prompt": ask("hi"), "response": "yes."}
-    text = chat.encode_prompt(row).text
-    tokens = chat.encode_response(row, prompt_text=text)
-    assert tokens.dtype == np.int32
-    assert chat.decode(tokens) == "yes."
-    assert tokens.tolist()[-1] == 2  # </s>, without the line end that the template writes after it
+    _, answer = learn(chat, {"prompt": ask("hi"), "response": "yes."})
+    assert chat.decode(answer) == "yes."
+    assert answer[-1] == 2  # </s>, without the line end that the template writes after it
 
 
 def test_a_plain_response_is_closed_with_the_eos_token():
-    chat = make_chat(None)
-    tokens = chat.encode_response({"prompt": "2+2=", "response": "4"}, prompt_text="2+2=")
-    assert tokens.tolist()[-1] == 2
-    assert len(tokens) == 2
+    _, answer = learn(make_chat(None), {"prompt": "2+2=", "response": "4"})
+    assert answer[-1] == 2
+    assert len(answer) == 2
 
 
 def test_a_template_that_rewrites_the_prompt_leaves_the_bare_response():
     chat = make_chat("{{ messages | length }}{% if add_generation_prompt %}?{% endif %}")
-    row = {"prompt": ask("hi"), "response": "ok"}
-    tokens = chat.encode_response(row, prompt_text=chat.encode_prompt(row).text)
-    assert chat.decode(tokens) == "ok"
-    assert tokens.tolist()[-1] == 2
+    _, answer = learn(chat, {"prompt": ask("hi"), "response": "ok"})
+    assert chat.decode(answer) == "ok"
+    assert answer[-1] == 2
 
 
 def test_prompt_and_response_are_what_the_template_writes():
     chat = make_chat()
     row = {"prompt": ask("hi"), "response": "yes."}
-    encoded = chat.encode_prompt(row)
-    text, prompt = encoded.text, encoded.tokens
-    response = chat.encode_response(row, prompt_text=text)
     whole = chat.tokenizer.apply_chat_template(
         [*row["prompt"], {"role": "assistant", "content": "yes."}], tokenize=False
     )
     assert isinstance(whole, str)
-    assert [*prompt, *response] == chat.tokenizer(whole.rstrip("\n"))["input_ids"]
+    assert chat.encode_answers(row).tokens.tolist() == chat.tokenizer(whole)["input_ids"]
 
 
 def test_a_template_may_reject_a_prompt():

@@ -243,3 +243,17 @@ def test_a_column_that_is_no_json_is_named(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "when": datetime.date(2026, 1, 1)}])
     with pytest.raises(UserError, match=r"a.parquet\[0\]: column 'when' holds date .*which is not JSON"):
         load(file)
+
+
+def test_a_column_of_tools_is_read_as_schemas_or_their_text(tmp_path):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    rows = (
+        {"prompt": "a", "tools": tools},
+        {"prompt": "a", "tools": json.dumps(tools)},
+        {"prompt": "a", "tools": None},
+    )
+    file = write_jsonl(tmp_path / "a.jsonl", *rows)
+    assert [row.get("tools") for row in load(file)[0]] == [tools, tools, None]
+    assert [row.get("tools") for row in load(file, tools_column="")[0]] == [None] * 3
+    with pytest.raises(UserError, match=r"b.jsonl:1: tools must be a list of JSON schemas, not .*data.tools_column"):
+        load(write_jsonl(tmp_path / "b.jsonl", {"prompt": "a", "tools": "hammer"}))

@@ -23,7 +23,6 @@ from cosmos_rl_llm.data.collate import collate_sft, encode_row, pack_batch
 from cosmos_rl_llm.data.items import begin_reading
 from cosmos_rl_llm.data.reading import Ahead
 from cosmos_rl_llm.data.rows import load_rows, normalise
-from cosmos_rl_llm.data.turns import encode_turns
 from cosmos_rl_llm.media.source import LIMITS, PromptMedia
 from cosmos_rl_llm.media.vision import Vision, find_family
 from cosmos_rl_llm.policy.token_model import TermModel
@@ -108,9 +107,9 @@ def test_every_answer_of_a_chat_with_pictures_is_learnt(chat, model):
 
 def test_marks_of_the_template_find_the_same_turns(chat, model, tmp_path):
     marked = make_chat(model, tmp_path, template=MARKED)
-    tokens, mask, view = encode_turns(marked, CHAT)
-    assert words(tokens[mask]) == ["red", "<eos>", "blue", "?", "<eos>"]
-    assert [item.digest for item in view.items] == [item.digest for item in chat.items(CHAT, where="")]
+    found = marked.encode_answers({"messages": CHAT})
+    assert words(found.tokens[found.learnt]) == ["red", "<eos>", "blue", "?", "<eos>"]
+    assert [item.digest for item in found.view.items] == [item.digest for item in chat.items(CHAT, where="")]
 
 
 def test_a_cut_chat_has_the_pictures_before_its_last_answer(chat, model, tmp_path):
@@ -126,7 +125,7 @@ def test_a_cut_chat_has_the_pictures_before_its_last_answer(chat, model, tmp_pat
 def test_pictures_of_an_answer_are_refused(chat):
     answer = {"role": "assistant", "content": shown("a.png")}
     with pytest.raises(PromptError, match="row 1: a picture or video in a message of the assistant"):
-        encode_turns(chat, [CHAT[0], answer], where="row 1")
+        chat.encode_answers({"messages": [CHAT[0], answer]}, where="row 1")
 
 
 def prompts_of(*rows):
@@ -198,7 +197,10 @@ def test_a_row_that_is_too_long_with_its_pictures_is_dropped(chat, overlong):
     batch = collate_sft(prompts_of(chat_row("a.png"), CHAT_ROW), chat=short, microbatch_terms=1000, share=Share())
     assert (batch.num_rollouts, batch.metrics["rows_dropped"]) == (1, 1)
     (dropped,) = batch.rows_dropped
-    assert f"a row of {len(encode_turns(chat, CHAT)[0])} tokens, more than 20; it begins 'what colour" in dropped
+    assert (
+        f"a row of {len(chat.encode_answers({'messages': CHAT}).tokens)} tokens, more than 20; it begins 'what colour"
+        in dropped
+    )
 
 
 def test_rows_of_text_that_are_too_long_are_an_error_beside_pictures(chat):
@@ -370,7 +372,7 @@ def test_a_video_without_frames_is_dropped(chat, tmp_path):
 
 def test_a_folder_without_the_pictures_ends_the_run(chat):
     prompts = prompts_of(*[chat_row("gone.png")] * 9)
-    with pytest.raises(UserError, match=r"9 of 9 rows so far cannot be read: rows.jsonl:1: image: gone.png: No such"):
+    with pytest.raises(UserError, match=r"9 of 9 rows so far cannot be learnt: rows.jsonl:1: image: gone.png: No such"):
         collate_sft(prompts, chat=chat, microbatch_terms=1000, share=Share())
 
 

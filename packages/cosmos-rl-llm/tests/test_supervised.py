@@ -9,13 +9,12 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_llm.config import LLMDataConfig, Overlong
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.collate import collate_sft, encode_row
 from cosmos_rl_llm.data.rows import load_rows
-from cosmos_rl_llm.data.turns import encode_turns
 
 WORDS = ["</s>", "<user>", "<assistant>", "<unk>", *"0123456789 "]
 TEMPLATE = (
@@ -61,13 +60,13 @@ def collate(rows, chat, **keys):
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 def test_a_chat_that_the_template_rejects_is_told(template):
     chat = make_chat("{{ raise_exception('no such role') }}" + template)
-    with pytest.raises(UserError, match="the chat template rejects this prompt: no such role"):
+    with pytest.raises(PromptError, match="the chat template rejects this prompt: no such role"):
         encode_row({"messages": CHAT}, chat=chat)
 
 
 def test_a_chat_without_a_token_is_told():
     chat = make_chat("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(UserError, match="no assistant token to learn"):
+    with pytest.raises(PromptError, match="no assistant token to learn"):
         encode_row({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]}, chat=chat)
 
 
@@ -87,14 +86,19 @@ def test_supervised_rows_learn_the_response_and_its_end():
     assert microbatch.terms.rollout_logprobs.tolist() == [0] * 5
     assert microbatch.terms.advantages.tolist() == [1] * 5
     assert (batch.num_terms, batch.num_rollouts) == (5, 2)
-    assert batch.metrics == {"response_length_mean": 2.5, "response_length_max": 3, "packing_fraction": 0.06}
+    assert batch.metrics == {
+        "response_length_mean": 2.5,
+        "response_length_max": 3,
+        "packing_fraction": 0.06,
+        "rows_dropped": 0,
+    }
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 def test_every_turn_of_the_assistant_is_learnt_with_its_end(template):
-    tokens, mask, _ = encode_turns(make_chat(template), CHAT)
-    assert "".join(words(tokens)) == "<user>12</s> <assistant>34</s> <user>5</s> <assistant>6</s> "
-    assert words(tokens, mask) == ["3", "4", "</s>", "6", "</s>"]
+    found = make_chat(template).encode_answers({"messages": CHAT})
+    assert "".join(words(found.tokens)) == "<user>12</s> <assistant>34</s> <user>5</s> <assistant>6</s> "
+    assert words(found.tokens, found.learnt) == ["3", "4", "</s>", "6", "</s>"]
 
 
 def test_what_lies_between_turns_is_masked():
@@ -117,21 +121,21 @@ def test_a_chat_of_one_answer_is_the_same_as_its_prompt_and_response():
 def test_a_turn_that_no_template_closes_is_closed_at_the_end_of_the_chat():
     bare = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     bare += "{% if add_generation_prompt %}<assistant>{% endif %}"
-    tokens, mask, _ = encode_turns(make_chat(bare), CHAT)
-    assert words(tokens, mask) == ["3", "4", "6", "</s>"]
+    found = make_chat(bare).encode_answers({"messages": CHAT})
+    assert words(found.tokens, found.learnt) == ["3", "4", "6", "</s>"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out():
-    with pytest.raises(UserError, match=r"writes earlier turns differently.*\{% generation %\} marks"):
-        collate([{"messages": CHAT}], make_chat(FORGETFUL))
+    with pytest.raises(PromptError, match=r"writes earlier turns differently.*\{% generation %\} marks"):
+        encode_row({"messages": CHAT}, chat=make_chat(FORGETFUL))
     assert words(encode_row({"messages": CHAT[:2]}, chat=make_chat(FORGETFUL)).tokens) == ["3", "4", "</s>"]
 
 
 def test_a_row_without_an_answer_is_an_error():
     with pytest.raises(UserError, match=r"data.response_column, or .* data.messages_column"):
         collate([{"prompt": "1"}], make_chat())
-    with pytest.raises(UserError, match=r"no assistant token to learn; it begins '12'"):
-        collate([{"messages": CHAT[:1]}], make_chat(TEMPLATE))
+    with pytest.raises(PromptError, match=r"nothing asks for it"):
+        encode_row({"messages": CHAT[1:2]}, chat=make_chat(TEMPLATE))
 
 
 def test_a_row_that_is_too_long_is_an_error_unless_the_recipe_says_otherwise():

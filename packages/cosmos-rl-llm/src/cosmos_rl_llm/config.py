@@ -130,6 +130,9 @@ class LLMDataConfig(Strict):
     messages_column: str | None = None
     """Column with whole chats instead: in supervised training every turn of the assistant is learnt; in reinforcement
     learning the prompt is the part before the last answer."""
+    tools_column: str = "tools"
+    """Column with the functions that the assistant may call, which the chat template lists: JSON schemas, or their
+    text. Rows without it have none; "" reads none."""
     image_column: str | None = None
     """Column with the pictures: a path, a URL, bytes, or a list of these. They fill the parts {"type": "image"} of the
     messages, or come before the text."""

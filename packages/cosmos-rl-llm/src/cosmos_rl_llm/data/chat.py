@@ -1,13 +1,15 @@
 """Rows to tokens and tokens to text, through the tokenizer's chat template or as plain text.
 
-A prompt and its response are tokenised separately, as in generation: the response never changes the prompt's tokens,
-and tokens sampled by an engine are kept and never encoded again.
+    encode_prompt(row)      |prompt|                what an engine gets
+    encode_answers(row)     |prompt|answer|...      what supervised training gets
+
+Both encode the same spans, and a span's tokens do not depend on later ones: the prompt of a generation is a prefix of
+the tokens that are trained. Tokens sampled by an engine are kept and never encoded again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 from cosmos_rl_llm.data.reading import Ahead
+from cosmos_rl_llm.data.spans import Message, Span, Template, encode_pieces
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View
 from cosmos_rl_llm.media.source import parts_of
 from cosmos_rl_llm.media.vision import Vision
@@ -26,17 +29,17 @@ from cosmos_rl_llm.media.vision import Vision
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """A prompt as the model gets it."""
+    """A prompt, or a row of supervised training, as the model gets it."""
 
     text: str
     """The rendered chat, with the placeholders of the chat template."""
     tokens: np.ndarray
-    """[prompt] int32, with a token for each output of the vision tower."""
+    """[L] int32, with a token for each output of the vision tower."""
+    learnt: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """[L] bool: the tokens of answers."""
     view: View = EMPTY_VIEW
     """Its pictures and videos."""
 
@@ -55,8 +58,8 @@ class Chat:
     """Treatment of longer rows in supervised training."""
     vision: Vision | None = None
     """Reads pictures and videos; None for a model of text."""
-    faults: Faults = field(default_factory=lambda: Faults("cannot be read"), compare=False)
-    """Rows of supervised training with pictures and videos that cannot be read."""
+    faults: Faults = field(default_factory=lambda: Faults("cannot be learnt"), compare=False)
+    """Rows of supervised training that cannot be learnt."""
     ranks: Callable[[], RankGroup] = field(default=RankGroup, compare=False)
     """Returns the ranks that read the pictures and videos of supervised rows together."""
     ahead: Ahead = field(default_factory=Ahead, compare=False)
@@ -67,22 +70,92 @@ class Chat:
     def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
         """Return the model's prompt.
 
-        Messages are followed by the opening of the assistant's turn. Plain text gets the tokenizer's BOS token, if it
-        has one; a template writes its own.
+        Messages are followed by the opening of the assistant's turn. Plain text gets the tokens that the tokenizer
+        writes before a text, such as BOS, if it has none of its own; a template writes its own.
 
         Raises:
             PromptError: the template rejects the messages, or no token is left.
             MediaError: a picture or video cannot be read, or does not fit the chat.
         """
-        prompt = row["prompt"]
-        plain = isinstance(prompt, str)
-        text = prompt if plain else self.render(prompt, where=where, add_generation_prompt=True)
-        items = [] if plain else self.of_row(row).items(prompt, where=where)
-        (shown,) = self.expand([text], items, where=where)
-        tokens = np.asarray(self.tokenizer(shown, add_special_tokens=plain)["input_ids"], dtype=np.int32)
-        if not len(tokens):
-            raise PromptError(f"{where or 'a row'}: the prompt has no tokens")
-        return Encoded(text=text, tokens=tokens, view=self.view(tokens, items, where=where))
+        where, prompt = where or "a row", row["prompt"]
+        if isinstance(prompt, str):
+            encoded = self._encode_text([Span(text=prompt)], where=where)
+        elif not prompt:
+            raise PromptError(f"{where}: the chat begins with its only answer; nothing asks for it")
+        else:
+            spans = self._template(row, where=where).prompt(prompt)
+            encoded = self._encode_spans([replace(span, written=False) for span in spans], row, prompt, where=where)
+        if not len(encoded.tokens):
+            raise PromptError(f"{where}: the prompt has no tokens")
+        return encoded
+
+    def encode_answers(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
+        """Return a row of supervised training: its prompt as `encode_prompt` does, and its answers.
+
+        Of {"prompt", "response"} the response is learnt, of {"messages"} every answer that has a prompt; each with the
+        end of its turn, as the template closes it or else by the tokenizer's end-of-sequence token.
+
+        Raises:
+            PromptError: the template rejects the messages, or changes earlier turns as the chat goes on.
+            MediaError: a picture or video cannot be read, or does not fit the chat.
+        """
+        where, messages = where or "a row", learnt_messages(row)
+        if isinstance(row.get("prompt"), str) and "response" in row:
+            spans = [Span(text=row["prompt"]), Span(text=row["response"], written=True)]
+            return self._encode_text(spans, where=where)
+        for message in messages:
+            if message["role"] == "assistant" and any(part["type"] != "text" for part in parts_of(message["content"])):
+                raise PromptError(f"{where}: a picture or video in a message of the assistant cannot be learnt")
+        spans = self._template(row, where=where).answers(messages, last_alone="response" in row)
+        return self._encode_spans(spans, row, messages, where=where)
+
+    def _template(self, row: Mapping[str, Any], *, where: str) -> Template:
+        return Template(tokenizer=self.tokenizer, tools=row.get("tools"), where=where)
+
+    def _encode_spans(
+        self, spans: Sequence[Span], row: Mapping[str, Any], messages: Sequence[Message], *, where: str
+    ) -> Encoded:
+        """The tokens of a rendered chat with the pictures and videos of its messages."""
+        seeing = self.of_row(row)
+        items = seeing.items(messages, where=where)
+        shown = iter(seeing.expand([span.text for span in spans if not span.written], items, where=where))
+        texts = [span.text if span.written else next(shown) for span in spans]
+        tokens, learnt = self._join(encode_pieces(self.tokenizer, texts), spans)
+        self.view(tokens[learnt], [], where=where)  # an answer shows nothing
+        text = "".join(span.text for span in spans)
+        return Encoded(text=text, tokens=tokens, learnt=learnt, view=seeing.view(tokens, items, where=where))
+
+    def _encode_text(self, spans: Sequence[Span], *, where: str) -> Encoded:
+        """The tokens of plain text."""
+        pieces = encode_pieces(self.tokenizer, [span.text for span in spans])
+        opening = leading_ids(self.tokenizer)
+        if pieces[0][: len(opening)] != opening:
+            pieces[0] = [*opening, *pieces[0]]
+        tokens, learnt = self._join(pieces, spans)
+        text = "".join(span.text for span in spans)
+        return Encoded(text=text, tokens=tokens, learnt=learnt, view=self.view(tokens, [], where=where))
+
+    def _join(self, pieces: Sequence[Sequence[int]], spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [L] int32 and mask [L] bool of spans. An answer is learnt up to its last end token.
+
+        One without may end with the first token after it, as GLM's do. At the end of a chat it gets one.
+        """
+        tokens: list[int] = []
+        learnt: list[bool] = []
+        is_open = False
+        for piece, span in zip(pieces, spans, strict=True):
+            ends = [place for place, token in enumerate(piece, start=1) if token in self.end_ids]
+            until = 0 if not span.written else ends[-1] if ends else len(piece)
+            mask = [place < until for place in range(len(piece))]
+            if is_open and piece and not span.written:
+                mask[0] = piece[0] in self.end_ids
+            if piece or span.written:
+                is_open = span.written and not ends
+            tokens += piece
+            learnt += mask
+        if is_open:
+            tokens, learnt = [*tokens, self.closing_id], [*learnt, True]
+        return np.asarray(tokens, dtype=np.int32), np.asarray(learnt, dtype=bool)
 
     def of_row(self, row: Mapping[str, Any]) -> Chat:
         """Return the chat with the limits of pictures and videos of the section that the row was loaded from."""
@@ -105,29 +178,6 @@ class Chat:
         """Return the view of the tokens [L] of a chat that shows `items`. Raises MediaError."""
         return EMPTY_VIEW if self.vision is None else self.vision.view(tokens, items, where=where)
 
-    def encode_response(self, row: Mapping[str, Any], *, prompt_text: str, where: str = "") -> np.ndarray:
-        """Return the tokens of row["response"] and of the end of its turn, [T] int32: the training target.
-
-        If the template continues the prompt's text, the turn is closed as the template closes it (up to
-        its last end token); otherwise, and for plain text, with the tokenizer's end-of-sequence token.
-
-        Raises:
-            PromptError: the template rejects the messages.
-            MediaError: it has the token of a picture or video.
-        """
-        prompt, response = row["prompt"], row["response"]
-        text = response
-        if not isinstance(prompt, str):
-            messages = [*prompt, {"role": "assistant", "content": response}]
-            whole = self.render(messages, where=where, add_generation_prompt=False)
-            text = whole.removeprefix(prompt_text) if whole.startswith(prompt_text) else response
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        ends = [place for place, token in enumerate(ids) if token in self.end_ids]
-        closed = ids[: ends[-1] + 1] if ends else [*ids, self.closing_id]
-        tokens = np.asarray(closed, dtype=np.int32)
-        self.view(tokens, [], where=where)
-        return tokens
-
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens without special ones, for rewards and files."""
         ids = [int(token) for token in tokens]
@@ -147,43 +197,23 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return eos if isinstance(eos, int) else min(self.end_ids)
 
-    def render(self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool) -> str:
-        """Return messages as the chat template renders them. Raises PromptError if it rejects them."""
-        conversation = [dict(message) for message in messages]
-        with _template_errors(where):
-            text = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        assert isinstance(text, str)
-        return text
 
-    def render_marked(self, messages: Iterable[Message], *, where: str) -> tuple[str, list[tuple[int, int]]]:
-        """Return messages as the chat template renders them, and the places (start, end) of its {% generation %} marks.
-
-        Raises PromptError if the template rejects them.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        names: dict[str, Any] = dict(self.tokenizer.special_tokens_map)
-        with _template_errors(where):
-            texts, marks = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                chat_template=self.tokenizer.get_chat_template(),
-                return_assistant_tokens_mask=True,
-                **names,
-            )
-        return texts[0], [(int(start), int(end)) for start, end in marks[0]]
+def learnt_messages(row: Mapping[str, Any]) -> Sequence[Message]:
+    """Return the chat of a supervised row, up to its last answer; of plain text nothing."""
+    if "response" in row:
+        prompt = row["prompt"]
+        return [] if isinstance(prompt, str) else [*prompt, {"role": "assistant", "content": row["response"]}]
+    messages = row.get("messages", ())
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[: answers[-1] + 1] if answers else messages
 
 
-@contextmanager
-def _template_errors(where: str) -> Iterator[None]:
-    """Raise PromptError for messages that the chat template rejects."""
-    from jinja2 import TemplateError
-
-    try:
-        yield
-    except TemplateError as error:
-        raise PromptError(f"{where or 'a row'}: the chat template rejects this prompt: {error}") from error
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer writes before a text; those after it, such as EOS, would end a prompt."""
+    alone = list(tokenizer("x", add_special_tokens=False)["input_ids"])
+    within = list(tokenizer("x")["input_ids"])
+    at = next((at for at in range(len(within)) if within[at : at + len(alone)] == alone), 0)
+    return within[:at]
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:

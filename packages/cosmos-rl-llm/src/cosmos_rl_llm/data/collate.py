@@ -25,13 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from cosmos_rl_core.errors import MediaError, PromptError, UserError
+from cosmos_rl_core.errors import PromptError, SampleError, UserError
 from cosmos_rl_core.train.balance import deal, time_of
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.items import read_items
 from cosmos_rl_llm.data.reading import side_by_side
-from cosmos_rl_llm.data.turns import encode_turns
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
 from cosmos_rl_llm.media.source import parts_of
@@ -204,21 +203,22 @@ def _tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int, share: Share) -> TrainBatch:
     """Pack rows with target responses; return the microbatches of `share`. All ranks of a replica call this together.
 
-    A row whose pictures or videos cannot be read, or make it too long, is dropped. `chat.overlong` determines the
-    treatment of other rows above `chat.max_length` tokens; a row that would be cut before its first answer is dropped.
+    A row that cannot be learnt is dropped: its pictures cannot be read or make it too long, the chat template rejects
+    it, nothing in it is an answer. `chat.overlong` determines the treatment of other rows above `chat.max_length`
+    tokens; a row that would be cut before its first answer is dropped.
 
     Raises:
-        UserError: a row without an answer, or too long where that is an error; or most rows cannot be read (`Faults`).
+        UserError: no row has answers, one is too long where that is an error, or most cannot be learnt (`Faults`).
     """
     chat.faults.want(len(prompts))
     readable: list[tuple[Prompt, Sample]] = []
     for prompt, read in zip(prompts, read_items(prompts, chat), strict=True):
         try:
             if read.unreadable:
-                raise MediaError(read.unreadable)
+                raise SampleError(read.unreadable)
             sample = encode_row(prompt.row, chat=replace(chat, given=read.items), where=prompt.origin)
             readable.append((prompt, replace(sample, pixels=read.pixels)))
-        except MediaError as error:
+        except SampleError as error:
             chat.faults.add(prompt.origin or prompt.sample_id, error.reason)
     samples: list[Sample] = []
     too_long: list[str] = []
@@ -239,8 +239,7 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
     metrics = {"response_length_mean": float(lengths.mean()), "response_length_max": float(lengths.max())}
     if chat.overlong != "error":
         metrics["rows_truncated"] = float(num_cut)
-    if chat.overlong != "error" or chat.vision is not None:
-        metrics["rows_dropped"] = float(len(prompts) - len(samples))
+    metrics["rows_dropped"] = float(len(prompts) - len(samples))
     batch = pack_batch(samples, microbatch_terms=microbatch_terms, share=share, metrics=metrics)
     return replace(batch, rows_dropped=(*chat.faults.take_new(), *too_long))
 
@@ -248,31 +247,27 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
 def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> Sample:
     """Return a row as prompt and response; the mask excludes other roles' messages between the assistant's turns.
 
-    Raises MediaError for pictures and videos that cannot be read, and UserError for a row that cannot be learnt.
+    Raises SampleError for a row that cannot be learnt, and UserError if rows have no target responses at all.
     """
-    try:
-        if "response" in row:
-            prompt = chat.encode_prompt(row, where=where)
-            tokens = chat.encode_response(row, prompt_text=prompt.text, where=where)
-            return _sample(prompt.tokens, tokens, np.ones(len(tokens), dtype=bool), view=prompt.view)
-        if "messages" not in row:
-            raise UserError(
-                "supervised training needs target responses: name their column in data.response_column, or that of "
-                "whole chats in data.messages_column"
-            )
-        tokens, mask, view = encode_turns(chat.of_row(row), row["messages"], where=where)
-    except PromptError as error:
-        raise UserError(error.reason) from error
+    if "response" not in row and "messages" not in row:
+        raise UserError(
+            "supervised training needs target responses: name their column in data.response_column, or that of whole "
+            "chats in data.messages_column"
+        )
+    encoded = chat.encode_answers(row, where=where)
+    tokens, mask = encoded.tokens, encoded.learnt
     learnt = np.flatnonzero(mask[1:]) + 1  # the first token is predicted from nothing
     if not len(learnt):
-        raise UserError(f"a row has no assistant token to learn; it begins {_beginning(row)}")
+        raise PromptError(f"{where or 'a row'}: there is no assistant token to learn; it begins {_beginning(row)}")
     first, end = learnt[0], learnt[-1] + 1
-    return _sample(tokens[:first], tokens[first:end], mask[first:end], view=view.first(end - 1))
-
-
-def _sample(prompt: np.ndarray, tokens: np.ndarray, mask: np.ndarray, *, view: View = EMPTY_VIEW) -> Sample:
-    logprobs = np.zeros(len(tokens), dtype=np.float32)
-    return Sample(prompt_tokens=prompt, tokens=tokens, logprobs=logprobs, loss_mask=mask, advantage=1.0, view=view)
+    return Sample(
+        prompt_tokens=tokens[:first],
+        tokens=tokens[first:end],
+        logprobs=np.zeros(end - first, dtype=np.float32),
+        loss_mask=mask[first:end],
+        advantage=1.0,
+        view=encoded.view.first(end - 1),
+    )
 
 
 def _fit(sample: Sample, row: Mapping[str, Any], *, chat: Chat) -> Sample | None:

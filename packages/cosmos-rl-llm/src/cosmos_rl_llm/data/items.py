@@ -16,9 +16,9 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.errors import MediaError, UserError
+from cosmos_rl_core.errors import MediaError, SampleError, UserError
 from cosmos_rl_core.types import Prompt
-from cosmos_rl_llm.data.chat import Chat
+from cosmos_rl_llm.data.chat import Chat, learnt_messages
 from cosmos_rl_llm.data.reading import side_by_side
 from cosmos_rl_llm.media.item import Item, Kind
 
@@ -107,7 +107,7 @@ def begin_reading(prompts: Sequence[Prompt], chat: Chat) -> None:
 def _read(prompt: Prompt, chat: Chat) -> tuple[_Read, Sequence[Item]]:
     try:
         items = _items(prompt, chat)
-    except MediaError as error:
+    except SampleError as error:
         return _Read(unreadable=error.reason), ()
     except UserError as error:
         return _Read(wrong=str(error)), ()
@@ -124,6 +124,4 @@ def _again(prompt: Prompt, chat: Chat) -> Sequence[Item]:
 
 
 def _items(prompt: Prompt, chat: Chat) -> Sequence[Item]:
-    row = prompt.row
-    messages = row["messages"] if "messages" in row and "response" not in row else row["prompt"]
-    return [] if isinstance(messages, str) else chat.of_row(row).items(messages, where=prompt.origin)
+    return chat.of_row(prompt.row).items(learnt_messages(prompt.row), where=prompt.origin)

@@ -11,8 +11,10 @@ row and key.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -185,6 +187,9 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
         result["messages"] = chat = _chat(row, where=where, config=config, column=config.messages_column)
         answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
         result["prompt"] = chat[: answers[-1]]
+    result.pop("tools", None)
+    if tools := _tools(row, where=where, config=config):
+        result["tools"] = tools
     if shows_media(result["prompt" if config.messages_column is None else "messages"]):
         result[LIMITS] = config.media.model_dump(mode="json", exclude_defaults=True)
     if config.answer_column is not None:
@@ -276,6 +281,22 @@ def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str
         if message.get("role") not in ROLES:
             raise UserError(f"{where}: message {place}: role must be one of {', '.join(ROLES)} ({key})")
     return [{**message, "content": normalise_content(message["content"], where=where, key=key)} for message in value]
+
+
+def _tools(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> list[dict[str, Any]]:
+    """The functions that a chat template lists; none beside plain text."""
+    found = None if config.chat_template == PLAIN_TEXT else row.get(config.tools_column)
+    if isinstance(found, str) and found.strip():
+        with suppress(json.JSONDecodeError):  # text of another kind is refused below
+            found = json.loads(found)
+    if not found:
+        return []
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise UserError(
+            f"{where}: tools must be a list of JSON schemas, not {shown(found)} (data.tools_column); name another "
+            'column, or none: tools_column = ""'
+        )
+    return found
 
 
 def _answer(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str:
