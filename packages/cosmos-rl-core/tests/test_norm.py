@@ -35,6 +35,19 @@ class OnePlusRMSNorm(RMSNorm):
         return super().forward(hidden_states) / self.weight * (1.0 + self.weight)
 
 
+class ScaleFreeRMSNorm(RMSNorm):
+    """As in Gemma 4: values are normalised without a weight."""
+
+    def __init__(self, hidden_size, eps=EPS, with_scale=True):
+        super().__init__(hidden_size, eps)
+        if not with_scale:
+            del self.weight
+
+    def forward(self, hidden_states):
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return hidden_states * scale * (self.weight if "weight" in self._parameters else 1.0)
+
+
 class SizedRMSNorm(RMSNorm):
     def __init__(self, *, width):
         super().__init__(width)
@@ -161,3 +174,11 @@ def test_it_is_never_slower_than_the_module(one_thread, make, shape):
     input, slope = drawn(*shape).requires_grad_(), drawn(*shape, seed=1)
     runs = [lambda norm=norm: norm(input).backward(slope) for norm in (plain, changed)]
     assert slowdown(plain=runs[0], chosen=runs[1]) <= NO_SLOWER
+
+
+def test_a_norm_without_a_weight_stays_as_it_is():
+    norm, input = ScaleFreeRMSNorm(24, with_scale=False), drawn(ROWS, 24)
+    expected = norm(input)
+    use_rms_norms(norm)
+    assert type(norm) is not ScaleFreeRMSNorm  # the class computes w x r
+    assert torch.equal(norm(input), expected)

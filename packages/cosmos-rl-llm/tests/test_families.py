@@ -189,6 +189,12 @@ def test_a_small_configuration_keeps_one_layer_of_each_kind_and_its_options():
     assert shrink(small_values) == small_values
 
 
+def test_a_list_as_long_as_the_model_is_deep_is_not_thereby_one_by_layer():
+    values = AutoConfig.for_model("llama", num_hidden_layers=2, eos_token_id=[1, 2]).to_dict()
+    assert shrink({**values, "time_step_limit": [0.0, 5.0]})["time_step_limit"] == [0.0, 5.0]
+    assert shrink({**values, "layer_types": ["a", "b"]})["layer_types"] == ["a", "b", "a", "b"]
+
+
 class CountingMesh(MeshOf):
     """Another rank has three blocks."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +27,7 @@ from cosmos_rl_llm.model.weights import Weight, find_weights, open_weights
 from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.policy import TextPolicy
+from cosmos_rl_llm.policy.rank_probe import check_ranks
 
 if TYPE_CHECKING:
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
@@ -60,7 +61,6 @@ def build_policy(
     else:
         whole = empty_model(source, dtype=dtype)
         weights = find_weights(whole, source)
-    freeze(whole, model.freeze)
     if "language_model" in model.freeze and setup.parallel.pp > 1:
         raise UserError(
             f'[policy.parallel] pp = {setup.parallel.pp}: model.freeze = ["language_model"] leaves stages without a '
@@ -71,8 +71,9 @@ def build_policy(
             f"[policy.parallel] pp = {setup.parallel.pp}: stages after the first have none of the weights of "
             "model.lora.whole; set pp = 1"
         )
-    if model.lora is not None:
-        add_adapters(whole, model.lora, base=model.path, seed=seed, without=model.freeze)
+    prepare = partial(_prepare, model=model, seed=seed)
+    prepare(whole)
+    check_ranks(whole, setup, prepare=prepare)
     log_kernels(whole, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)
     policy = _kind(pipelined=setup.mesh is not None and setup.mesh.dims.pp > 1)(
         whole,
@@ -86,6 +87,13 @@ def build_policy(
         fill_adapters(policy.module, seed=seed)
         fill_model(policy.module, source, weights)
     return policy
+
+
+def _prepare(module: PreTrainedModel, *, model: LLMModelConfig, seed: int) -> None:
+    """Freeze parts of `module` and add adapters, in place."""
+    freeze(module, model.freeze)
+    if model.lora is not None:
+        add_adapters(module, model.lora, base=model.path, seed=seed, without=model.freeze)
 
 
 def _kind(*, pipelined: bool) -> type[TextPolicy | PipelinedPolicy]:

@@ -9,7 +9,9 @@ become shorter than a probe's sequences, so that they take effect.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ _LAYERS = (
 )
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "model_dim", "word_embed_proj_dim", "embedding_size", "emb_dim")
 _WIDTH = 64
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _SIZES: Mapping[str, int] = {
     **dict.fromkeys(_LAYERS, NUM_LAYERS),
     **dict.fromkeys(_WIDTHS, _WIDTH),
@@ -47,7 +50,7 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp", "dense_intermediate_size"), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "router_hidden_size"), 32),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(_NUM_EXPERTS, 4),
     # Attention
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "swa_num_attention_heads", "attention_heads", "index_n_heads"), 4),
@@ -94,20 +97,50 @@ _AT_MOST: Mapping[str, int] = {
 _AT_LEAST: Mapping[str, int] = dict.fromkeys(
     ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64
 )
+_WIDENED = (
+    *_WIDTHS,
+    *(
+        "lru_width",
+        "embedding_dim",
+        "out_hidden_size",
+        "vocab_size",
+        "vocab_size_per_layer_input",
+        "decoder_vocab_size",
+    ),
+    *("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "dff", "dim_ff", "decoder_ffn_dim"),
+    *("encoder_ffn_dim", "intermediate_size_mlp", "dense_intermediate_size", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("expert_ffn_hidden_size", "num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
+    *("encoder_attention_heads", "swa_num_attention_heads", "attention_heads", "num_encoder_attention_heads"),
+    *("num_decoder_attention_heads", "num_attention_heads_per_layer", "num_key_value_heads", "num_kv_heads"),
+    *("swa_num_key_value_heads", "num_global_key_value_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank"),
+    *("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm", "attention_hidden_size"),
+)
 _SPREADS = ("initializer_range", "init_std", "init_method_std", "initializer_std")
 _PLACES = ("moe_layers", "attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "ple_layer_ids")
 """Keys with layer numbers."""
 _DROPPED = ("quantization_config", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map")
 
 
-def miniature(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of a miniature; ranks that share one need as many layers, heads and experts at least."""
+
+    layers: int = NUM_LAYERS
+    widths: int = 1
+    """Multiple of the widths, heads and latents, and of the vocabulary."""
+    experts: int = 1
+    """Multiple of the experts."""
+
+
+def miniature(kind: type[PreTrainedModel], config: PreTrainedConfig, size: Size = Size()) -> PreTrainedModel:
     """Make a small float32 model of the class `kind` from a model's configuration, with random values.
 
     It uses transformers' eager attention, since its fused attention omits soft caps and sinks. The same
     configuration gives the same values; the caller's random state does not change.
     """
     with LOADING, forked_rng(seed=0):
-        shrunk = type(config).from_dict(shrink(config.to_dict()))
+        shrunk = type(config).from_dict(widen(shrink(config.to_dict(), num_layers=size.layers), size))
         small = kind._from_config(shrunk, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             for parameter in small.parameters():  # also those that start at zero or one, such as sinks and biases
@@ -115,25 +148,26 @@ def miniature(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrain
     return small
 
 
-def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
+def shrink(values: Mapping[str, Any], *, num_layers: int = NUM_LAYERS) -> dict[str, Any]:
     """Return the values of a configuration, with few layers and small sizes; small sizes are unchanged."""
     depth = next((values[key] for key in _LAYERS if isinstance(values.get(key), int)), None)
-    kept = _kept_layers(values, depth)
-    shrunk = {key: _value(key, value, depth, kept) for key, value in values.items() if key not in _DROPPED}
-    if kept:
-        shrunk |= {key: len(kept) for key in _LAYERS if values.get(key) == depth}
+    kept = _kept_layers(values, depth, num_layers)
+    shrunk = {
+        key: _table(key, value, kept, num_layers) if isinstance(value, Mapping) else _value(key, value, depth, kept)
+        for key, value in values.items()
+        if key not in _DROPPED
+    }
+    shrunk |= {key: len(kept) or num_layers for key in _LAYERS if values.get(key) == depth is not None}
     shrunk |= _special_tokens(values) | _heads(values)
     return shrunk | _rotary(values, shrunk)
 
 
 def _value(key: str, value: Any, depth: int | None, kept: Sequence[int]) -> Any:
-    if isinstance(value, Mapping):
-        return _table(key, value, kept)
     if isinstance(value, bool) or value is None:
         return value
     if key in _PLACES:
         return [place for place in range(NUM_LAYERS) if place % 2] if value else value
-    if isinstance(value, list) and len(value) == depth:
+    if _is_by_layer(key, value, depth):
         return [_value(key, value[layer], None, ()) for layer in kept]
     if not isinstance(value, int) or value == 0:
         return _SPREAD if key in _SPREADS else value
@@ -142,25 +176,45 @@ def _value(key: str, value: Any, depth: int | None, kept: Sequence[int]) -> Any:
     return max(min(value, _AT_MOST.get(key, value)), _AT_LEAST.get(key, 0))
 
 
-def _table(key: str, values: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+def _table(key: str, values: Mapping[str, Any], kept: Sequence[int], num_layers: int) -> dict[str, Any]:
     if "model_type" in values:  # the configuration of a part
-        return shrink(values)
+        return shrink(values, num_layers=num_layers)
     if key == "per_layer_config":
         layers = {str(layer): value for layer, value in values.items()}
         return {str(place): shrink(layers[str(at)]) for place, at in enumerate(kept) if str(at) in layers}
     return dict(values)
 
 
-def _kept_layers(values: Mapping[str, Any], depth: int | None) -> list[int]:
-    """One layer of each kind, in order, then the first ones again up to the required depth; empty without kinds."""
-    lists = [v for k, v in values.items() if isinstance(v, list) and len(v) == depth and k not in _PLACES]
+def _is_by_layer(key: str, value: Any, depth: int | None) -> bool:
+    """Whether a list has a value for each layer: others, such as tokens that end a response, may be as long."""
+    named = re.search("layer|block|pattern|types", key) is not None or key in _SIZES or key in _AT_MOST
+    return named and key not in _PLACES and isinstance(value, list) and len(value) == depth
+
+
+def _kept_layers(values: Mapping[str, Any], depth: int | None, num_layers: int) -> list[int]:
+    """One layer of each kind, in order, then the first ones again up to `num_layers`; empty without kinds."""
+    lists = [value for key, value in values.items() if _is_by_layer(key, value, depth)]
     if not lists:
         return []
     kinds: dict[str, int] = {}
     for layer, kind in enumerate(zip(*lists, strict=True)):
         kinds.setdefault(repr(kind), layer)
     first = sorted(kinds.values())
-    return first + [first[i % len(first)] for i in range(NUM_LAYERS - len(first))]
+    return first + [first[i % len(first)] for i in range(num_layers - len(first))]
+
+
+def widen(values: Mapping[str, Any], size: Size) -> dict[str, Any]:
+    """Return the values of a small configuration with the widths and the number of experts of `size`."""
+    times = dict.fromkeys(_WIDENED, size.widths) | dict.fromkeys(_NUM_EXPERTS, size.experts)
+    return {key: _widened(value, times.get(key, 1), size) for key, value in values.items()}
+
+
+def _widened(value: Any, times: int, size: Size) -> Any:
+    if isinstance(value, Mapping):
+        return widen(value, size)
+    if isinstance(value, list):
+        return [_widened(each, times, size) for each in value]
+    return value * times if type(value) is int else value
 
 
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:

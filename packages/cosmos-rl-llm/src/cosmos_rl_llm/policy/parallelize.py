@@ -9,14 +9,17 @@ Every part of a decoder layer with such layers becomes a region (core's `paralle
 
     embed_tokens     vocabulary                   layers.i.self_attn   region: q, k, v columns, o rows, others whole
     layers.i.*norm   whole                        layers.i.mlp         region: gate, up columns, down rows
-    norm             whole                          with experts       region: experts as they are, the router whole
-    lm_head          vocabulary (`TermModel` reads it)
+    norm             whole                          with experts       region: experts as they are, the router whole,
+    lm_head          vocabulary (`TermModel` reads it)                   shared experts like an mlp
+
+The outputs of a region are summed over the ranks. A module inside that is not sharded must therefore feed those that
+are, as `_INSIDE` lists them by name; with any other the part is computed whole by every rank, or refused with experts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -57,6 +60,10 @@ _CUT = {"colwise": cut_columns, "rowwise": cut_rows, "per_head": cut_vectors}
 _FOLLOWS = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 """Styles of unsharded modules in a region: no change."""
 
+_INSIDE = {"act_fn", "gate", "router", "moe_statics", "shared_expert_gate"}
+_INSIDE |= {"q_norm", "k_norm", "q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
+"""Unsharded modules, by name, whose outputs go into sharded modules or multiply theirs, and are never added to them."""
+
 _VOCABULARY = ("embed_tokens", "embedding_rowwise")
 """Handled by `_spread_vocabulary`; until 5.20 transformers plans it for every model with a tied head."""
 
@@ -85,8 +92,8 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
     layers = decoder_layers(model)
     for layer in layers:
         replicate(layer, axis, partial=axis.sequence)
-        for part in layer.children():
-            _spread_part(part, styles, axis, experts=experts)
+        for part in _parts(layer):
+            _spread_part(part, styles, axis, experts=experts, model=model)
     for module in decoder.children():
         if module is not layers and module is not embedding:
             _hold_all(module, axis, partial=axis.sequence)
@@ -101,7 +108,8 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
 
 def check_sizes(config: PreTrainedConfig, *, tp: int) -> None:
     """Raise UserError with the sizes if a model of `config` cannot be sharded over `tp` ranks."""
-    sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+    heads = config.num_attention_heads
+    sizes = {"attention heads": heads, "key-value heads": getattr(config, "num_key_value_heads", None) or heads}
     for what, number in sizes.items():
         if number % tp:
             raise UserError(
@@ -123,9 +131,25 @@ def _styles(model: PreTrainedModel) -> Styles:
             f"[policy.parallel] tp: {type(model).__name__} has no supported plan for sharding its matrices "
             f"({', '.join(unknown) or 'it has none'}); set tp = 1"
         )
-    plan = with_adapters(plan)
-    found = {module: plan.get(_pattern(name)) for name, module in language_model(model).named_modules()}
+    patterns = {module: _pattern(name) for name, module in language_model(model).named_modules()}
+    plan = with_adapters(_gated(patterns) | _vectors(plan, patterns) | plan)
+    found = {module: plan.get(pattern) for module, pattern in patterns.items()}
     return {module: style for module, style in found.items() if style in _CUT}
+
+
+def _gated(patterns: Mapping[nn.Module, str]) -> dict[str, str]:
+    """The styles of all gated feed-forward networks: plans leave out shared experts (Qwen2-MoE, GLM-4.7-Flash)."""
+    gated = [pattern for module, pattern in patterns.items() if _GATED.keys() <= dict(module.named_children()).keys()]
+    return {f"{pattern}.{name}": style for pattern in gated for name, style in _GATED.items()}
+
+
+def _vectors(plan: Mapping[str, str], patterns: Mapping[nn.Module, str]) -> dict[str, str]:
+    """The style of modules with a planned vector of their own, such as the sinks of an attention."""
+    planned = [name.rpartition(".") for name, style in plan.items() if style == "colwise"]
+    named = {
+        (pattern, name) for module, pattern in patterns.items() for name, _ in module.named_parameters(recurse=False)
+    }
+    return {holder: "per_head" for holder, _, name in planned if (holder, name) in named}
 
 
 def _pattern(name: str) -> str:
@@ -133,10 +157,28 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+\b", ".*", name)
 
 
-def _spread_part(part: nn.Module, styles: Styles, axis: TensorAxis, *, experts: Collection[nn.Module]) -> None:
-    """Shard a direct child of a decoder layer: a region, a module that every rank computes whole, or a norm."""
+def _parts(layer: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a decoder layer calls."""
+    for child in layer.children():
+        if isinstance(child, nn.ModuleList):
+            yield from _parts(child)
+        else:
+            yield child
+
+
+def _spread_part(
+    part: nn.Module, styles: Styles, axis: TensorAxis, *, experts: Collection[nn.Module], model: PreTrainedModel
+) -> None:
+    """Shard a part of a decoder layer: a region, a module that every rank computes whole, or a norm."""
     inside = [module for module in part.modules() if module not in experts]
-    if any(module in styles for module in inside) or any(module in experts for module in part.modules()):
+    has_experts = len(inside) < len(list(part.modules()))
+    unknown = _unknown(part, styles, experts)
+    if unknown and has_experts:
+        raise UserError(
+            f"[policy.parallel] tp: {type(model).__name__} has {unknown[0]} beside its experts, and whether its output "
+            "is a part of their sum is not known; set tp = 1"
+        )
+    if has_experts or (not unknown and any(module in styles for module in inside)):
         for module in inside:
             if module in styles:
                 _CUT[styles[module]](module, axis)
@@ -148,6 +190,19 @@ def _spread_part(part: nn.Module, styles: Styles, axis: TensorAxis, *, experts: 
         whole_sequence(part, axis)
     else:
         _hold_all(part, axis, partial=axis.sequence)
+
+
+def _unknown(part: nn.Module, styles: Styles, experts: Collection[nn.Module]) -> list[str]:
+    """Names of modules with parameters that are neither sharded nor known to feed sharded ones."""
+    known = {module for module, style in styles.items() if style == "per_head"}
+    for name, module in part.named_modules():
+        if module in experts or module in styles.keys() - known or name.rpartition(".")[2] in _INSIDE:
+            known |= set(module.modules())  # of a layer also its adapters
+    return [
+        name or type(part).__name__
+        for name, module in part.named_modules()
+        if module not in known and any(True for _ in module.parameters(recurse=False))
+    ]
 
 
 def _hold_all(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
@@ -178,6 +233,19 @@ def _check_compiled_experts(terms: TermModel) -> None:
             "[policy.memory] compile = true: products of experts in float32 cannot be compiled on a GPU; set "
             '[model] dtype = "bfloat16", or compile = false'
         )
+
+
+def _check_shared(terms: TermModel) -> None:
+    """Raise UserError for a parameter of two layers (Zamba): FSDP gathers a layer's parameters for it alone."""
+    seen: set[nn.Parameter] = set()
+    for block in terms.blocks:
+        mine = dict(block.named_parameters())
+        if shared := [name for name, parameter in mine.items() if parameter in seen]:
+            raise UserError(
+                f"[policy.parallel] {type(terms.causal_lm).__name__} has layers that share {shared[0]}, which cannot "
+                "be sharded over ranks; train it on one rank"
+            )
+        seen |= set(mine.values())
 
 
 def parallelize(terms: TermModel, setup: ModelSetup) -> None:
@@ -211,6 +279,7 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
     save_memory(tower, setup.memory, compiled=False)  # the lengths of its sequences differ from row to row
     save_memory(terms.blocks, setup.memory, compiled=compiled)
     if mesh is not None:
+        _check_shared(terms)
         shard_fully(
             terms,
             blocks=[*tower, *terms.blocks],

@@ -46,7 +46,6 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _Changed(nn.Module):
     """Goes before the class of a norm."""
 
-    weight: nn.Parameter | None
     bias: nn.Parameter | None = None
     min_values = MIN_VALUES
 
@@ -54,7 +53,7 @@ class _Changed(nn.Module):
         trains = torch.is_grad_enabled()
         if trains and hidden_states.numel() < self.min_values:
             return super().forward(hidden_states)
-        weight, eps = self.weight, _eps_of(self)
+        weight, eps = getattr(self, "weight", None), _eps_of(self)  # Gemma normalises values without one
         if weight is None or eps is None or self.bias is not None or not _is_served(hidden_states, weight):
             return super().forward(hidden_states)
         if trains:

@@ -1,0 +1,156 @@
+"""Check that a model over ranks computes the same as in one process: on a small model, over the mesh that trains.
+
+    miniature of the policy's model, as wide and deep as the mesh needs
+      one process               all sequences             -> log-probabilities, gradients
+      the ranks of the mesh     each its part of them     -> equal, or UserError on every rank
+
+`probe` compares one process with transformers. Whether a family's parts fit a way of sharding is seen here, in values
+and gradients, and not by names of families.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import exact_products
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.parallel.stages import microbatch_multiple, num_stages
+from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share
+from cosmos_rl_llm.data.collate import pack_batch
+from cosmos_rl_llm.model.miniature import NUM_LAYERS, Size, miniature
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.probe import TOLERANCE, first_line, probe_samples
+
+GRADIENT_TOLERANCE = 1e-2
+"""Relative to the largest value of a parameter's gradient. Rounding gives about 1e-5, a part that is missing or counted
+twice 0.3 and more."""
+_SMALLEST = 1e-3
+"""A gradient counts as at least this part of the model's largest: that of a bias of keys is 0 but for rounding."""
+
+Prepare = Callable[[PreTrainedModel], None]
+"""Freezes parts of a model and adds adapters, in place."""
+
+
+def check_ranks(model: PreTrainedModel, setup: ModelSetup, *, prepare: Prepare = lambda _: None) -> None:
+    """Raise UserError, on every rank, if the family of `model` is not computed correctly over the mesh of `setup`.
+
+    All ranks of the mesh call it together. `model`'s weights are not used and need not be loaded.
+    """
+    mesh = setup.mesh
+    if mesh is None or mesh.dims.world_size == 1:
+        return
+    name = type(model).__name__
+    try:
+        with exact_products():
+            off, slope, parameter = compare_ranks(model, setup, prepare=prepare)
+    except UserError:
+        raise
+    except Exception as error:  # any, from the family's own code
+        raise UserError(
+            f"[policy.parallel] {name} does not run over {mesh.dims.describe()} ({first_line(error)}); {_advice(mesh)}"
+        ) from error
+    worst = torch.tensor([off, slope], device=mesh.device)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    off, slope = worst.tolist()
+    if not (off <= TOLERANCE and slope <= GRADIENT_TOLERANCE):
+        raise UserError(
+            f"[policy.parallel] {name} over {mesh.dims.describe()} differs from one process: log-probabilities by "
+            f"{off:.2g} nats, a gradient by {slope:.2g} of its largest value ({parameter}); {_advice(mesh)}"
+        )
+
+
+def compare_ranks(
+    model: PreTrainedModel, setup: ModelSetup, *, prepare: Prepare = lambda _: None
+) -> tuple[float, float, str]:
+    """Return this rank's largest errors of a log-probability and of a gradient, and the parameter of the latter.
+
+    All ranks of the mesh call it together.
+    """
+    mesh = setup.mesh
+    assert mesh is not None
+    size = fitting_size(mesh.dims, stages=num_stages(setup.parallel))
+    small, alone = (miniature(type(model), model.config, size) for _ in range(2))
+    for each in (small, alone):
+        prepare(each)
+        each.to(mesh.device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
+    spread = _spread(small, ModelSetup(mesh=mesh, parallel=setup.parallel))
+    own = CausalLMPolicy(alone)
+    share = replace(mesh.share, multiple=microbatch_multiple(setup.parallel))
+    found = _train(spread, share)
+    with torch.no_grad():
+        wanted = [own.forward(microbatch).logprobs for microbatch, _ in found]
+    off = max((_largest(mine - right) for (_, mine), right in zip(found, wanted, strict=True)), default=0.0)
+    _train(own, Share())
+    return off, *_worst_gradient(_gradients(spread.module), _gradients(own.module))
+
+
+def _spread(model: PreTrainedModel, setup: ModelSetup) -> Any:
+    if setup.parallel.pp == 1:
+        return CausalLMPolicy(model, setup=setup)
+    from cosmos_rl_llm.policy.pipelined import PipelinedPolicy  # with torch's schedules, which others do not need
+
+    return PipelinedPolicy(model, setup=setup)
+
+
+def fitting_size(dims: ParallelDims, *, stages: int) -> Size:
+    """The size of a miniature that can be sharded over `dims`: heads, widths, experts and layers divide."""
+    shards = dims.dp_shard * dims.cp if dims.tp * dims.ep > 1 else 1
+    divided = (4, dims.tp * dims.cp), (2, dims.tp), (8, shards)  # heads, key-value heads, the narrowest latent
+    return Size(
+        layers=NUM_LAYERS if stages == 1 else NUM_LAYERS * stages,  # a vision tower may reach into several layers
+        widths=math.lcm(*(ranks // math.gcd(width, ranks) for width, ranks in divided)),
+        experts=dims.ep // math.gcd(4, dims.ep),
+    )
+
+
+def _train(policy: Any, share: Share) -> list[tuple[Microbatch, Tensor]]:
+    """Add the gradients of a share of the batch; return the microbatches that this rank computed to the end."""
+    samples = [replace(sample, advantage=weight) for sample, weight in zip(2 * probe_samples(), (1.0, -0.5, 0.3, 0.7))]
+    batch = pack_batch(samples, microbatch_terms=32, share=share, metrics={})
+    found = []
+
+    def loss(outputs: PolicyOutputs, microbatch: Microbatch) -> Tensor:
+        found.append((microbatch, outputs.logprobs.detach()))
+        return (outputs.logprobs * microbatch.terms.advantages * microbatch.terms.loss_mask).sum()
+
+    policy.forward_backward(batch.microbatches, loss=loss, with_entropy=False)
+    return found
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    found = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+
+
+def _worst_gradient(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest error relative to a parameter's largest value, and its name. A stage has some of the parameters."""
+    floor = _SMALLEST * max(_largest(gradient) for gradient in wanted.values())
+    errors = {
+        name: _largest(gradient - wanted[name]) / max(_largest(wanted[name]), floor)
+        for name, gradient in found.items()
+        if name in wanted
+    }
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def _largest(values: Tensor) -> float:
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    return largest if largest == largest else math.inf
+
+
+def _advice(mesh: ReplicaMesh) -> str:
+    axes = [axis for axis in ("tp", "cp", "pp", "ep") if getattr(mesh.dims, axis) > 1]
+    return f"set {' and '.join(f'{axis} = 1' for axis in axes)}" if axes else "choose another model, or one rank"
