@@ -60,6 +60,14 @@ def test_the_origin_is_the_line_of_the_row():
         assert ROWS[int(prompt.origin.removeprefix("train.jsonl:")) - 1] is prompt.row
 
 
+def test_rows_that_are_left_out_are_never_prompts_and_the_others_keep_their_lines():
+    stream = source(skip=2, shuffle=False, epochs=2)
+    assert (len(stream), stream.total) == (5, 10)
+    assert [stream[i].row for i in range(10)] == [*ROWS[2:], *ROWS[2:]]
+    assert [stream[i].origin for i in (0, 4, 5)] == ["train.jsonl:3", "train.jsonl:7", "train.jsonl:3"]
+    assert ROWS[0]["question"] not in {source(skip=2)[i].row["question"] for i in range(50)}
+
+
 def test_no_rows_are_refused_with_their_origin():
     with pytest.raises(UserError, match=r"empty.jsonl has no rows"):
         PromptSource([], origin="empty.jsonl")

@@ -138,7 +138,23 @@ def test_chats_of_supervised_training():
     config = load_config(migrated.recipe)
     assert (config.algorithm.name, config.policy.prompts_per_step) == ("sft", 8)
     assert migrated.recipe["data"] == {"path": "chats", "messages_column": "messages"}
-    assert list(migrated.refused) == ["train.train_policy.dataset.test_size"]
+    assert list(migrated.refused) == []
+    assert "train.train_policy.dataset.test_size" in migrated.ignored, "validation was not enabled"
+
+
+@pytest.mark.parametrize(("size", "part"), [(", test_size = 10", 10), (", test_size = 0.2", 0.2), ("", 0.1)])
+def test_a_part_of_the_rows_of_supervised_training_is_held_out(size, part):
+    validation = "[validation]\nenable = true\nfreq = 30\n"
+    migrated = migrate(SFT.replace(", test_size = 10", size) + validation)
+    config = load_config(migrated.recipe)
+    assert (config.eval.held_out, config.eval.every_steps, config.eval.data) == (part, 30, config.data)
+    assert list(migrated.refused) == []
+
+
+def test_a_part_of_the_rows_is_not_held_out_beside_other_rows():
+    migrated = migrate(GRPO.replace('split = "train" }', 'split = "train", test_size = 10 }'))
+    assert load_config(migrated.recipe).eval.held_out is None
+    assert "train.train_policy.dataset.test_size" in migrated.ignored
 
 
 @pytest.mark.parametrize(

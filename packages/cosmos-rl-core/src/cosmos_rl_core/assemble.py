@@ -71,6 +71,7 @@ def build_source(config: RunConfig) -> PromptSource:
     return PromptSource(
         rows,
         origin=origin,
+        skip=config.num_held_out(rows),
         shuffle=config.prompts.shuffle,
         seed=config.run.seed,
         epochs=config.prompts.epochs,
@@ -96,7 +97,7 @@ def build_eval_source(config: RunConfig) -> PromptSource | None:
     if config.eval.data is None or config.is_sft:
         return None
     rows, origin = load_domain(config.run.domain).load_rows(config.eval.data)
-    return PromptSource(config.eval.first(rows), origin=origin, shuffle=False, epochs=1)
+    return PromptSource(config.evaluated(rows), origin=origin, shuffle=False, epochs=1)
 
 
 def build_rubric(config: RunConfig, domain: Domain, given: Mapping[str, Any] | None = None) -> Rubric:
@@ -355,7 +356,7 @@ def build_validation(
     rows, origin = domain.load_rows(data)
     return Validation(
         policy,
-        source=PromptSource(config.eval.first(rows), origin=origin, shuffle=False, epochs=1),
+        source=PromptSource(config.evaluated(rows), origin=origin, shuffle=False, epochs=1),
         rows_at_once=config.policy.prompts_per_step,
         collate=build_collate_sft(config, domain, policy, share, data=data),
         mesh=mesh,
@@ -371,7 +372,8 @@ def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Sh
         return None
     data = config.data if section.data is None else section.data
     rows, origin = domain.load_rows(data)
-    source = PromptSource(rows, origin=origin, shuffle=section.shuffle, seed=config.run.seed)
+    skip = config.num_held_out(rows) if section.data is None else 0
+    source = PromptSource(rows, origin=origin, skip=skip, shuffle=section.shuffle, seed=config.run.seed)
     collate = build_collate_sft(config, domain, policy, share, data=data)
     return DataTerm(source, rows_per_step=section.rows_per_step, collate=collate)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from cosmos_rl_core.migrate.common import POLICY, is_supervised
-from cosmos_rl_core.migrate.migration import FILL_IN, Migration
+from cosmos_rl_core.migrate.migration import DEFAULT, FILL_IN, Migration
 
 MAX_LENGTH, MAX_TOKENS = 4096, 2048
 """The old defaults of policy.model_max_length and rollout.max_response_length."""
+TEST_SIZE = 0.1
+"""The share of the rows that validation took where the old recipe names no others."""
 JSD_BETA = 0.5
 """The old default of distillation.jsd_beta."""
 ENGINES = {"vllm": "vllm", "vllm_async": "vllm", "trtllm": "vllm", "example_hf": "torch"}
@@ -46,8 +48,6 @@ def _data(old: Migration, dataset: str) -> None:
     old.ask("data.path", old.take(f"{dataset}.name"), "rows came from a script: a file, or an id of the hub")
     old.put("data.subset", old.take(f"{dataset}.subset") or None)
     old.move(f"{dataset}.split", "data.split")
-    no_split = "name the held-out rows in [eval.data]; no part of the training rows is set aside"
-    old.refuse(f"{dataset}.test_size", because=no_split)
 
 
 def _prompts(old: Migration, section: str, dataset: str) -> None:
@@ -118,21 +118,34 @@ def _engine(old: Migration) -> None:
 
 
 def _validation(old: Migration) -> None:
+    part = f"{POLICY}.dataset.test_size"
     if not old.take("validation.enable"):
-        old.ignore("validation.*", because="validation was not enabled")
+        old.ignore("validation.*", part, because="validation was not enabled")
         return
+    old.move("validation.freq", "eval.every_steps")
+    old.move("validation.temperature", "eval.temperature")
+    if not old.see("validation.dataset.name") and (is_supervised(old) or old.has(part)):
+        old.put("eval.held_out", old.take(part) or TEST_SIZE, "" if old.has(part) else DEFAULT)
+        old.ignore("validation.dataset.*", because="the first rows of [data] are held out")
+        old.move("validation.dataset.test_size", "eval.limit")
+    else:
+        _held_out_rows(old)
+        old.ignore(part, because="validation had rows of its own")
+    if not is_supervised(old):
+        old.move("validation.max_response_length", "eval.max_length")
+    old.refuse("validation.top_p", because="[eval] samples from all tokens")
+
+
+def _held_out_rows(old: Migration) -> None:
+    """Rows of validation that are not those of training."""
     old.ask("eval.data.path", old.take("validation.dataset.name"), "the held-out rows")
     old.put("eval.data.subset", old.take("validation.dataset.subset") or None)
     old.move("validation.dataset.split", "eval.data.split")
     old.move("validation.dataset.test_size", "eval.limit")
-    old.move("validation.freq", "eval.every_steps")
-    old.move("validation.temperature", "eval.temperature")
     if is_supervised(old):
         old.put("eval.data.messages_column", old.recipe["data"]["messages_column"])
     else:
         _prompts(old, "eval.data", "validation.dataset")
-        old.move("validation.max_response_length", "eval.max_length")
-    old.refuse("validation.top_p", because="[eval] samples from all tokens")
 
 
 def _missing(old: Migration) -> None:

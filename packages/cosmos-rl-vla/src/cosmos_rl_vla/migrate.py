@@ -91,8 +91,8 @@ def migrate(old: Migration) -> None:
         old.ignore("validation.*", "custom.trials_per_task", because="validation was not enabled")
     old.move("custom.norm_stats", "model.stats")
     split = f"{POLICY}.dataset.test_size"
-    if is_supervised(old):
-        old.refuse(split, because="name held-out demonstrations in [eval.data]")
+    if is_supervised(old) and old.see("validation.enable"):
+        old.move(split, "eval.held_out")
     else:
         old.ignore(split, because="had no effect: validation had rows of its own, or was not enabled")
     _leave_out(old)

@@ -27,6 +27,7 @@ EFFECTS: Mapping[str, str] = {
     "data_regularization": TRAINING,
     "elastic": BESIDE,
     "eval": MEASURED,
+    "eval.held_out": REFUSED,
     "logging": BESIDE,
     "model": REFUSED,
     "model.dtype": TRAINING,

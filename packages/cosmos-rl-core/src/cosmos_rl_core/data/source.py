@@ -26,15 +26,17 @@ class PromptSource:
         rows: Sequence[Mapping[str, Any]],
         *,
         origin: str,
+        skip: int = 0,
         shuffle: bool = True,
         seed: int = 0,
         epochs: int | None = None,
         is_slow: Callable[[Mapping[str, Any]], bool] = lambda row: False,
     ) -> None:
-        """is_slow: whether a row takes long to read, for `upcoming`."""
+        """skip: first rows that are left out. is_slow: whether a row takes long to read, for `upcoming`."""
         if not len(rows):
             raise UserError(f"{origin} has no rows: there are no prompts. Check [data] path, split and limit.")
-        self._rows = rows
+        self._rows = rows[skip:] if skip else rows
+        self._skip = skip
         self._origin = origin
         self._shuffle = shuffle
         self._seed = seed
@@ -56,7 +58,7 @@ class PromptSource:
         if self._epochs is not None and epoch >= self._epochs:
             raise IndexError(f"sample {sample_id} is after the last epoch ({self._epochs})")
         index = int(self._epoch_order(epoch)[place])
-        return Prompt(sample_id=sample_id, row=self._rows[index], origin=f"{self._origin}:{index + 1}")
+        return Prompt(sample_id=sample_id, row=self._rows[index], origin=f"{self._origin}:{self._skip + index + 1}")
 
     def upcoming(self, after: int, count: int) -> list[Prompt]:
         """Return the prompts that take long to read among the `count` ones after a sample, or fewer at the end."""

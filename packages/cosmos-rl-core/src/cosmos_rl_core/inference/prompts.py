@@ -44,7 +44,7 @@ def evaluation_prompts(config: RunConfig, domain: Domain) -> Prompts:
     rows, origin = domain.load_rows(config.eval.data)
     if not rows:
         raise UserError(f"[eval.data]: {origin} has no rows")
-    limited = enumerate(config.eval.first(rows))
+    limited = enumerate(config.evaluated(rows))
     return Prompts(
         origin=origin,
         rows=[Row(sample=place, columns=dict(row), origin=f"{origin}:{place + 1}") for place, row in limited],

@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -120,7 +120,10 @@ def check(
         found += _model_problems(config, domain)
     data = None if is_wrong({"data"}, wrong) else _dataset("data", config.data, domain, found)
     held_out = None if is_wrong({"eval.data"}, wrong) else config.eval.data
-    evaluation = None if held_out is None else _dataset("eval.data", held_out, domain, found)
+    if held_out is None or config.eval.held_out is None:
+        evaluation = None if held_out is None else _dataset("eval.data", held_out, domain, found)
+    else:
+        data, evaluation = _set_aside(config, data, found)
     notes: list[Problem] = []
     if deep:
         preflight = _preflight(config, domain, wrong, data, evaluation, rewards or {})
@@ -301,6 +304,18 @@ def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> D
         found.append(Problem(key=_rows_key(section, domain), wrong=f"{origin} has no rows"))
         return None
     return Dataset(origin=origin, rows=rows)
+
+
+def _set_aside(config: RunConfig, data: Dataset | None, found: list[Problem]) -> tuple[Dataset | None, Dataset | None]:
+    """Return the rows that are trained on, and those that are held out."""
+    if data is None:
+        return None, None
+    try:
+        count = config.num_held_out(data.rows)
+    except UserError as error:
+        found += problems_of(error, key="eval.held_out")
+        return None, None
+    return replace(data, rows=data.rows[count:]), replace(data, rows=data.rows[:count])
 
 
 def _rows_key(section: str, domain: Domain) -> str:

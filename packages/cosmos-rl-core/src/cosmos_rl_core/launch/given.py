@@ -65,7 +65,10 @@ class Given:
         """Return a copy whose recipe reads the rows from files in `folder`."""
         config = self.config
         if "data" in self.rows:
-            config = config.model_copy(update={"data": self._read_from(folder, "data", config.data)})
+            data = self._read_from(folder, "data", config.data)
+            evaluated = data if config.eval.held_out is not None else config.eval.data
+            evaluation = config.eval.model_copy(update={"data": evaluated})
+            config = config.model_copy(update={"data": data, "eval": evaluation})
         if "eval.data" in self.rows:
             held_out = self._read_from(folder, "eval.data", config.eval.data)
             config = config.model_copy(update={"eval": config.eval.model_copy(update={"data": held_out})})

@@ -351,14 +351,13 @@ def _given(raw: Mapping[str, Any], at: str) -> Any:
 
 
 def _with_parts(config: RunConfig, parts: Mapping[str, BaseModel]) -> RunConfig:
-    """Insert the sections that the domain validated."""
+    """Insert the sections that the domain validated. Rows that are held out have the keys of [data]."""
+    evaluated = parts.get("eval.data") or (None if config.eval.held_out is None else parts.get("data"))
     return config.model_copy(
         update={
             "model": parts.get("model"),
             "data": parts.get("data"),
-            "eval": config.eval.model_copy(
-                update={"data": parts.get("eval.data"), "loss_data": parts.get("eval.loss_data")}
-            ),
+            "eval": config.eval.model_copy(update={"data": evaluated, "loss_data": parts.get("eval.loss_data")}),
             "data_regularization": config.data_regularization.model_copy(
                 update={"data": parts.get("data_regularization.data")}
             ),
@@ -393,7 +392,7 @@ def _core(
     given = raw.keys() - (set(RL_ONLY) - set(refused))
     clashes = [conflict for conflict in conflicts(config, given=given) if not broken & conflict.sections]
     if generating:
-        clashes = [conflict for conflict in clashes if conflict.key != "reward.functions"]
+        clashes = [conflict for conflict in clashes if conflict.key not in ("reward.functions", "eval.held_out")]
     return config, found + [conflict.problem(config) for conflict in clashes]
 
 

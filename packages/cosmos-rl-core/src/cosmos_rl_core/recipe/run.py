@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
 from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.monitor.config import DIVERSITY, MonitorConfig
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.recipe.cluster import ClusterSection
@@ -24,6 +25,7 @@ from cosmos_rl_core.recipe.sections import (
     RunSection,
     SyncSection,
     TlsSection,
+    count_rows,
 )
 from cosmos_rl_core.settings.base import Problem, Strict
 from cosmos_rl_core.settings.problems import as_toml
@@ -62,6 +64,23 @@ class RunConfig(Strict):
         """True for supervised fine-tuning: no rollouts, rewards or weight sync."""
         return self.algorithm.name == "sft"
 
+    def num_held_out(self, rows: Sequence[Any]) -> int:
+        """Return how many of the first rows of [data] are evaluated and not trained on.
+
+        Raises UserError if that leaves none to train on.
+        """
+        part = self.eval.held_out
+        if part is None or self.eval.data != self.data:  # rows given to `evaluate` replace them
+            return 0
+        count = count_rows(part, len(rows))
+        if count >= len(rows):
+            raise UserError(f"[eval] held_out = {part:g} of {len(rows)} rows leaves none to train on; lower it")
+        return count
+
+    def evaluated(self, rows: Sequence[Any]) -> Sequence[Any]:
+        """Return those of the rows of [eval.data] that are evaluated."""
+        return self.eval.first(rows[: self.num_held_out(rows) or len(rows)])
+
     @property
     def is_taught_alone(self) -> bool:
         """True where a teacher's loss is the only one: rewards, if there are any, are not trained on."""
@@ -93,7 +112,8 @@ class Conflict:
     def problem(self, config: RunConfig) -> Problem:
         """Return the conflict as a `Problem`, with both values."""
         given, other = _written(config, self.key), _written(config, self.other)
-        wrong = f"{self.wrong} {self.other}" + (f" = {other}" if other else " (not set)")
+        is_section = isinstance(reduce(getattr, self.other.split("."), config), Strict)
+        wrong = f"{self.wrong} {self.other}" + (f" = {other}" if other else "" if is_section else " (not set)")
         return Problem(key=self.key, given=given, wrong=wrong, suggestion=self.suggestion)
 
 
@@ -113,12 +133,19 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
             wrong="is measured beside rewards, but there are no rewards with",
             suggestion="rename it to [eval.data]",
         )
-    if config.eval.every_steps and config.eval.data is None:
+    if config.eval.held_out is not None and config.eval.data != config.data:
+        yield Conflict(
+            key="eval.held_out",
+            other="eval.data",
+            wrong="evaluates rows of [data] in place of those of",
+            suggestion="remove one of the two",
+        )
+    if config.eval.every_steps and config.eval.data is None and config.eval.held_out is None:
         yield Conflict(
             key="eval.every_steps",
             other="eval.data",
             wrong="has no rows to evaluate on without",
-            suggestion="add [eval.data]",
+            suggestion="add [eval.data], or held_out",
         )
     if config.checkpoint.keep_best and _never_measured(config):
         yield Conflict(

@@ -299,6 +299,9 @@ class EvalSection(Strict):
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
+    held_out: float | None = Field(default=None, gt=0)
+    """Evaluate the first rows of [data], which are then not trained on, in place of [eval.data]: their number, or a
+    share below 1 of all."""
     limit: float | None = Field(default=None, gt=0)
     """Evaluate only the first rows: their number, or a share below 1 of all. Not set: all."""
     max_length: int | None = Field(default=None, ge=1)
@@ -308,12 +311,12 @@ class EvalSection(Strict):
     by: tuple[str, ...] = ()
     """Columns to group metrics by, such as ["task"]: each value gets its own metrics, beside those of all rows."""
     data: Any = None
-    """The rows to evaluate on, with the keys of [data]. Not set: no evaluation."""
+    """The rows to evaluate on, with the keys of [data]. Not set: those of `held_out`, or no evaluation."""
     loss_data: Any = None
     """Rows with reference responses, with the keys of [data]; the supervised loss on them is measured in each
     evaluation, to detect a model that drifts away from real data."""
 
-    @field_validator("limit")
+    @field_validator("limit", "held_out")
     @classmethod
     def _whole_or_share(cls, part: float | None) -> float | None:
         if part is not None and part >= 1 and part != int(part):
