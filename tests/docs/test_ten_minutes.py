@@ -117,7 +117,7 @@ def test_the_page_from_top_to_bottom(tmp_path):
             if named[1] == "demo.py":
                 started = output("python demo.py")
         elif block.text.startswith("...\nsft: done"):
-            assert missing_lines(block.text.splitlines(), started) == []
+            assert missing_lines(block.text.splitlines(), started) == [], started
         elif block.text.startswith("error:"):
             assert told_of_a_typo(tmp_path) == block.text
         elif block.language == "console":
@@ -125,7 +125,7 @@ def test_the_page_from_top_to_bottom(tmp_path):
                 if "dashboard" in command:
                     assert "http://127.0.0.1:" in address_of_dashboard(command, tmp_path)
                 else:
-                    assert missing_lines(shown, output(command)) == []
+                    assert missing_lines(shown, output(command)) == [], printed[command]
     assert re.search(r"held-out reward_mean +[\d.]+ -> (1\.000|0\.9\d+)", started)
     before, after = re.findall(r"held-out reward_mean +([\d.]+) -> ([\d.]+)", printed["cosmos-rl run mine/minus.toml"])[
         0

@@ -1,5 +1,6 @@
 import datetime
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMDataConfig
-from cosmos_rl_llm.data.rows import load_rows
+from cosmos_rl_llm.data.rows import load_rows, read_located
 from cosmos_rl_llm.domain import LLM
 
 QUESTION = {"question": "What is 6 times 7?", "answer": "6 times 7 is 42.\n#### 42"}
@@ -257,3 +258,36 @@ def test_a_column_of_tools_is_read_as_schemas_or_their_text(tmp_path):
     assert [row.get("tools") for row in load(file, tools_column="")[0]] == [None] * 3
     with pytest.raises(UserError, match=r"b.jsonl:1: tools must be a list of JSON schemas, not .*data.tools_column"):
         load(write_jsonl(tmp_path / "b.jsonl", {"prompt": "a", "tools": "hammer"}))
+
+
+def test_csv_has_the_columns_of_its_first_row(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_bytes('\ufeffprompt,answer\r\n"1,5 + ""2""?\nhow",3.5\r\n\r\nwhat?,"4"\r\n'.encode())
+    config = LLMDataConfig(path=str(file), chat_template="none")
+    assert [row for _, row in read_located(config)] == [
+        {"prompt": '1,5 + "2"?\nhow', "answer": "3.5"},
+        {"prompt": "what?", "answer": "4"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("prompt,answer\n1,2,3\n", "rows.csv:2: has 3 values for 2 columns"),
+        ("prompt,answer\n1\n", "rows.csv:2: has 1 values for 2 columns"),
+        ("prompt,prompt\n1,2\n", "rows.csv:1: the first row must name the columns, each once"),
+        ("", "rows.csv:1: the first row must name the columns"),
+        ('prompt,answer\n"1,2\n', "is not readable CSV in UTF-8: unexpected end of data"),
+    ],
+)
+def test_a_damaged_csv_is_refused_with_its_line(tmp_path, text, wrong):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(UserError, match=re.escape(wrong)):
+        list(read_located(LLMDataConfig(path=str(tmp_path / "rows.csv"), chat_template="none")))
+
+
+def test_a_mistyped_split_names_the_one_that_is_meant(tmp_path):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1"}\n')
+    with pytest.raises(UserError, match='Did you mean "train"'):
+        list(read_located(LLMDataConfig(path=str(tmp_path), split="trian", chat_template="none")))

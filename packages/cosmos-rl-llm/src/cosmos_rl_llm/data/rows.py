@@ -10,7 +10,7 @@ row and key.
 
 from __future__ import annotations
 
-import difflib
+import csv
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import UserError, closest
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
@@ -28,7 +28,7 @@ from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.parts import normalise_content, with_base64, with_media
 from cosmos_rl_llm.media.source import LIMITS, shows_media
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -47,8 +47,8 @@ def read_located(config: LLMDataConfig) -> Iterator[Located]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A suffix for error messages: the known name closest to `name`, if one is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f'. Did you mean "{close[0]}"?' if close else ""
+    near = closest(name, list(known))
+    return f'. Did you mean "{near}"?' if near else ""
 
 
 def _read_local(path: Path, config: LLMDataConfig) -> Iterator[Located]:
@@ -76,7 +76,8 @@ def _files_of_split(directory: Path, split: str | None) -> list[Path]:
         chosen = [file for file in files if split in (first_words[file], file.stem)]
         if not chosen:
             names = ", ".join(file.name for file in files)
-            raise UserError(f"data.split = {split!r}: no file of {directory} starts with it; there are: {names}")
+            hint = did_you_mean(split, first_words.values())
+            raise UserError(f"data.split = {split!r}: no file of {directory} starts with it; there are: {names}{hint}")
         return chosen
     splits = sorted(SPLIT_NAMES.intersection(first_words.values()))
     if len(splits) > 1:
@@ -92,6 +93,8 @@ def _read_file(file: Path, config: LLMDataConfig) -> Iterator[Located]:
                 rows = _read_jsonl(file)
             case ".json":
                 rows = read_json_list(file)
+            case ".csv":
+                rows = _read_csv(file)
             case _:
                 rows = _read_parquet(file, config)
         for where, row in rows:
@@ -105,6 +108,24 @@ def _read_file(file: Path, config: LLMDataConfig) -> Iterator[Located]:
 def _read_jsonl(file: Path) -> Iterator[Located]:
     with file.open("rb") as lines:
         yield from read_json_lines(lines, name=str(file))
+
+
+def _read_csv(file: Path) -> Iterator[Located]:
+    """The rows of a file whose first row names the columns; all values are text."""
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        rows = csv.reader(lines, strict=True)
+        try:
+            columns = next(rows, [])
+            if len(set(columns)) < len(columns) or not columns:
+                raise UserError(f"{file}:1: the first row must name the columns, each once; it has {columns}")
+            for row in rows:
+                where = f"{file}:{rows.line_num}"
+                if row and len(row) != len(columns):  # a blank line is no row
+                    raise UserError(f"{where}: has {len(row)} values for {len(columns)} columns")
+                if row:
+                    yield where, dict(zip(columns, row))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{file}:{rows.line_num}: is not readable CSV in UTF-8: {error}") from None
 
 
 def _read_parquet(file: Path, config: LLMDataConfig) -> Iterator[Located]:
