@@ -231,6 +231,42 @@ def test_a_function_that_never_returns_delays_no_other_call():
     asyncio.run(go())
 
 
+def test_a_call_that_does_not_return_is_reported_before_its_limit():
+    reports, reported = [], threading.Event()
+
+    def report(complaint, detail):
+        reports.append((complaint, detail))
+        reported.set()
+
+    def slow(group):
+        assert reported.wait(30)
+        return length(group)
+
+    score(("judge", 1.0, slow), report=report, slow_s=0.01)
+    assert reports[-1] == (
+        "reward 'judge' is slow or hangs: [reward] timeout_s = 60 ends a call",
+        "; 0 s so far on train.jsonl:4",
+    )
+
+
+def test_a_call_that_takes_as_long_as_earlier_ones_is_not_reported():
+    reports, lengths = [], iter([1.0, 0.2])
+
+    async def judge(group):
+        await asyncio.sleep(next(lengths))
+        return length(group)
+
+    async def main():
+        rewards = [WeightedReward(name="judge", weight=1.0, function=judge)]
+        rubric = Rubric(rewards, report=lambda *texts: reports.append(texts), slow_s=0.1)
+        for _ in range(2):
+            await rubric.score(GROUP)
+            assert len(reports) == 1
+        rubric.close()
+
+    asyncio.run(main())
+
+
 def test_a_timeout_of_the_functions_own_is_not_taken_for_ours():
     async def asks_a_server(group):
         raise TimeoutError("no answer from the judge")

@@ -404,6 +404,27 @@ async def test_two_policy_replicas_report_a_step_once(tmp_path):
         assert observer.steps == [0, 1]
 
 
+@in_a_loop
+async def test_a_group_that_fails_is_reported_at_once_and_then_seldom(tmp_path):
+    observer = Observer()
+    async with running(tmp_path, observer=observer) as (controller, _):
+        policy, rollout = Worker(controller, "policy", "policy-0"), Worker(controller, "rollout", "rollout-0")
+        for worker in (policy, rollout):
+            await worker.hears(p.Welcome)
+            worker.says(p.Ready())
+        rollout.says(p.RequestLeases(version=0, capacity=2))
+        for prompt in (await rollout.hears(p.Grant)).prompts:
+            rollout.says(p.Failed(prompt.sample, prompt.attempt, f"reward 'judge' on rows:{prompt.sample} raised"))
+        slow = p.Alarm(message="reward 'judge' is slow or hangs")
+        rollout.says(slow, slow, p.Alarm(message="the end"))
+        await until(lambda: observer.notes[-1:] == ["rollout-0: the end"])
+        assert [note for note in observer.notes if "is ready" not in note] == [
+            "a group failed (rollout-0): reward 'judge' on rows:0 raised",
+            "rollout-0: reward 'judge' is slow or hangs",
+            "rollout-0: the end",
+        ]
+
+
 @pytest.mark.parametrize("external", [True, False], ids=["waits for another policy", "ends at once"])
 @in_a_loop
 async def test_the_last_report_of_a_policy_that_leaves_is_kept_although_the_first_one_has_died(external, tmp_path):

@@ -100,8 +100,14 @@ def build_eval_source(config: RunConfig) -> PromptSource | None:
     return PromptSource(config.evaluated(rows), origin=origin, shuffle=False, epochs=1)
 
 
-def build_rubric(config: RunConfig, domain: Domain, given: Mapping[str, Any] | None = None) -> Rubric:
-    """The weighted rewards of [reward]; those in `given`, by label, are not looked up."""
+def build_rubric(
+    config: RunConfig,
+    domain: Domain,
+    given: Mapping[str, Any] | None = None,
+    *,
+    report: Callable[[str, str], None] | None = None,
+) -> Rubric:
+    """The weighted rewards of [reward]; those in `given`, by label, are not looked up. report: as of `Rubric`."""
     processes = RewardProcesses(timeout_s=config.reward.timeout_s)
 
     def function(section: RewardFunctionSection) -> RewardFn | ProcessReward:
@@ -120,7 +126,7 @@ def build_rubric(config: RunConfig, domain: Domain, given: Mapping[str, Any] | N
         WeightedReward(name=section.title, weight=section.weight, function=function(section))
         for section in config.reward.functions
     ]
-    return Rubric(rewards, timeout_s=config.reward.timeout_s, processes=processes)
+    return Rubric(rewards, timeout_s=config.reward.timeout_s, processes=processes, report=report)
 
 
 def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any], given: Any = None) -> RewardFn:
@@ -212,10 +218,11 @@ def build_rollouter(
     name: str = "",
     rewards: Mapping[str, Any] | None = None,
     timeline: Timeline | None = None,
+    report: Callable[[str, str], None] | None = None,
 ) -> Rollouter:
     """The rollouter of a replica; samples are saved in `run_dir`, if given, under the replica's name.
 
-    rewards: functions by label, for those of [reward] that are not looked up.
+    rewards: functions by label, for those of [reward] that are not looked up. report: as of `Rubric`.
     """
     sampling, logging = config.rollout.sampling, config.logging
     recorder = eval_recorder = None
@@ -225,7 +232,7 @@ def build_rollouter(
         eval_recorder = keep(run_dir / "media" / "eval", every=1)
     return Rollouter(
         engine,
-        rubric=build_rubric(config, domain, rewards),
+        rubric=build_rubric(config, domain, rewards, report=report),
         rules=group_rules(config.algorithm, max_terms=sampling.max_terms, compares=not config.is_taught_alone),
         group_size=config.rollout.group_size,
         sampling=sampling.build(),

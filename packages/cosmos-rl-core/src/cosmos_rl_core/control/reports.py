@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger.state import FILTERED
 from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.types import RolloutGroup
+from cosmos_rl_core.wire.listening import SeldomLog
 
 M = TypeVar("M")
 
@@ -83,19 +85,31 @@ def _of_first(reports: Mapping[str, M], mesh: tuple[str, ...]) -> M:
 
 @dataclass(slots=True, kw_only=True)
 class PolicyReports:
-    """Passes the metrics of steps, and of evaluations by supervised replicas, to an observer."""
+    """Passes the metrics of steps, those of evaluations by supervised replicas, and complaints to an observer."""
 
     observer: Observer
     peers: Peers
     _steps: OncePerStep[p.StepDone] = field(default_factory=OncePerStep[p.StepDone])
     _versions: OncePerStep[p.Validated] = field(default_factory=OncePerStep[p.Validated])
+    _complain: SeldomLog = field(init=False)
 
-    def add(self, replica: str, message: p.StepDone | p.Validated, *, mesh: tuple[str, ...]) -> None:
+    def __post_init__(self) -> None:
+        self._complain = SeldomLog(self.observer.note)
+
+    def add(self, replica: str, message: p.StepDone | p.Validated | p.Alarm, *, mesh: tuple[str, ...]) -> None:
         """Receive a replica's report."""
-        if isinstance(message, p.StepDone):
-            self._record(self._steps.add(replica, message.step, message, mesh=mesh))
-        else:
-            self._record(self._versions.add(replica, message.version, message, mesh=mesh))
+        match message:
+            case p.StepDone():
+                self._record(self._steps.add(replica, message.step, message, mesh=mesh))
+            case p.Validated():
+                self._record(self._versions.add(replica, message.version, message, mesh=mesh))
+            case p.Alarm() if replica in mesh or self._complain.due(message.message) is not None:
+                self.observer.note(f"{replica}: {message.message}")
+
+    def note_failure(self, replica: str, result: p.Deliver | p.Failed) -> None:
+        """Note the first group that fails, and then one a minute, but none that was left out on purpose."""
+        if isinstance(result, p.Failed) and not result.reason.startswith(FILTERED):
+            self._complain("a group failed", f" ({replica}): {result.reason}")
 
     def resume(self, *, step: int, version: int) -> None:
         """Continue another controller's reports, after those of this step and of the evaluation of this version."""

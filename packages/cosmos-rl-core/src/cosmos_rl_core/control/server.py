@@ -251,6 +251,7 @@ class Controller:
 
     def _finish(self, peer: Peer, message: p.Deliver | p.Failed) -> None:
         key = (message.sample, message.attempt)
+        self._reports.note_failure(peer.name, message)
         if message.evaluation:
             peer.post(p.Release([], rows=(key,)))
             self._evaluator.finish(message)
@@ -267,10 +268,8 @@ class Controller:
             case p.Validated() if peer.role == "rollout":
                 self.peers.rows_scored = True
                 self._observer.evaluated(message.version, message.metrics, [])
-            case p.StepDone() | p.Validated():
+            case p.StepDone() | p.Validated() | p.Alarm():
                 self._reports.add(peer.name, message, mesh=self.ledger.members.mesh)
-            case p.Alarm():
-                self._observer.note(f"{peer.name}: {message.message}")
             case p.CheckpointDone():
                 if message.lineage == self.ledger.lineage:
                     self._recovery.checkpoint = message.path

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,9 +18,13 @@ from cosmos_rl_core.interfaces import RewardFn
 from cosmos_rl_core.reward.processes import ProcessReward, RewardProcesses
 from cosmos_rl_core.reward.values import checked_steps, failure, is_async, name_of, place, too_long
 from cosmos_rl_core.types import RolloutGroup
+from cosmos_rl_core.wire.listening import SeldomLog
 
+log = logging.getLogger(__name__)
 _MAX_THREADS = 1000
 """Threads of functions that do not return are not used again."""
+SLOW_S = 10.0
+"""Seconds after which a call is reported, unless earlier ones took half as long as it already has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +55,19 @@ class Rubric:
         timeout_s: float = 60.0,
         threads: int = 2,
         processes: RewardProcesses | None = None,
+        report: Callable[[str, str], None] | None = None,
+        slow_s: float = SLOW_S,
     ) -> None:
-        """processes: those of the rewards that run in processes, which end with the rubric."""
+        """processes: those of the rewards that run in processes, which end with the rubric.
+
+        report: receives a complaint about each call that is slow or hangs, and its details; default: the log.
+        """
         self._rewards = tuple(rewards)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._slow_s = timeout_s, slow_s
         self._processes = processes
+        self._report = report or SeldomLog(log.warning)
+        self._longest: dict[str, float] = {}
+        """Seconds of the longest call that has returned, by reward."""
         self._free = asyncio.Semaphore(threads)
         self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="reward")
 
@@ -84,17 +97,32 @@ class Rubric:
     async def _values(self, reward: WeightedReward, group: RolloutGroup) -> list[np.ndarray]:
         function, where = reward.function, place(reward.name, group)
         if isinstance(function, ProcessReward):  # which has the time limit: calls may wait for a free process
-            return await function.steps(group)
+            with self._watched(reward.name, group):
+                return await function.steps(group)
         limit = asyncio.timeout(None)
         try:
             async with nullcontext() if is_async(function) else self._free, limit:
                 limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
-                values = await self._call(function, group)
+                with self._watched(reward.name, group):
+                    values = await self._call(function, group)
         except (Exception, SystemExit) as error:  # user code may raise anything; it is reported and counted
             if limit.expired():
                 raise SampleError(f"{where} {too_long(self._timeout_s)}") from error
             raise failure(error, where=where) from error
         return checked_steps(values, rollouts=group.rollouts, where=where)
+
+    @contextmanager
+    def _watched(self, name: str, group: RolloutGroup) -> Iterator[None]:
+        """Report a call that takes far longer than the earlier ones of this reward, while it does."""
+        loop = asyncio.get_running_loop()
+        began, slow_s = loop.time(), max(self._slow_s, 2 * self._longest.get(name, 0.0))
+        complaint = f"reward '{name}' is slow or hangs: [reward] timeout_s = {self._timeout_s:g} ends a call"
+        reporting = loop.call_later(slow_s, self._report, complaint, f"; {slow_s:.0f} s so far on {name_of(group)}")
+        try:
+            yield
+            self._longest[name] = max(self._longest.get(name, 0.0), loop.time() - began)
+        finally:
+            reporting.cancel()
 
     async def _call(self, function: RewardFn, group: RolloutGroup) -> Any:
         if is_async(function):

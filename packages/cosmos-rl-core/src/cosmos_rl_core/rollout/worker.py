@@ -24,9 +24,10 @@ from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.observe.trace import WAITS, Timeline, row
 from cosmos_rl_core.rollout.following import WeightFollower
-from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.rollout.rollouter import FILTERED, Rollouter
 from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.types import Prompt, RolloutGroup
+from cosmos_rl_core.wire.listening import SeldomLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,12 @@ class RolloutWorker:
         spool: Spool | None = None,
         timeline: Timeline | None = None,
         beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         """spool: where large groups are stored; while it is full, no leases are requested. beside: started with it
-        and run until its end; their errors are its own."""
+        and run until its end; their errors are its own. log: receives the reason of a group that fails, once a minute.
+        """
+        self._complain = SeldomLog(log)
         self._engine = engine
         self._rollouter = rollouter
         self._weights = weights
@@ -183,6 +187,8 @@ class RolloutWorker:
             await self._leases.deliver(lease, group)
         except SampleError as error:
             self._num_answered += 1
+            if error.reason != FILTERED:
+                self._complain("a group failed", f": {error.reason}")
             await self._leases.fail(lease, error)
         finally:
             self._lanes.discard(lane)

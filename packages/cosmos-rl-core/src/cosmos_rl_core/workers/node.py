@@ -97,7 +97,7 @@ class WorkerAddress:
             host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
             found = replace(found, name="policy-0" if self.role == "policy" else f"rollout-{host}-{os.getpid()}")
         if NAME.fullmatch(found.name) is None:
-            raise UserError(f"--name {found.name!r}: a name has 1 to 100 letters, digits, dots, hyphens and underscores")
+            raise UserError(f"--name {found.name!r}: a name has 1 to 100 letters, digits, '.', '-' and '_'")
         return found
 
     def report_wait(self, reason: str) -> None:

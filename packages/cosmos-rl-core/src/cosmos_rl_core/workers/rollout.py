@@ -23,7 +23,7 @@ from cosmos_rl_core.rollout.spool.store import Spool, serve_spool, spool_root
 from cosmos_rl_core.rollout.worker import RolloutWorker
 from cosmos_rl_core.weight_sync import OwnsSubscriber, WeightSubscriber
 from cosmos_rl_core.wire.channel import Server
-from cosmos_rl_core.wire.listening import is_loopback
+from cosmos_rl_core.wire.listening import SeldomLog, is_loopback
 from cosmos_rl_core.workers.client import ControllerClient, RemoteLeases
 from cosmos_rl_core.workers.context import Assignment
 
@@ -40,6 +40,7 @@ class RolloutRole:
         if config.run.colocate:
             dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
             self._turn = RolloutTurn(assignment.run_dir, ranks=dims.world_size)
+        self._slow_rewards = SeldomLog(assignment.context.log)
         self._waits = 0
         """Heartbeats while it waited for its turn, which may take longer than a lease."""
 
@@ -88,6 +89,7 @@ class RolloutRole:
                 spool=spool,
                 timeline=at.context.timeline,
                 beside=(engine.take_turns,) if isinstance(engine, ColocatedEngine) else (),
+                log=at.context.log,
             )
             await self._work(self._worker, leases)
             at.context.log("left")
@@ -208,7 +210,14 @@ class RolloutRole:
                 name=at.context.name,
                 rewards=at.context.rewards,
                 timeline=at.context.timeline,
+                report=self._report,
             )
+
+    def _report(self, complaint: str, detail: str) -> None:
+        """Write a complaint about a slow reward to the log and send it to the controller, once a minute."""
+        if self._slow_rewards.due(complaint) is not None:
+            self._at.context.log(f"{complaint}{detail}")
+            self._client.post(p.Alarm(message=complaint))
 
     async def _subscriber(self, engine: RolloutEngine, address: str) -> WeightSubscriber:
         config = self._at.config
