@@ -5,6 +5,7 @@ import tomllib
 import pytest
 import tomli_w
 
+from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.migrate.command import migrate
 from cosmos_rl_core.recipe.load import load_config
 
@@ -51,6 +52,7 @@ n_generation = 1
 [model]
 obs_dim = 4
 action_dim = 2
+hidden_dim = 32
 discrete = true
 [env]
 name = "CartPole-v1"
@@ -78,11 +80,14 @@ def test_a_flow_policy_in_a_simulator():
 
 
 def test_a_gymnasium_example():
-    migrated = migrate(GYM)
-    load_config(migrated.recipe)
-    assert migrated.recipe["data"] == {"simulator": "gymnasium", "tasks": ["CartPole-v1"]}
+    migrated = migrate(GYM + "[custom]\ngamma = 0.99\n")
+    config = load_config(migrated.recipe)
+    check(config)  # builds the simulator
+    assert (config.model.hidden, config.model.discrete, config.rollout.sampling.terms) == ((32, 32), True, "action")
+    assert migrated.recipe["reward"]["functions"] == [{"name": "simulator", "options": {"discount": 0.99}}]
+    assert migrated.recipe["data"]["num_inits"] == 1024
     assert migrated.recipe["rollout"]["group_size"] == 2
-    assert list(migrated.refused) == ["model.discrete"]
+    assert list(migrated.refused) == []
 
 
 def test_trials_of_a_task_are_initial_states():

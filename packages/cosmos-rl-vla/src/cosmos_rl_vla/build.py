@@ -107,8 +107,14 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchE
 
 
 def _check_terms(loaded: Loaded, sampling: VLASampling | None) -> None:
-    """Raise UserError if rewards are per action and the model's values are not."""
-    if sampling is None or sampling.steps == "chunk":
+    """Raise UserError if rewards are per action and the model's values are not, or terms are parts of a choice."""
+    if sampling is None:
+        return
+    if loaded.is_choice and sampling.terms == "token":
+        raise UserError(
+            '[rollout.sampling] terms = "token": a choice of one of several actions is one term; set terms = "action"'
+        )
+    if sampling.steps == "chunk":
         return
     if loaded.model.value_dim not in (0, loaded.model.horizon):
         raise UserError(

@@ -116,6 +116,11 @@ class VLAModelConfig(Strict):
     """Dimensions of proprioception; required from scratch."""
     horizon: int | None = Field(default=None, ge=1)
     """Actions executed per decision; default 5 from scratch, else the checkpoint's."""
+    hidden: tuple[int, ...] = (64, 64)
+    """mlp from scratch: widths of the hidden layers."""
+    discrete: bool = False
+    """mlp from scratch: choose one of `action_dim` actions, for a simulator that takes the highest of as many scores,
+    instead of sampling each dimension from a normal distribution. Its log-probability is that of terms = "action"."""
     num_steps: int | None = Field(default=None, ge=1)
     """Denoising steps per decision."""
     aux_dim: int = Field(default=0, ge=0)

@@ -62,6 +62,8 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
 """Reason -> keys for which nothing is carried over."""
 NUM_TASKS = 10
 """Tasks of a LIBERO suite."""
+SEEDS = 1024
+"""Seeds of the Gymnasium example's entry script."""
 TRIALS: Mapping[str, tuple[int, int]] = {"libero": (50, 50), "robotwin": (50, 1024), "behavior": (50, 20)}
 """Simulator -> initial states of a task in the old entry script's rows, for training and for validation."""
 
@@ -105,17 +107,21 @@ def _gymnasium(old: Migration) -> None:
     old.put("model.action_dim", old.take("model.action_dim"))
     old.put("model.state_dim", old.take("model.obs_dim"))
     old.put("model.critic.place", "none")
-    old.put("data.simulator", "gymnasium")
-    old.put("data.tasks", [old.take("env.name")])
-    old.put("reward.functions", [{"name": "return"}])
-    old.put("rollout.sampling.max_steps", old.take("env.max_steps"))
-    old.put("policy.microbatch_terms", old.take(f"{POLICY}.mini_batch"))
-    if old.take("model.discrete"):
-        old.refused["model.discrete"] = "the network has continuous actions"
-    old.refuse("custom.gamma", because="group advantages have no discount; algorithm ppo has")
+    if hidden := old.take("model.hidden_dim"):
+        old.put("model.hidden", [hidden, hidden])
+    old.put("model.discrete", old.take("model.discrete") or None)
+    name, steps = old.take("env.name"), old.take("env.max_steps")
+    old.put("data", {"simulator": "gymnasium", "options": {"id": name, "max_steps": steps}, "tasks": [name]})
+    old.put("data.num_inits", SEEDS, "those of the old entry script")
+    discount = old.take("custom.gamma")
+    options = {} if discount is None else {"options": {"discount": discount}}
+    old.put("reward.functions", [{"name": "simulator", **options}], "the return of an episode")
+    old.put("rollout.sampling.max_steps", steps)
+    old.put("rollout.sampling.terms", "action")
+    episodes = old.take(f"{POLICY}.mini_batch")
+    old.put("policy.microbatch_terms", episodes * steps, f"{episodes} episodes")
     old.move("custom.max_grad_norm", "policy.max_grad_norm")
     old.ignore("custom.env_name", "custom.max_steps", because="see [data] tasks and [rollout.sampling] max_steps")
-    old.refuse("model.hidden_dim", because="the size of the network is fixed")
     if not old.take("validation.enable"):
         old.ignore("validation.*", because="validation was not enabled")
     _leave_out(old)

@@ -30,6 +30,9 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield problems of engine, model and simulator."""
     model: VLAModelConfig = config.model
     yield from model_problems(model)
+    if model.discrete and not model.path and not config.is_sft and config.rollout.sampling.terms == "token":
+        wrong = "divides the log-probability of a choice, which is one term under model.discrete = true"
+        yield Problem(key="rollout.sampling.terms", given='"token"', wrong=wrong, suggestion='set it to "action"')
     if config.is_sft or config.rollout.engine != "torch":
         return
     try:

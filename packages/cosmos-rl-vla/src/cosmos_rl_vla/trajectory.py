@@ -203,8 +203,12 @@ class EpisodeGallery(Gallery):
 
     000003_0.mp4             first camera: a frame for each decision, and the last observation
     000003_0_camera1.mp4     a further camera: a frame for each decision
-    000003_0.npz             state [K, n], and of `Rollout.media` the arrays NUMBERS
+    000003_0.npz             state [K, n], and of `Rollout.media` the arrays NUMBERS; alone without a camera
     """
+
+    def wants(self, step: int, group: RolloutGroup) -> bool:
+        """Not episodes of a simulator without a camera."""
+        return super().wants(step, group) and all("video" in rollout.media for rollout in group.rollouts)
 
     def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
         """Write an episode to files that begin with `stem`, and return the video of its first camera."""
@@ -214,5 +218,8 @@ class EpisodeGallery(Gallery):
             seen = replace(rollout, media={"video": images[:, camera]})
             super().write(stem.with_name(f"{stem.name}_camera{camera}"), replace(group, rollouts=(seen,)), 0)
         numbers: dict[str, Any] = {name: rollout.media[name] for name in NUMBERS}
-        np.savez_compressed(stem.with_suffix(".npz"), state=rollout.arrays["state"], **numbers)
+        arrays = stem.with_suffix(".npz")
+        np.savez_compressed(arrays, state=rollout.arrays["state"], **numbers)
+        if "video" not in rollout.media:
+            return arrays
         return super().write(stem, group, place)

@@ -58,7 +58,8 @@ def _export(rerun: Any, line: Mapping[str, Any], video: Path, path: Path) -> Pat
     recording.log("episode", rerun.TextDocument(about), static=True)
     seen_at = [*decided_at, len(actions)]
     others = sorted(video.parent.glob(f"{video.stem}_camera*.mp4"), key=lambda file: (len(file.name), file.name))
-    for camera, file in enumerate([video, *others]):
+    videos = [] if video.suffix == ".npz" else [video, *others]  # an episode without a camera
+    for camera, file in enumerate(videos):
         for at, frame in zip(seen_at, _frames(file), strict=False):  # the last observation has the first camera alone
             recording.set_time(STEP, sequence=int(at))
             recording.log(f"camera/{camera}", rerun.Image(frame).compress(jpeg_quality=QUALITY))

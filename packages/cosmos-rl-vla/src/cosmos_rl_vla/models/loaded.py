@@ -37,6 +37,8 @@ class Loaded:
     """Writes config.json."""
     fill: Callable[[], object]
     """Fills the module, or this rank's shards, with the directory's weights; does nothing for a random model."""
+    is_choice: bool = False
+    """Whether an action is one of several, with one log-probability for all of its components."""
     aux_dim: int = 0
     """Dimensions of the auxiliary target of supervised training."""
     blocks: tuple[nn.Module, ...] = ()

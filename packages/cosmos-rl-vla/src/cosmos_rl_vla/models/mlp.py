@@ -1,6 +1,7 @@
-"""A Gaussian MLP policy on the state alone, with a separate critic, as common in continuous control.
+"""MLP policies on the state alone, with a separate critic, as common in control.
 
     state -- tanh layers --> mean [D];  log std [D] is a parameter        actions ~ N(mean, std^2)
+    state -- tanh layers --> logits [D]                                  action: one of D, as a vector with a 1
     state -- tanh layers --> value                                       "value_head."
 
 Sizes, initial weights and initial standard deviation are those of Stable-Baselines3, for comparison.
@@ -32,8 +33,8 @@ from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
 HIDDEN = (64, 64)
 
 
-class MLPModel(nn.Module):
-    """An `ActionModel` with a horizon of one action."""
+class _MLP(nn.Module):
+    """The layers, with a horizon of one action."""
 
     horizon = model_horizon = value_dim = 1
 
@@ -41,8 +42,55 @@ class MLPModel(nn.Module):
         super().__init__()
         self.state_dim, self.action_dim, self.hidden = state_dim, action_dim, tuple(hidden)
         self.mean = _layers((state_dim, *hidden, action_dim), last_gain=0.01)
-        self.log_std = nn.Parameter(torch.zeros(action_dim))
         self.value_head = _layers((state_dim, *hidden, 1), last_gain=1.0)
+
+
+class DiscreteMLPModel(_MLP):
+    """An `ActionModel` that chooses one of D actions, for a simulator that takes the highest of D scores.
+
+    The action is a vector with a 1 at its place. The components of its log-probability are 0 but for that place, and
+    those of the entropy are -p_d log p_d: their sums are those of the choice, which is one term under terms = "action".
+    """
+
+    @torch.no_grad()
+    def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
+        """Sample an action, or return the likeliest."""
+        logprobs, values = self.mean(inputs.state).log_softmax(-1), self.value_head(inputs.state)
+        if greedy:
+            chosen = self._one_hot(logprobs)
+            return Acted(actions=chosen, logprobs=torch.zeros_like(chosen), values=values, replay={})
+        noise = [torch.from_numpy(g.gumbel(size=self.action_dim)) for g in randomness.generators()]
+        chosen = self._one_hot(logprobs + torch.stack(noise).to(logprobs))  # the highest of these is a sample
+        return Acted(actions=chosen, logprobs=logprobs[:, None] * chosen, values=values, replay={"actions": chosen})
+
+    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
+        """Return the log-probabilities of `actions` [B, 1, D]."""
+        logprobs = self.mean(inputs.state).log_softmax(-1)[:, None]
+        return Evaluated(
+            logprobs=logprobs * replay["actions"],
+            values=self.value_head(inputs.state),
+            entropy=-logprobs.exp() * logprobs if with_entropy else None,
+        )
+
+    def supervised(
+        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
+    ) -> Supervised:
+        """Return the cross-entropy of the demonstrated choice, the highest of its D scores."""
+        logprobs = self.mean(inputs.state).log_softmax(-1)[:, None]
+        error = -logprobs.gather(-1, actions.argmax(-1, keepdim=True))[..., 0]
+        return Supervised(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
+
+    def _one_hot(self, scores: Tensor) -> Tensor:
+        """Scores [B, D] -> [B, 1, D]."""
+        return nn.functional.one_hot(scores.argmax(-1), self.action_dim)[:, None].float()
+
+
+class MLPModel(_MLP):
+    """An `ActionModel` with normally distributed actions."""
+
+    def __init__(self, *, state_dim: int, action_dim: int, hidden: Sequence[int] = HIDDEN) -> None:
+        super().__init__(state_dim=state_dim, action_dim=action_dim, hidden=hidden)
+        self.log_std = nn.Parameter(torch.zeros(action_dim))
 
     @torch.no_grad()
     def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
@@ -79,16 +127,19 @@ class MLPModel(nn.Module):
 def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> Loaded:
     """Build a directory's model, or a randomly initialised one."""
     directory = Path(config.path).expanduser()
-    sizes: dict[str, Any] = {"state_dim": config.state_dim, "action_dim": config.action_dim}
+    sizes: dict[str, Any] = {"state_dim": config.state_dim, "action_dim": config.action_dim, "hidden": config.hidden}
+    discrete = config.discrete
     if config.path:
         sizes = _read(directory)
+        discrete = sizes.pop("discrete")
     with forked_rng(seed=config.seed):
-        model = MLPModel(**sizes)
+        model = DiscreteMLPModel(**sizes) if discrete else MLPModel(**sizes)
     return Loaded(
         model=model,
         stats=stats or ActionStats.unit(model.action_dim),
         instructions=word_instructions(("",)),
         public_name=str,
+        is_choice=discrete,
         write_config=partial(_write, model),
         fill=partial(_fill, model, directory) if config.path else nothing_to_fill,
     )
@@ -105,18 +156,21 @@ def _layers(widths: Sequence[int], *, last_gain: float) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _fill(model: MLPModel, directory: Path) -> None:
+def _fill(model: _MLP, directory: Path) -> None:
     fill(model, weight_files(directory), names=SameNames(), may_lack=(), hint="")
 
 
-def _write(model: MLPModel, directory: Path) -> None:
+def _write(model: _MLP, directory: Path) -> None:
     held = {"model_type": "cosmos_rl_mlp", "state_dim": model.state_dim, "action_dim": model.action_dim}
-    (directory / "config.json").write_text(json.dumps({**held, "hidden": list(model.hidden)}, indent=2) + "\n")
+    held |= {"hidden": list(model.hidden), "discrete": isinstance(model, DiscreteMLPModel)}
+    (directory / "config.json").write_text(json.dumps(held, indent=2) + "\n")
 
 
 def _read(directory: Path) -> dict[str, Any]:
     held = read_json_object(directory / "config.json")
     try:
-        return {name: held[name] for name in ("state_dim", "action_dim", "hidden")}
+        return {name: held[name] for name in ("state_dim", "action_dim", "hidden")} | {
+            "discrete": bool(held.get("discrete", False))
+        }
     except KeyError as error:
         raise UserError(f"{directory / 'config.json'} has no {error}") from None
