@@ -5,6 +5,7 @@ import tomllib
 import pytest
 import tomli_w
 
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.migrate.command import migrate
 from cosmos_rl_core.recipe.load import load_config
@@ -104,8 +105,10 @@ def test_a_part_of_rows_that_episodes_do_not_have_is_left_out():
 
 
 def test_a_family_that_does_not_exist_is_refused():
-    migrated = migrate(PI05.replace('vla_type = "pi05"', 'vla_type = "other"'))
-    assert migrated.refused["vla.vla_type"] == "other: there is no such family (docs/vla.md)"
+    with pytest.raises(
+        UserError, match=r"vla_type = 'other': there is no such family here; there are openvla-oft, pi05"
+    ):
+        migrate(PI05.replace('vla_type = "pi05"', 'vla_type = "other"'))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.migrate.common import POLICY, is_supervised
 from cosmos_rl_core.migrate.migration import FILL_IN, Migration
 
@@ -74,8 +75,8 @@ def migrate(old: Migration) -> None:
         return _gymnasium(old)
     family = str(old.take("vla.vla_type") or "pi05")
     if family not in FAMILIES:
-        old.refused["vla.vla_type"] = f"{family}: there is no such family (docs/vla.md)"
-    old.put("model.family", FAMILIES.get(family, FILL_IN))
+        raise UserError(f"vla.vla_type = {family!r}: there is no such family here; there are {', '.join(FAMILIES)}")
+    old.put("model.family", FAMILIES[family])
     old.put("model.unnorm_key", old.take("vla.unnorm_key"))
     if family == "pi05":
         _flow_policy(old)
