@@ -20,6 +20,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.model_card import model_card
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.ranks import run_ranks
@@ -54,7 +55,11 @@ def test_the_newest_checkpoint_of_a_run_is_exported(finished, tmp_path, capsys):
     expected = load_file(finished / "checkpoints" / "step_2" / "policy" / "model.safetensors")
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
     assert "step_2 -> " in capsys.readouterr().out
 
 
@@ -62,6 +67,32 @@ def main_without_exit(arguments):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 0
+
+
+def test_an_export_has_a_model_card(finished, tmp_path):
+    main_without_exit(["export", str(finished), str(tmp_path / "model"), "--step", "1"])
+    card = (tmp_path / "model/README.md").read_text()
+    _, front, text = card.split("---\n")
+    assert front == 'tags: ["cosmos-rl", "grpo"]\n'
+    assert "| steps | 1 |\n| prompts a step | 2 |\n| rollouts a prompt | 4 |\n| rewards | 1 x hits |\n" in text
+    assert str(tmp_path) not in card and str(finished) not in card
+
+
+def test_a_model_card_names_hub_models_and_no_path_of_a_machine():
+    recipe = {
+        "run": {"domain": "llm", "name": "gsm8k"},
+        "algorithm": {"name": "sft"},
+        "model": {"path": "HuggingFaceTB/SmolLM2-135M-Instruct"},
+        "data": {"path": "~/private/rows.jsonl"},
+        "policy": {"prompts_per_step": 32, "optimizer": {"learning_rate": 1e-5}},
+        "reward": {"functions": []},
+    }
+    card = model_card(recipe, step=100, library="transformers")
+    assert card.startswith(
+        '---\nlibrary_name: "transformers"\nbase_model: "HuggingFaceTB/SmolLM2-135M-Instruct"\n'
+        'tags: ["cosmos-rl", "sft"]\n---\n\n# gsm8k\n'
+    )
+    assert "| data | `rows.jsonl` |" in card and "private" not in card and "rollouts a prompt" not in card
 
 
 def test_a_step_can_be_chosen(finished, tmp_path):

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.checkpoint.manifest import MANIFEST, list_steps, read_origin, verify
+from cosmos_rl_core.checkpoint.manifest import MANIFEST, list_steps, read_origin, train_state, verify
 from cosmos_rl_core.checkpoint.resume import checkpoint_root
 from cosmos_rl_core.checkpoint.weights_name import ADAPTER_CONFIG, CONFIG, MERGED, PIPELINE_CONFIG, weights_name
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.optional import CompletesExports, ExportsFormats
 from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.model_card import model_card
 from cosmos_rl_core.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def export(
             data = origin.domain.Data.model_validate(origin.recipe["data"])
             tensors = writer.export_as(format, partial, tensors, model=origin.model, data=data)
             max_shard_bytes = sys.maxsize
+        library = None if format else _library(origin.domain.name, configs, merged=merge_adapters)
+        (partial / "README.md").write_text(model_card(origin.recipe, step=origin.step, library=library))
         sizes = write_sharded(partial, _cast(tensors, dtype), name=name, max_shard_bytes=max_shard_bytes)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
@@ -155,16 +158,28 @@ def _root_of_run(place: Folder) -> Folder | None:
 class _Origin:
     """The recipe and domain that made the checkpoint."""
 
+    step: int
     recipe: Mapping[str, Any]
     domain: Domain
     model: Any
     """Its [model] section."""
 
 
+def _library(domain: str, configs: Mapping[str, bytes], *, merged: bool) -> str | None:
+    """The library that loads an export, as the Hugging Face hub spells it; None for a model of our own."""
+    if ADAPTER_CONFIG in configs and not merged:
+        return "peft"
+    if PIPELINE_CONFIG in configs:
+        return "diffusers"
+    return "transformers" if domain == "llm" else None
+
+
 def _origin(folder: Folder) -> _Origin:
     recipe = read_origin(folder).recipe
     domain = load_domain(recipe["run"]["domain"])
-    return _Origin(recipe=recipe, domain=domain, model=domain.Model.model_validate(recipe["model"]))
+    return _Origin(
+        step=train_state(folder).step, recipe=recipe, domain=domain, model=domain.Model.model_validate(recipe["model"])
+    )
 
 
 def _writer(domain: Domain, format: str, *, merge_adapters: bool) -> ExportsFormats:
