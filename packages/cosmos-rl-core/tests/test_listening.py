@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import resource
 import socket
+import time
 
 from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.listening import (
+    GRACE_S,
     SeldomLog,
     UnauthenticatedConnections,
     accept_forever,
@@ -63,6 +65,21 @@ def test_nothing_is_closed_while_others_authenticate():
         unauthenticated.enter("idle", drop=lambda: dropped.append("idle"))
         await unauthenticated.make_room()
         assert dropped == ["slow"]
+
+    asyncio.run(main())
+
+
+def test_nothing_is_closed_for_the_time_in_which_the_process_did_not_run():
+    async def main():
+        loop, dropped = asyncio.get_running_loop(), []
+        unauthenticated = UnauthenticatedConnections(1, complain=print)
+        unauthenticated.enter("slow", drop=lambda: dropped.append("slow"))
+        waiting = asyncio.create_task(unauthenticated.make_room())
+        await asyncio.sleep(0)
+        time.sleep(2 * GRACE_S)  # stopped, with the bytes of the handshake in the socket
+        loop.call_later(0.01, unauthenticated.authenticate, "slow")
+        await waiting
+        assert dropped == []
 
     asyncio.run(main())
 

@@ -13,6 +13,7 @@ from transfer_samples import TOKEN, blank, weights_at
 
 from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.frames import FrameSealer
+from cosmos_rl_core.wire.listening import GRACE_S
 from cosmos_rl_transfer import PeerLost, Publisher, ReplicaSubscriber, Subscriber, TransferError
 from cosmos_rl_transfer.wire.link import MAX_UNAUTHENTICATED, Link, Listener
 from cosmos_rl_transfer.wire.messages import Hello, Register
@@ -92,15 +93,15 @@ def test_strangers_are_few_at_a_time_and_who_knows_the_token_is_served_beside_th
     assert caplog.messages == ["weights: more than 64 idle connections: the oldest are closed"]
 
 
-def test_many_who_know_the_token_may_come_at_once(caplog):
-    with listening() as listener:
-        threads = [
-            threading.Thread(target=knows_the_token, args=[listener.address]) for _ in range(2 * MAX_UNAUTHENTICATED)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
+def test_many_who_know_the_token_may_come_at_once_and_authenticate_one_after_the_other(caplog):
+    with listening() as listener, contextlib.ExitStack() as opened:
+        connections = [socket.create_connection(endpoint(listener.address)) for _ in range(2 * MAX_UNAUTHENTICATED)]
+        links = [Link(connection, timeout_s=10, side="subscriber") for connection in connections]
+        for link in links:
+            opened.callback(link.close)
+        for link in links:
+            time.sleep(2 * GRACE_S / MAX_UNAUTHENTICATED)  # the last of the first ones waits longer than a stranger may
+            link.authenticate(TOKEN)
     assert caplog.messages == []
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from cosmos_rl_core.clock import RunningClock
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.admission import Admission, consume
 from cosmos_rl_core.control.evaluation import Evaluator, with_row
@@ -36,28 +37,8 @@ from cosmos_rl_core.observe.slices import Slices
 from cosmos_rl_core.wire.channel import Connection
 
 TICK_S = 0.5
-LONGEST_S = 2 * TICK_S
-"""Most seconds between two readings of a clock in a process that runs: the ledger's ticks read it."""
 OfAnEpoch = p.RequestBatch | p.PayloadsLost | p.PeersLost | p.Vote
 """Messages of a policy that are void in a later epoch of its mesh."""
-
-
-class RunningClock:
-    """A clock that leaves out the time in which this process did not run: stopped, suspended with its machine, blocked.
-
-    Messages wait meanwhile. By another clock all workers have been silent, and their time to return is over at once.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._read_at = clock()
-        self._left_out_s = 0.0
-
-    def __call__(self) -> float:
-        now = self._clock()
-        self._left_out_s += max(0.0, now - self._read_at - LONGEST_S)
-        self._read_at = now
-        return now - self._left_out_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +96,11 @@ class Controller:
         clock: Callable[[], float],
         observer: Observer,
     ) -> None:
-        self.ledger, self.clock, self.peers = ledger, (clock := RunningClock(clock)), Peers()
+        self.ledger, self.clock, self.peers = ledger, RunningClock(clock, longest_s=2 * TICK_S), Peers()
         self._job, self._source, self._observer = job, source, observer
         self.outcome = Outcome(ledger.members, external=job.external, note=observer.note)
         self._ledger = DurableLedger(
-            ledger, journal=journal, clock=clock, dispatch=self._dispatch, fail=self.outcome.fail
+            ledger, journal=journal, clock=self.clock, dispatch=self._dispatch, fail=self.outcome.fail
         )
         self.check_owner = self._ledger.check_owner
         self._batches = Batches(source=source, supervised=job.supervised, peers=self.peers)
@@ -162,7 +143,7 @@ class Controller:
             returned=self._succession.returned,
             outcome=self.outcome,
             note=observer.note,
-            clock=clock,
+            clock=self.clock,
         )
 
     @property

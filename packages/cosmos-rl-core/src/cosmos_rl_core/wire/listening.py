@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, KeysView
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from cosmos_rl_core.clock import RunningClock
 from cosmos_rl_core.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ RETRY_S = 0.1
 """Pause after an accept() without a free descriptor or memory."""
 GRACE_S = 0.25
 """Minimum time that an unauthenticated connection stays while others wait for room: a handshake takes milliseconds."""
+SLICE_S = 0.1
+"""Longest wait for room at a time, of which a process that did not run leaves out the rest."""
 _FEW_DESCRIPTORS = 1024
 _PER_REPLICA = 2
 """Open files of a controller per replica: the connection, and a local process' descriptor."""
@@ -186,6 +189,7 @@ class UnauthenticatedConnections:
 
     def __init__(self, most: int, *, complain: Callable[[str], None], grace_s: float = GRACE_S) -> None:
         self._most, self._complain, self._grace_s = most, complain, grace_s
+        self._clock = RunningClock(time.monotonic, longest_s=SLICE_S)
         self._since: dict[object, tuple[float, Callable[[], None]]] = {}
         """Oldest first: when it was accepted, and the function that closes it."""
         self._authenticated_at = -math.inf
@@ -203,11 +207,11 @@ class UnauthenticatedConnections:
 
     def age(self, key: object) -> float:
         """Return the seconds since a connection was counted."""
-        return time.monotonic() - self._since[key][0]
+        return self._clock() - self._since[key][0]
 
     def enter(self, key: object, *, drop: Callable[[], None]) -> None:
         """Count a connection; `drop` closes it."""
-        self._since[key] = (time.monotonic(), drop)
+        self._since[key] = (self._clock(), drop)
 
     def leave(self, key: object) -> None:
         """Stop counting a connection: it is authenticated, or gone."""
@@ -216,18 +220,18 @@ class UnauthenticatedConnections:
 
     def authenticate(self, key: object) -> None:
         """Stop counting a connection whose peer has the token."""
-        self._authenticated_at = time.monotonic()
+        self._authenticated_at = self._clock()
         self.leave(key)
 
     async def make_room(self) -> None:
         """Return once there is room for one more; if necessary the oldest is closed.
 
         It is closed once it is `grace_s` old and no other was authenticated for that time: while thousands of workers
-        connect at once, each of them may have to wait for the others.
+        connect at once, each of them may have to wait for the others, and for this process on a busy machine.
         """
         while len(self._since) >= self._most:
             key, (since, drop) = next(iter(self._since.items()))
-            left_s = max(since, self._authenticated_at) + self._grace_s - time.monotonic()
+            left_s = max(since, self._authenticated_at) + self._grace_s - self._clock()
             if left_s <= 0:
                 self._complain(f"more than {self._most} idle connections: the oldest are closed")
                 del self._since[key]
@@ -235,7 +239,7 @@ class UnauthenticatedConnections:
                 return
             self._fewer.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(min(left_s, SLICE_S)):
                     await self._fewer.wait()
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cosmos_rl_core.clock import RunningClock
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.server import RunningClock
 from ledger_simulation.invariants import Invariants
 from ledger_simulation.payloads import RETURN_S, Payloads
 
@@ -45,7 +45,7 @@ class FakeController:
         self._life = 0
         self._orphaned_since: dict[tuple[int, int, int], float] = {}
         self.clock_jumped_s = 0.0
-        self._clock = self._time if world.options.counts_pauses else RunningClock(self._time)
+        self._clock = self._time if world.options.counts_pauses else RunningClock(self._time, longest_s=2 * TICK_S)
         self._paused_until = 0.0
         self._batch_requests: dict[str, events.Event] = {}
         """Requests that wait until the groups have returned after a restart."""

@@ -254,7 +254,7 @@ class Listener:
             with ExitStack() as on_error:
                 on_error.callback(link.close)
                 link.authenticate(self._token, self._tls)
-                self._in_loop(self._unauthenticated.leave, link)
+                self._in_loop(self._unauthenticated.authenticate, link)
                 self._talk(link)
                 on_error.pop_all()
         except AuthenticationError as error:
