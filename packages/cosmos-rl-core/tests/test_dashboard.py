@@ -5,6 +5,7 @@ import contextlib
 import json
 import shutil
 import socket
+import time
 
 import httpx
 import numpy as np
@@ -21,6 +22,7 @@ from cosmos_rl_core.dashboard.rollouts import Rollouts
 from cosmos_rl_core.dashboard.run import find_runs, without_secrets
 from cosmos_rl_core.dashboard.server import MOST_IDLE, http_server, listen, serve
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.trace import WAITS
 
 TOKEN = "a-token-of-a-test"
 
@@ -260,25 +262,78 @@ def curves_of(tmp_path, **series):
 @pytest.mark.parametrize(
     ("series", "text", "key"),
     [
-        (
-            {"policy_idle_fraction": 0.7, "rollout_idle_fraction": 0.0},
-            "generation is the bottleneck",
-            "rollout.replicas",
-        ),
-        ({"policy_idle_fraction": 0.0, "rollout_idle_fraction": 0.6}, "training is the bottleneck", "policy.replicas"),
-        ({"policy_idle_fraction": 0.4, "rollout_idle_fraction": 0.4}, "they take turns", "sync.max_staleness"),
         ({"zero_variance_fraction": 0.9}, "90% of the groups have equal rewards", "filter_zero_variance"),
         ({"truncated_fraction": 0.5}, "50% of the rollouts are cut off", "rollout.sampling"),
         ({"mismatch_kl": 0.2}, "different log-probabilities", "correction"),
         ({"clip_fraction": 0.5}, "50% of the terms are clipped", "learning_rate"),
     ],
-    ids=["generation", "training", "turns", "equal", "cut-off", "mismatch", "clipped"],
+    ids=["equal", "cut-off", "mismatch", "clipped"],
 )
 def test_trouble_is_named_with_the_key_that_changes_it(tmp_path, series, text, key):
     curves = curves_of(tmp_path, **{name: [value] * 12 for name, value in series.items()})
     (found,) = health(curves, status={}, outcome={}, live=True)
     assert text in found.text
     assert key in found.key
+
+
+@pytest.mark.parametrize(
+    ("shares", "text", "key"),
+    [
+        ({"wait for batch": 0.6, "wait for commit": 0.1}, "policy waits 70% of the time", "rollout.replicas"),
+        ({"wait for batch": 0.9, "score": 1.0, "generate": 0.1}, "the rewards are the bottleneck", "reward.functions"),
+        ({"wait for leases": 0.6}, "training is the bottleneck", "policy.replicas"),
+        ({"wait for batch": 0.4, "wait for leases": 0.4}, "they take turns", "sync.max_staleness"),
+    ],
+    ids=["generation", "rewards", "training", "turns"],
+)
+def test_waits_are_those_of_the_spans(tmp_path, shares, text, key):
+    idle = {"policy_idle_fraction": [0.0] * 12, "rollout_idle_fraction": [1.0] * 12}  # of heartbeats, before the wait
+    (found,) = health(curves_of(tmp_path, **idle), status={}, outcome={}, live=True, shares=shares)
+    assert text in found.text
+    assert key in found.key
+
+
+def test_a_wait_has_one_duration_on_all_pages(page, run_dir):
+    began = time.time() - 200.0
+    lines = [
+        {"name": "wait for batch", "at": began, "dur": 10.0, "track": WAITS},
+        {"name": "forward_backward", "at": began + 10, "dur": 50.0},
+        {"name": "wait for batch", "at": began + 60, "track": WAITS, "open": True},
+    ]
+    shutil.rmtree(run_dir / "spans")
+    (run_dir / "spans").mkdir()
+    metrics(run_dir / "spans" / "policy-0.jsonl", lines)
+    (run_dir / "outcome.json").unlink()
+    (run_dir / "status.json").write_text(json.dumps({"time": began + 200.0, "phase": "training", "step": 20}))
+    (waiting,) = page.get("/api/run/first/members").json()["waiting"]
+    assert (waiting["process"], waiting["wait"]) == ("policy-0", "wait for batch")
+    assert (waiting["now_s"], waiting["total_s"], waiting["share"]) == (140.0, 150.0, 0.75)
+    window = page.get("/api/run/first/timeline").json()
+    assert window["shares"]["policy-0"]["wait for batch"] == 0.75
+    texts = [finding["text"] for finding in page.get("/api/run/first/overview").json()["health"]]
+    assert (
+        "The policy waits 100% of the time, the rollouts 0%: generation is the bottleneck." in texts
+    )  # the last minute
+
+
+@pytest.mark.parametrize("first", [1, 6])
+def test_rewards_that_stop_to_differ_and_fall_are_weights_that_diverged(tmp_path, first):
+    equal, rewards = [0.0] * first + [1.0] * 12, [0.6] * first + [0.0] * 12
+    gradients = [0.5] * first + [900.0] * 12
+    curves = curves_of(tmp_path, zero_variance_fraction=equal, reward_mean=rewards, grad_norm=gradients)
+    recipe = {"policy": {"optimizer": {"learning_rate": 0.5}}}
+    found = health(curves, status={}, outcome={}, live=True, recipe=recipe)
+    assert found[0].text == (
+        f"Since step {first} all rewards of a group are equal, and their mean fell from 0.6 to 0; "
+        "the gradient norm was 0.5 at first and at most 900: the weights diverged."
+    )
+    assert found[0].key == "policy.optimizer.learning_rate = 0.5: a smaller one; policy.max_grad_norm"
+    assert not any("harder prompts" in finding.key for finding in found)
+
+
+def test_rewards_that_are_equal_since_all_are_right_have_not_diverged(tmp_path):
+    curves = curves_of(tmp_path, zero_variance_fraction=[0.0] * 6 + [1.0] * 12, reward_mean=[0.5] * 6 + [1.0] * 12)
+    assert not any("diverged" in finding.text for finding in health(curves, status={}, outcome={}, live=True))
 
 
 def test_sentences_about_robot_policies_have_their_keys_and_compare_no_single_rollouts(tmp_path):

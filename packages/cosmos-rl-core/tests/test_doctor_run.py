@@ -452,7 +452,8 @@ def test_09_a_full_staleness_window_means_that_the_policy_is_the_bottleneck(writ
     waits = "rollout-0 waits for leases: the staleness window has no room for its weights, version 41: 16 of 16 groups"
     written.status(waits, members=("policy-0", "rollout-0"))
     written.spans("policy-0", "forward_backward", 9.0, 9.5).opens("policy-0", "forward_backward", since_s=8, step=41)
-    found = line(written.metrics(policy_idle_fraction=0.0, rollout_idle_fraction=0.8).examine(), "waits")
+    written.opens("rollout-0", "wait for leases", since_s=8)
+    found = line(written.metrics(reward_mean=0.5).examine(), "waits")
     assert found.level == "ok"
     assert "policy-0 is in the forward and backward pass since 8" in found.text
     assert any("training is the bottleneck" in check.text for check in written.examine().checks)

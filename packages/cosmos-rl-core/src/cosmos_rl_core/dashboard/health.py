@@ -14,7 +14,10 @@ LAST = 10
 SILENT_S = 30.0
 """Seconds without a heartbeat that are named."""
 MOST = 8
+EQUAL = 0.9
+"""Share of groups with equal rewards from which on nothing is learned."""
 ORDER = ("bad", "warn", "good")
+POLICY_WAITS, ROLLOUT_WAITS = ("wait for batch", "wait for commit"), ("wait for leases",)
 LENGTHS = {"llm": "rollout.sampling.max_tokens", "vla": "rollout.sampling.max_steps"}
 """The key with the maximum length of a rollout, by domain."""
 
@@ -34,6 +37,7 @@ def health(
     status: Mapping[str, Any],
     outcome: Mapping[str, Any],
     live: bool,
+    shares: Mapping[str, float] | None = None,
     monitor: Sequence[Mapping[str, Any]] = (),
     recipe: Mapping[str, Any] | None = None,
     resume: str = "",
@@ -41,11 +45,12 @@ def health(
     """Return at most MOST sentences, the worst first.
 
     status, outcome: as in status.json and outcome.json. live: whether the controller is alive. monitor: its checks.
+    shares: of the time of the last steps by span: `Timeline.recent_shares`.
     recipe: as in resolved.toml. resume: the command that continues the run.
     """
-    found = [*_life(status, outcome, live=live, resume=resume), *_monitored(monitor)]
+    found = [*_life(status, outcome, live=live, resume=resume), *_monitored(monitor), *diverged(curves, recipe or {})]
     if curves.steps >= LAST:
-        found += [*_waits(curves), *_learning(curves, recipe or {}), *_policy(curves)]
+        found += [*_waits(shares or {}), *_learning(curves, recipe or {}), *_policy(curves)]
     found += _reward(curves)
     return sorted(found, key=lambda finding: ORDER.index(finding.level))[:MOST]
 
@@ -79,14 +84,14 @@ def _monitored(monitor: Sequence[Mapping[str, Any]]) -> list[Finding]:
     return [Finding("bad" if check.get("action") != "warn" else "warn", f"Monitor: {check['text']}.") for check in last]
 
 
-def _waits(curves: Curves) -> list[Finding]:
-    policy = curves.mean("policy_idle_fraction", last=LAST)
-    rollout = curves.mean("rollout_idle_fraction", last=LAST)
-    if policy is None or rollout is None:
-        return []
+def _waits(shares: Mapping[str, float]) -> list[Finding]:
+    policy, rollout = (sum(shares.get(name, 0.0) for name in names) for names in (POLICY_WAITS, ROLLOUT_WAITS))
     if policy > 0.2 and rollout > 0.2:
         text = f"Both sides wait, the policy {policy:.0%} and the rollouts {rollout:.0%} of the time: they take turns."
         return [Finding("warn", text, "sync.max_staleness: 1 or more lets them overlap")]
+    if policy > 0.4 and shares.get("score", 0.0) > shares.get("generate", 0.0):
+        text = f"The policy waits {policy:.0%} of the time, the rollouts {rollout:.0%}: the rewards are the bottleneck."
+        return [Finding("warn", text, "reward.functions: a quicker one, or workers for it (cosmos-rl reward-server)")]
     if policy > 0.4:
         text = f"The policy waits {policy:.0%} of the time, the rollouts {rollout:.0%}: generation is the bottleneck."
         return [Finding("warn", text, "rollout.replicas: more of them, or a faster rollout.engine")]
@@ -100,7 +105,7 @@ def _learning(curves: Curves, recipe: Mapping[str, Any]) -> list[Finding]:
     found = []
     equal = curves.mean("zero_variance_fraction", last=LAST)
     is_alone = recipe.get("rollout", {}).get("group_size") == 1  # its rollouts are compared with the critic
-    if equal is not None and equal > 0.5 and not is_alone:
+    if equal is not None and equal > 0.5 and not is_alone and not diverged(curves, recipe):
         text = f"{equal:.0%} of the groups have equal rewards and train nothing."
         found.append(Finding("warn", text, "algorithm.filter_zero_variance, harder prompts, or a higher temperature"))
     cut = curves.mean("truncated_fraction", last=LAST)
@@ -112,6 +117,27 @@ def _learning(curves: Curves, recipe: Mapping[str, Any]) -> list[Finding]:
         text = f"{skipped} of the last {LAST} steps were skipped: their gradient was not finite."
         found.append(Finding("bad", text, "policy.optimizer.learning_rate"))
     return found
+
+
+def diverged(curves: Curves, recipe: Mapping[str, Any]) -> list[Finding]:
+    """Return a sentence about rewards that differed at first, and are equal and lower since then: the weights broke."""
+    equal, means = curves.column("zero_variance_fraction"), curves.column("reward_mean")
+    differed = np.flatnonzero(equal < EQUAL)
+    if not differed.size or not np.isfinite(means).all():
+        return []
+    last = int(differed[-1])
+    if len(equal) - last - 1 < min(LAST, len(equal) // 2 + 1):  # too few to know
+        return []
+    before, now = float(means[: last + 1].mean()), float(means[last + 1 :].mean())
+    if not now < before:
+        return []
+    text = f"Since step {last + 1} all rewards of a group are equal, and their mean fell from {before:.3g} to {now:.3g}"
+    gradients = curves.column("grad_norm")
+    if np.isfinite(gradients).any():
+        text += f"; the gradient norm was {gradients[0]:.3g} at first and at most {np.nanmax(gradients):.3g}"
+    rate = recipe.get("policy", {}).get("optimizer", {}).get("learning_rate")
+    key = "policy.optimizer.learning_rate" + (f" = {rate:g}: a smaller one" if isinstance(rate, float) else "")
+    return [Finding("bad", f"{text}: the weights diverged.", f"{key}; policy.max_grad_norm")]
 
 
 def _policy(curves: Curves) -> list[Finding]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from cosmos_rl_core.control.status import SILENT_S, live_controller, lost_host
 from cosmos_rl_core.dashboard.curves import Curves
-from cosmos_rl_core.dashboard.health import health
+from cosmos_rl_core.dashboard.health import LAST, health
 from cosmos_rl_core.dashboard.lines import Rows, read_object, short
 from cosmos_rl_core.dashboard.machines import Machines
 from cosmos_rl_core.dashboard.rollouts import Rollouts
@@ -29,6 +29,8 @@ PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".gif": "image/gif", ".mp
 SECRET = ("token", "secret", "password", "api_key", "apikey")
 """Ends of keys whose values are not shown."""
 SPARK_POINTS = 60
+RECENT_S = 60.0
+"""Least time in which waits are measured."""
 
 
 class Run:
@@ -111,7 +113,14 @@ class Run:
         checks, recipe = self._monitor.read(), self.recipe()
         resume = resume_command(self.path, checkpoint=last_checkpoint(self.path))
         found = health(
-            self.curves, status=status, outcome=outcome, live=live, monitor=checks, recipe=recipe, resume=resume
+            self.curves,
+            status=status,
+            outcome=outcome,
+            live=live,
+            shares=self._recent_shares(),
+            monitor=checks,
+            recipe=recipe,
+            resume=resume,
         )
         return {
             "id": self.name,
@@ -125,8 +134,16 @@ class Run:
             "steps": self.curves.steps,
         }
 
+    def _recent_shares(self) -> dict[str, float]:
+        """Return the shares of spans in as much time as the last steps took, up to the present."""
+        times = self.curves.axis("time_s")[-LAST - 1 :]
+        self.timeline.update()
+        length = float(times[-1] - times[0]) if len(times) else 0.0
+        return self.timeline.recent_shares(length=max(RECENT_S, length), end=self.now())
+
     def members(self) -> dict[str, Any]:
         """Return members and waits, now and over time."""
+        self.timeline.update()
         history = self._history.read()
         start = history[0].get("time", 0.0) if history else 0.0
         thin = history[:: max(1, len(history) // 500)]
@@ -137,10 +154,10 @@ class Run:
                     "at": round(row.get("time", 0.0) - start, 1),
                     "step": row.get("step"),
                     "samples": row.get("samples", {}),
-                    "waits": row.get("waits", []),
                 }
                 for row in thin
             ],
+            "waiting": self.timeline.waits(end=self.now()),
             "events": self._events.read()[-400:],
         }
 

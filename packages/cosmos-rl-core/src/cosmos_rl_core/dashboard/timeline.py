@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ PARTS = ("generate", "score")
 WEIGHTS = ("switch weights", "publish", "fence", "wait for weights")
 BESIDE = ("rollout", "wait for weights")
 """Spans without a share of their own: the first has parts, the second goes on beside the work."""
+_ROUNDING_S = 1e-6
 LANES = ("work", WAITS, "weights")
 
 
@@ -124,6 +126,33 @@ class Timeline:
             "lanes": lanes,
             "shares": shares,
         }
+
+    def waits(self, *, end: float) -> list[dict[str, Any]]:
+        """Return what each process waited for and how long, the longest first. end: of spans that are open.
+
+        now_s: seconds of the wait that is open; None without. share: of the time since its first span that is known.
+        """
+        found = []
+        for name, spans in self.processes(end=end).items():
+            begin = spans[0].at if spans else end
+            for wait, share in _shares(spans, begin, end).items():
+                if lane_of(wait) != WAITS:
+                    continue
+                begun = [span.at for span in spans if span.name == wait and span.at + span.dur >= end - _ROUNDING_S]
+                now_s = round(end - min(begun), 3) if begun else None
+                total_s = round(share * (end - begin), 3)
+                found.append({"process": name, "wait": wait, "now_s": now_s, "total_s": total_s, "share": share})
+        return sorted(found, key=lambda wait: -wait["total_s"])
+
+    def recent_shares(self, *, length: float, end: float) -> dict[str, float]:
+        """Return the share of the last `length` seconds by span, mean over the processes that have it."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for spans in self.processes(end=end).values():
+            begin = max(end - length, spans[0].at) if spans else end
+            shares = _shares(spans, begin, end)
+            for name in {span.name for span in spans}:
+                found[name].append(shares.get(name, 0.0))
+        return {name: fmean(shares) for name, shares in found.items()}
 
     def pulls(self, *, end: float) -> list[dict[str, Any]]:
         """Return a record for each version that a rollout replica received: source, bytes, seconds, delay."""

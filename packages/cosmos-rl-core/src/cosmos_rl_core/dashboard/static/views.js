@@ -1,6 +1,6 @@
 // The list of runs, members and waits, weights, media, recipe and logs.
 import { chart, legend } from './chart.js'
-import { address, bytes, clock, el, empty, get, keepFocus, median, number, ofRun, pill, player, seconds, spark, store, table } from './dom.js'
+import { address, bytes, clock, el, empty, fill, get, keepFocus, median, number, ofRun, pill, player, seconds, share, spark, store, table } from './dom.js'
 import { level } from './rollouts.js'
 
 export async function runs(view) {
@@ -37,19 +37,17 @@ export async function members(view, [id]) {
   const box = el('div')
   const history = el('div')
   async function load() {
-    const { status, history: past, events } = await ofRun(id, 'members'), now = status.members ?? [], waits = status.waits ?? []
-    box.replaceChildren(
+    const { status, history: past, waiting, events } = await ofRun(id, 'members'), now = status.members ?? [], waits = status.waits ?? []
+    fill(box,
       el('dl', { class: 'flow card' }, Object.entries(SAMPLES).filter(([name]) => status.samples?.[name] != null).map(([name, title]) => el('div', {}, el('dt', {}, title), el('dd', {}, number(status.samples[name]))))),
       el('h2', {}, status.life === 'live' ? 'Members now' : 'Members at the end'),
       now.length ? el('div', { class: 'card' }, table(now, [['name', '', m => el('b', {}, m.name)], ['role', '', m => m.role], ['state', '', m => [el('span', { class: `pill ${m.state === 'ready' ? 'live' : m.state === 'suspect' ? 'dead' : ''}` }, m.state), m.phase ? ` ${m.phase} ${seconds(m.phase_s)}` : '']], ['weights', 'n', m => m.version >= 0 ? `version ${m.version}` : '–'], ['since', 'n', m => seconds(m.since_s)], ['last heartbeat', 'n', m => `${seconds(m.age_s)} ago`], ['progress', 'n', m => number(m.progress || 0)]])) : empty('No worker is connected.'),
       el('h2', {}, 'Who waits for whom'),
-      el('div', { class: 'card' }, waits.length ? el('ul', {}, waits.map(wait => el('li', {}, typeof wait === 'string' ? wait : JSON.stringify(wait)))) : el('span', { class: 'dim' }, 'Nobody waits.')))
+      el('div', { class: 'card' }, waits.length ? el('ul', {}, waits.map(wait => el('li', {}, typeof wait === 'string' ? wait : JSON.stringify(wait)))) : el('span', { class: 'dim' }, 'Nobody waits.')),
+      waiting.length ? el('div', { class: 'card' }, table(waiting.slice(0, 12), [['', '', row => el('b', {}, row.process)], ['waits', '', row => row.wait.replace('wait ', '')], ['now', 'n', row => row.now_s == null ? '–' : seconds(row.now_s)], ['in all', 'n', row => seconds(row.total_s)], ['share of its time', 'n', row => share(row.share)]], { caption: 'From the spans of the processes, as in the timeline' })) : null)
     const at = past.map(row => row.at), states = Object.keys(SAMPLES).filter(name => past.some(row => row.samples[name]))
-    const total = new Map()
-    past.forEach((row, i) => { const length = i ? row.at - past[i - 1].at : 0; for (const wait of row.waits) { const reason = String(wait).replace(/(?<![\w-])\d+/g, 'N'); total.set(reason, (total.get(reason) ?? 0) + length) } })
     keepFocus(history, () => history.replaceChildren(...past.length > 1 ? [
       el('h2', {}, 'Samples over time', el('small', {}, 'seconds since the start')), el('div', { class: 'grid' }, states.filter(name => !['committed', 'checkpointed'].includes(name)).map(name => chart([{ label: name, x: at, mean: past.map(row => row.samples[name] ?? 0) }], { title: SAMPLES[name], group: 'status' }))),
-      el('h2', {}, 'Seconds of waiting by reason'), el('div', { class: 'card' }, total.size ? table([...total].sort((a, b) => b[1] - a[1]).slice(0, 12), [['reason', '', row => row[0]], ['time', 'n', row => seconds(row[1])]]) : el('span', { class: 'dim' }, 'No wait was seen.')),
     ] : [], el('h2', {}, 'Events'), events.length ? el('div', { class: 'card' }, eventTable(events)) : empty('This run has no events.jsonl.')))
   }
   view.replaceChildren(el('h1', {}, 'Members and waits'), box, history)
