@@ -17,6 +17,7 @@ from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package, neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.config import UNIT, TorchEngineOptions, VLADataConfig, VLAModelConfig
+from cosmos_rl_vla.published import lerobot_cameras
 from cosmos_rl_vla.shape import read_weights
 from cosmos_rl_vla.sims.base import GROUP, BatchSimulator, SimSpec, Worded
 
@@ -115,8 +116,7 @@ def _of_sizes(model: VLAModelConfig, simulator: str, spec: SimSpec) -> Iterator[
             )
     file = Path(model.path).expanduser() / "config.json"
     if model.path and file.is_file():
-        features = read_json_object(file, hint="see model.path").get("input_features") or {}
-        cameras = [name for name, feature in features.items() if feature.get("type") == "VISUAL"]
+        cameras = lerobot_cameras(read_json_object(file, hint="see model.path"))
         if cameras and len(cameras) != len(spec.cameras):
             yield Problem(
                 key="model.path",

@@ -75,14 +75,31 @@ def lerobot_spreads(directory: Path) -> dict[str, Spread]:
     step = _normalizing_step(path)
     if step is None or "state_file" not in step:
         raise UserError(f"{path} names no statistics; measure those of demonstrations")
-    modes, numbers = step["config"]["norm_map"], directory / step["state_file"]
+    modes, numbers = lerobot_modes(step["config"]["norm_map"], where=str(path)), directory / step["state_file"]
     try:
         held = load_file(numbers)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{numbers} cannot be read as safetensors: {error}") from error
-    asked = (("action", "action", modes.get("ACTION")), ("state", "observation.state", modes.get("STATE")))
+    asked = (("action", "action", "ACTION"), ("state", "observation.state", "STATE"))
     # a mode without statistics, such as "IDENTITY", leaves the values unchanged
-    return {ours: _spread(held, theirs, mode, origin=numbers) for ours, theirs, mode in asked if mode in _MODES}
+    known = {ours: (theirs, modes[kind]) for ours, theirs, kind in asked if modes.get(kind) in _MODES}
+    return {ours: _spread(held, theirs, mode, origin=numbers) for ours, (theirs, mode) in known.items()}
+
+
+def lerobot_modes(modes: Mapping[str, Any], *, where: str) -> Mapping[str, Any]:
+    """Return the modes by type of feature. Raises UserError for an unknown one, and for images that are normalised."""
+    for kind, mode in modes.items():
+        known = ("IDENTITY",) if kind == "VISUAL" else ("IDENTITY", *_MODES)
+        if mode not in known:
+            raise UserError(f"{where}: {kind} is normalised by {mode}, which is not supported; {', '.join(known)} are")
+    return modes
+
+
+def lerobot_cameras(config: Mapping[str, Any]) -> list[str]:
+    """Return the cameras in lerobot's config.json, without those that its `empty_cameras` adds as a mask."""
+    features = config.get("input_features") or {}
+    cameras = [name for name, feature in features.items() if feature.get("type") == "VISUAL"]
+    return [name for name in cameras if ".empty_camera_" not in name]
 
 
 def _normalizing_step(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 rows    read_json_lines(file, name="train.jsonl")       one object a line, read lazily
         read_json_list(path)                            a whole .json file
 model   read_json_object(path)                          config.json and the like
+        check_fields(held, used={...}, fixed={...}, ...)    all of its fields are known
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -113,6 +114,30 @@ def read_json_object(path: Path, *, hint: str = "") -> dict[str, Any]:
     if not isinstance(held, dict):
         raise UserError(f"{path}: must hold an object, not {shown(held)}{hint and f'; {hint}'}")
     return held
+
+
+def check_fields(
+    held: Mapping[str, Any],
+    *,
+    used: Collection[str] = (),
+    fixed: Mapping[str, Collection[Any]] | None = None,
+    without_effect: Collection[str] = (),
+    where: str,
+) -> None:
+    """Raise UserError for a field of another program's file that would be read without its effect.
+
+    Args:
+        used: fields that are read.
+        fixed: the values of other fields whose effect is that of the code here.
+        without_effect: fields that change nothing here, whatever their value.
+    """
+    fixed = fixed or {}
+    for name, value in held.items():
+        if name in fixed and value not in fixed[name]:
+            allowed = " or ".join(json.dumps(one) for one in fixed[name])
+            raise UserError(f"{where}: {name} = {json.dumps(value)} is not supported; only {allowed} is")
+        if name not in fixed and name not in used and name not in without_effect:
+            raise UserError(f"{where}: {name} = {json.dumps(value)} is a field that is not known here")
 
 
 def _read(path: Path, *, hint: str) -> bytes:

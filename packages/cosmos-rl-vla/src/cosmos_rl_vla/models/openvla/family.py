@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import msgspec
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
-from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_core.storage.json_files import check_fields, read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
@@ -35,6 +35,30 @@ OFT_HORIZON = 8
 """Actions of a chunk of OpenVLA-OFT in LIBERO."""
 _LEFT_OUT = ("torch_dtype", "dtype")
 """Ignored keys of text_config: the recipe sets the dtype."""
+_USED = (
+    "model_type",
+    "text_config",
+    "timm_model_ids",
+    "image_sizes",
+    "pad_to_multiple_of",
+    "n_action_bins",
+    "norm_stats",
+)
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "arch_specifier": ("no-align+fused-gelu-mlp",),
+    "image_resize_strategy": ("resize-naive",),
+    "output_projector_states": (False,),
+    "timm_override_act_layers": ([None, None],),
+    "use_fused_vision_backbone": (True,),
+}
+_WITHOUT_EFFECT = (
+    *("architectures", "auto_map", "transformers_version", "_name_or_path", *_LEFT_OUT),
+    # names of what timm_model_ids and text_config describe; prompts have a maximum of their own, and no padding token
+    *("vision_backbone_id", "llm_backbone_id", "hf_llm_id", "llm_max_length", "pad_token_id"),
+)
+_FIXED_OF_LANGUAGE: Mapping[str, tuple[Any, ...]] = {"attention_dropout": (0, None)}
+_OLD_OF_LANGUAGE = ("rope_theta", "rope_scaling")
+"""Fields that transformers converts."""
 _PROPRIO = "proprio_projector.fc1.weight"
 
 
@@ -89,6 +113,7 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
     held = read_json_object(path)
     if _OURS not in held:
         return _from_public(held, directory, family=family, action_dim=action_dim)
+    check_fields(held[_OURS], used=[each.name for each in fields(OpenVLAConfig)], where=f"{path}, {_OURS}")
     try:
         config = msgspec.convert(held[_OURS], OpenVLAConfig)
     except msgspec.ValidationError as error:
@@ -113,10 +138,16 @@ def _from_public(held: Mapping[str, Any], directory: Path, *, family: Family | N
             f"{path} does not contain whether actions are decoded one by one or at once: set [model] family to "
             '"openvla" or "openvla_oft"'
         )
+    check_fields(held, used=_USED, fixed=_FIXED, without_effect=_WITHOUT_EFFECT, where=str(path))
     language = {"vocab_size": 32_064, **held.get("text_config", {})}
     kind = language.pop("model_type", "llama")
     if kind != "llama":
         raise UserError(f"{path}: a language model of type {kind!r}; supported is llama")
+    from transformers import LlamaConfig
+
+    known = (*LlamaConfig().to_dict(), *_OLD_OF_LANGUAGE)
+    where = f"{path}, text_config"
+    check_fields(language, used=known, fixed=_FIXED_OF_LANGUAGE, without_effect=_LEFT_OUT, where=where)
     return OpenVLAConfig(
         family=family,
         prompt="openvla",
@@ -134,8 +165,14 @@ def _public_towers(held: Mapping[str, Any], directory: Path) -> tuple[TowerSize,
     ids = held.get("timm_model_ids") or []
     if len(ids) != 2 or any(timm_id not in TOWERS for timm_id in ids):
         found = " with ".join(map(str, ids)) or "none"
-        raise UserError(f"{directory / 'config.json'}: vision towers {found}; supported are {' with '.join(TOWERS)}")
-    return TOWERS[ids[0]], TOWERS[ids[1]]
+        raise UserError(
+            f"{directory / 'config.json'}, timm_model_ids: vision towers {found}; supported are {' with '.join(TOWERS)}"
+        )
+    towers = TOWERS[ids[0]], TOWERS[ids[1]]
+    sizes = [tower.image_size for tower in towers]
+    if held.get("image_sizes", sizes) != sizes:
+        raise UserError(f"{directory / 'config.json'}: image_sizes = {held['image_sizes']}; these towers have {sizes}")
+    return towers
 
 
 def _state_dim(directory: Path) -> int:

@@ -66,6 +66,9 @@ class Noise:
 
 Family = Literal["pi0", "pi05"]
 
+MAX_TOKENS = {"words": 24, "pi0": 48, "pi05": 200}
+"""Maximum prompt tokens by template, as in openpi."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaSize:
@@ -140,6 +143,13 @@ class PiConfig:
     value: ValueSize = field(default_factory=ValueSize)
     aux_dim: int = 0
     """Dimensions of the auxiliary target predicted from the prefix in supervised training; 0: none."""
+    prompt_tokens: int | None = None
+    """Maximum prompt tokens; None: those of the template."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Maximum prompt tokens."""
+        return self.prompt_tokens or MAX_TOKENS[self.prompt]
 
     @property
     def value_dim(self) -> int:

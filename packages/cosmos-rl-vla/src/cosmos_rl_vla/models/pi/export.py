@@ -29,9 +29,10 @@ from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
 from cosmos_rl_vla.data.lerobot import read_dataset
 from cosmos_rl_vla.models.pi.checkpoint import EXPERT_OUTPUT, LANGUAGE_OUTPUT, OURS_ALONE
 from cosmos_rl_vla.models.pi.config import PiConfig, full
-from cosmos_rl_vla.models.pi.family import MAX_TOKENS, MODEL_TYPE, VARIANTS, read_config
+from cosmos_rl_vla.models.pi.family import MODEL_TYPE, read_config
+from cosmos_rl_vla.models.pi.public_config import VARIANTS
 from cosmos_rl_vla.normalise import Spread, narrowest
-from cosmos_rl_vla.published import LEROBOT_FILE, OPENPI_EPSILON, OPENPI_FILE
+from cosmos_rl_vla.published import LEROBOT_FILE, OPENPI_EPSILON, OPENPI_FILE, lerobot_cameras
 
 FORMATS = ("lerobot", "openpi")
 
@@ -79,10 +80,8 @@ def camera_names(model: VLAModelConfig, data: VLADataConfig) -> Sequence[str]:
     if data.demos and Path(data.demos).expanduser().is_dir():
         return read_dataset(Path(data.demos).expanduser()).cameras
     config = Path(model.path).expanduser() / "config.json"
-    if model.path and config.is_file():
-        features = read_json_object(config).get("input_features") or {}
-        if images := [name for name, feature in features.items() if feature.get("type") == "VISUAL"]:
-            return images
+    if model.path and config.is_file() and (images := lerobot_cameras(read_json_object(config))):
+        return images
     return tuple(f"{_CAMERA}{name}" for name in data.options.get("cameras", ()))
 
 
@@ -132,7 +131,7 @@ def write_lerobot(
         "max_action_dim": config.model_action_dim,
         "num_inference_steps": config.num_steps,
         "image_resolution": [side, side],
-        "tokenizer_max_length": MAX_TOKENS[config.prompt],
+        "tokenizer_max_length": config.max_prompt_tokens,
         "normalization_mapping": modes,
     }
     _write_json(directory / "config.json", held)
@@ -189,7 +188,7 @@ def _check(config: PiConfig, stats: ActionStats, *, format: str) -> None:
 def _preprocessor(config: PiConfig, normalize: dict[str, Any], *, state_dim: int) -> list[dict[str, Any]]:
     tokenizer = _step(
         "tokenizer_processor",
-        max_length=MAX_TOKENS[config.prompt],
+        max_length=config.max_prompt_tokens,
         task_key="task",
         padding_side="right",
         padding="max_length",

@@ -20,16 +20,15 @@ from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
-from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
+from cosmos_rl_vla.models.checkpoint import empty, fill, weight_files
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
 from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
-from cosmos_rl_vla.models.pi.checkpoint import HEADS, HINT, PiNames, family_of, public_name
-from cosmos_rl_vla.models.pi.config import Family, Noise, PiConfig, ValueSize, full, tiny
+from cosmos_rl_vla.models.pi.checkpoint import HEADS, HINT, PiNames, public_name
+from cosmos_rl_vla.models.pi.config import MAX_TOKENS, Noise, PiConfig, ValueSize, tiny
 from cosmos_rl_vla.models.pi.model import PiModel
+from cosmos_rl_vla.models.pi.public_config import from_lerobot, from_openpi
 
 MODEL_TYPE = "cosmos_rl_pi"
-VARIANTS = ("gemma_2b", "gemma_300m")
-"""Names of the two supported sizes in lerobot and openpi."""
 
 
 def random_pi(config: PiConfig, *, seed: int) -> PiModel:
@@ -60,9 +59,9 @@ def read_config(directory: Path) -> PiConfig:
     path = directory / "config.json"
     held = read_json_object(path, hint="a model's directory holds config.json and model.safetensors")
     if held.get("type") in ("pi0", "pi05"):
-        return _from_lerobot(held, path)
+        return from_lerobot(held, path)
     if "action_horizon" in held:
-        return _from_openpi(held, directory)
+        return from_openpi(held, directory)
     return _from_ours(held, path)
 
 
@@ -85,43 +84,6 @@ def _unknown(held: Mapping[str, Any], known: Mapping[str, Any], at: str = "") ->
     return [*extra, *(name for key, value in inside for name in _unknown(value, known[key], f"{at}{key}."))]
 
 
-def _from_lerobot(held: Mapping[str, Any], path: Path) -> PiConfig:
-    _check_variants(held, path)
-    family: Family = held["type"]
-    outputs = held.get("output_features") or {}
-    shape = (outputs.get("action") or {}).get("shape") or [held.get("max_action_dim", 32)]
-    model_horizon = held.get("chunk_size", 50)
-    size = full(family, horizon=held.get("n_action_steps", model_horizon), action_dim=shape[0])
-    return replace(
-        size,
-        model_horizon=model_horizon,
-        model_action_dim=held.get("max_action_dim", 32),
-        max_state_dim=held.get("max_state_dim", 32),
-        num_steps=held.get("num_inference_steps", 10),
-        vision=replace(size.vision, image_size=held.get("image_resolution", (size.vision.image_size,))[0]),
-    )
-
-
-def _from_openpi(held: Mapping[str, Any], directory: Path) -> PiConfig:
-    _check_variants(held, directory / "config.json")
-    names = shapes_in(weight_files(directory)).keys()
-    horizon, dim = held["action_horizon"], held["action_dim"]
-    size = full(family_of(names), horizon=horizon, action_dim=dim)
-    if size.family == "pi05" and held.get("discrete_state_input") is False:  # as openpi trained pi05_libero
-        size = replace(size, state="none", prompt="pi0")
-    return replace(size, model_horizon=horizon, model_action_dim=dim, max_state_dim=dim)
-
-
-def _check_variants(held: Mapping[str, Any], path: Path) -> None:
-    found = (held.get("paligemma_variant", VARIANTS[0]), held.get("action_expert_variant", VARIANTS[1]))
-    if found != VARIANTS:
-        raise UserError(f"{path}: variants {found[0]} and {found[1]}; supported are {VARIANTS[0]} and {VARIANTS[1]}")
-
-
-MAX_TOKENS = {"words": 24, "pi0": 48, "pi05": 200}
-"""Maximum prompt tokens by template, as in openpi."""
-
-
 def make_pi(
     config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str], on_meta: bool = False
 ) -> Loaded:
@@ -129,7 +91,7 @@ def make_pi(
     directory = Path(config.path).expanduser()
     if config.path:
         sizes = _chosen(read_config(directory), config)
-        instructions = Instructions.load(directory, format=sizes.prompt, max_length=MAX_TOKENS[sizes.prompt])
+        instructions = Instructions.load(directory, format=sizes.prompt, max_length=sizes.max_prompt_tokens)
         model = empty_pi(sizes, seed=config.seed, on_meta=on_meta)
     else:
         instructions = word_instructions(words, max_length=MAX_TOKENS["words"])
