@@ -20,6 +20,7 @@ from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
 from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
 from cosmos_rl_vla.data.rows import load_rows
 from cosmos_rl_vla.domain import VLA
+from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.sims.reach import Reach
 
 MODEL = {"family": "pi05", "action_dim": 2, "state_dim": 2, "horizon": 3, "num_steps": 2}
@@ -247,3 +248,22 @@ def test_a_run_that_goes_on_trains_as_if_it_had_never_stopped(demos, tmp_path):
 
     losses("halves", 2)
     assert losses("halves", 4, resume="auto")[-2:] == losses("whole", 4)[-2:]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["pi05", "openvla_oft"])
+def test_what_adapters_were_trained_on_is_exported_whole(demos, tmp_path, family):
+    pytest.importorskip("peft", reason="an extra of the package")
+
+    def trained(name, **model):
+        recipe = {**RECIPE, "model": model, "data": {"demos": str(demos)}}
+        run(recipe, [f"run.output_dir={tmp_path / name}", "run.max_steps=2"])
+        return str(tmp_path / name)
+
+    sizes = {"action_dim": 2, "state_dim": 2, "horizon": 3}
+    export(trained("whole", family=family, **sizes), tmp_path / "base")
+    source = trained("adapters", path=str(tmp_path / "base"), lora={"rank": 2, "alpha": 6.0})
+    export(source, tmp_path / "merged")
+    base, merged = (load(VLAModelConfig(path=str(tmp_path / name))).weights() for name in ("base", "merged"))
+    assert base.keys() == merged.keys()
+    assert any(not torch.equal(base[name], merged[name]) for name in base)

@@ -153,6 +153,35 @@ def test_samples_without_a_clip_or_caption_are_named(tmp_path, make, videos, cap
         assert reason in caplog.text
 
 
+def test_files_that_macos_adds_to_an_archive_or_a_folder_are_no_samples(tmp_path, make, videos, caplog):
+    attributes = b"\x00\x05\x16\x07" + bytes(100)
+    members = [("._0000.mp4", attributes), ("0000.mp4", videos[1]), ("._0000.txt", attributes), ("0000.txt", b"one")]
+    (tmp_path / "mac").mkdir()
+    tar(tmp_path / "mac" / "m.tar", members)
+    (tmp_path / "mac" / "._m.tar").write_bytes(attributes)
+    config = make(tmp_path / "mac")
+    rows, _ = load_rows(config)
+    assert ([(row["key"], row["caption"]) for row in rows], greys(config, rows)) == ([("m/0000", "one")], [1])
+    (tmp_path / "folder").mkdir()
+    for name, data in members:
+        (tmp_path / "folder" / name).write_bytes(data)
+    rows, _ = load_rows(make(tmp_path / "folder"))
+    assert [(row["key"], row["caption"]) for row in rows] == [("0000", "one")]
+    assert caplog.text == ""
+
+
+def test_a_name_that_occurs_again_is_one_row_of_its_last_files(tmp_path, make, videos, caplog):
+    first = [("a.mp4", videos[0]), ("a.txt", b"old"), ("b.mp4", videos[1])]
+    tar(tmp_path / "m.tar", [*first, ("a.mp4", videos[2]), ("a.txt", b"new"), ("b.txt", b"apart")])
+    config = make(tmp_path / "m.tar")
+    for _ in range(2):  # by its headers, and by the cached index
+        caplog.clear()
+        rows, _ = load_rows(config)
+        assert [(row["key"], row["caption"]) for row in rows] == [("m/a", "new"), ("m/b", "apart")]
+        assert greys(config, rows) == [2, 1]
+        assert "2 left out: m.tar/a.mp4 (the name occurs again); m.tar/a.txt (the name occurs again)" in caplog.text
+
+
 def test_a_cut_shard_gives_the_samples_before_the_cut(folder, make, caplog):
     whole = (folder / "clips-000.tar").read_bytes()
     rows, _ = load_rows(make(folder))

@@ -125,7 +125,8 @@ def test_adapters_are_merged_into_the_pipeline_or_kept_apart_from_it(base, tmp_p
     lora = trained(base, tmp_path / "run", lora={"rank": 2, "alpha": 4.0})
     export(lora, tmp_path / "merged")
     export(lora, tmp_path / "kept", merge_adapters=False)
-    assert [file.name for file in (tmp_path / "kept").rglob("*.safetensors")] == ["adapter_model.safetensors"]
+    files = {file.name for file in (tmp_path / "kept").rglob("*.safetensors")}
+    assert files == {"adapter_model.safetensors", "pytorch_lora_weights.safetensors"}
     before, merged = weights_of(base), weights_of(tmp_path / "merged")
     changed = {name for name, weight in before.items() if not torch.equal(weight, merged[name])}
     assert changed
@@ -139,6 +140,15 @@ def test_adapters_are_merged_into_the_pipeline_or_kept_apart_from_it(base, tmp_p
     beside = load(base)
     PeftModel.from_pretrained(beside.transformer, str(tmp_path / "kept"))  # puts its layers into the network
     torch.testing.assert_close(sampled(beside, rollout), merged_sample, atol=1e-5, rtol=1e-5)
+    loaders = (
+        lambda pipeline: pipeline.load_lora_weights(tmp_path / "kept"),
+        lambda pipeline: pipeline.transformer.load_lora_adapter(tmp_path / "kept", use_safetensors=True),
+    )
+    for adapt in loaders:
+        beside = load(base)
+        assert not torch.allclose(sampled(beside, rollout), merged_sample, atol=1e-4)
+        adapt(beside)
+        torch.testing.assert_close(sampled(beside, rollout), merged_sample, atol=1e-5, rtol=1e-5)
 
 
 def test_a_pipeline_that_is_no_longer_there_is_named_and_nothing_is_left(tmp_path):

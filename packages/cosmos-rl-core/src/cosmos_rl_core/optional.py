@@ -260,12 +260,13 @@ class HasCapacity(Protocol):
 
 @runtime_checkable
 class CompletesExports(Protocol):
-    """A domain whose models have parts beside the one that is trained, which no checkpoint holds."""
+    """A domain whose exports have files that no checkpoint holds."""
 
-    def complete_export(self, model: Any, directory: Path) -> None:
-        """Write the parts that are not trained into `directory`, which holds a checkpoint's configurations.
+    def complete_export(self, model: Any, directory: Path, *, merged: bool) -> None:
+        """Write those files into `directory`, such as parts that are not trained. It holds the weights and their files.
 
-        model: the [model] section. Raises UserError if they cannot be found.
+        model: the [model] section. merged: the weights are whole, not those of adapters alone. Raises UserError if a
+        part cannot be found.
         """
         ...
 

@@ -173,11 +173,15 @@ class WFMDomain(DomainBase):
 
         return export_weights(model, tensors, merge_adapters=merge_adapters)
 
-    def complete_export(self, model: WFMModelConfig, directory: Path) -> None:
-        """The other parts of a pipeline. Implements `cosmos_rl_core.optional.CompletesExports`."""
+    def complete_export(self, model: WFMModelConfig, directory: Path, *, merged: bool) -> None:
+        """The other parts of a pipeline, or adapters for diffusers. Implements `optional.CompletesExports` of core."""
         from cosmos_rl_wfm.models.folder import open_folder
+        from cosmos_rl_wfm.models.weights import write_diffusers_adapters
 
-        if model.path and (source := open_folder(model.path, revision=model.revision)).is_pipeline:
+        if not merged:
+            if model.lora is not None:
+                write_diffusers_adapters(directory)
+        elif model.path and (source := open_folder(model.path, revision=model.revision)).is_pipeline:
             source.copy_others(directory, weights=True)
 
 

@@ -79,8 +79,6 @@ def export(
     partial.mkdir(parents=True)
     try:
         _copy_files(policy, partial, dtype=dtype, without=ADAPTER_CONFIG if merge_adapters else MERGED)
-        if merge_adapters and isinstance(origin.domain, CompletesExports):
-            origin.domain.complete_export(origin.model, partial)
         tensors = _weights(folder, origin, merge_adapters=merge_adapters, averaged=averaged)
         if writer is not None and format is not None:
             data = origin.domain.Data.model_validate(origin.recipe["data"])
@@ -89,6 +87,8 @@ def export(
         library = None if format else _library(origin.domain.name, configs, merged=merge_adapters)
         (partial / "README.md").write_text(model_card(origin.recipe, step=origin.step, library=library))
         sizes = write_sharded(partial, _cast(tensors, dtype), name=name, max_shard_bytes=max_shard_bytes)
+        if isinstance(origin.domain, CompletesExports):
+            origin.domain.complete_export(origin.model, partial, merged=merge_adapters)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     finally:

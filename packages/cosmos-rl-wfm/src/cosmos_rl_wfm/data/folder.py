@@ -117,9 +117,14 @@ def read_layout(files: Any, root: str, config: WFMDataConfig) -> Layout:
 
 def _stems(paths: Iterable[str], suffixes: Sequence[str]) -> Listing:
     """Files with one of the suffixes by stem; of several with one stem, that with the first suffix."""
-    found = [path for path in paths if PurePosixPath(path).suffix.lower() in suffixes]
+    found = [path for path in paths if not is_hidden(path) and PurePosixPath(path).suffix.lower() in suffixes]
     found.sort(key=lambda path: suffixes.index(PurePosixPath(path).suffix.lower()), reverse=True)
     return {PurePosixPath(path).stem: path for path in found}
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a file's name begins with a dot: macOS adds "._NAME" with attributes to files of archives and disks."""
+    return PurePosixPath(path).name.startswith(".")
 
 
 def _no_clips(config: WFMDataConfig, there: Mapping[str, str]) -> str:

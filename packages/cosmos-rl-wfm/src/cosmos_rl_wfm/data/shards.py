@@ -24,7 +24,7 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.data.config import WFMDataConfig
-from cosmos_rl_wfm.data.folder import CAPTIONS, EMBEDDINGS, IMAGES, VIDEOS, read_caption
+from cosmos_rl_wfm.data.folder import CAPTIONS, EMBEDDINGS, IMAGES, VIDEOS, is_hidden, read_caption
 from cosmos_rl_wfm.data.storage import cache_folder, is_remote, open_store, reaching, write_atomic
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ HEADER_BLOCK_BYTES = 64 * 1024
 INDEXERS = 16
 """Shards whose headers are read at the same time."""
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
 MAX_CAPTION_BYTES = 2**20
 """Largest .txt or .json of a sample: all of them are in memory while a shard is indexed."""
 
@@ -63,6 +63,8 @@ class ShardIndex:
     samples: list[Sample]
     fault: str = ""
     """Reason why it ends early; empty for a complete shard."""
+    repeated: list[str] = field(default_factory=list)
+    """Names of files that occur again later, as `tar --append` adds them; the last of a name counts."""
 
 
 def is_shard(location: str) -> bool:
@@ -74,7 +76,7 @@ def holds_shards(config: WFMDataConfig) -> bool:
     """Whether a folder has shards in it."""
     files, root = open_store(config.path, timeout_s=config.timeout_s)
     with reaching(config.path):
-        return bool(files.glob(f"{root.rstrip('/')}/*.tar"))
+        return any(not is_hidden(path) for path in files.glob(f"{root.rstrip('/')}/*.tar"))
 
 
 def expand(pattern: str) -> list[str]:
@@ -106,7 +108,7 @@ def list_shards(config: WFMDataConfig) -> list[str]:
         scheme = pattern.partition("://")[0] + "://" if is_remote(pattern) else ""
         with reaching(pattern):
             found = files.glob(path if "*" in path else f"{path.rstrip('/')}/*.tar")
-        listed += [scheme + name for name in sorted(found)]
+        listed += [scheme + name for name in sorted(found) if not is_hidden(name)]
     return listed
 
 
@@ -125,6 +127,7 @@ def read_shards(config: WFMDataConfig) -> tuple[list[Row], list[str]]:
         for shard, index in zip(some, indexes):
             if index.fault:
                 left_out.append(f"{shard} ({index.fault})")
+            left_out += [f"{PurePosixPath(shard).name}/{name} (the name occurs again)" for name in index.repeated]
             for position, sample in enumerate(index.samples):
                 try:
                     rows.append(_row(sample, shard=shard, position=position, config=config))
@@ -157,31 +160,39 @@ def read_index(shard: str, *, config: WFMDataConfig) -> ShardIndex:
 def index_tar(file: Any) -> ShardIndex:
     """Read the headers and captions of a tar archive; a damaged one gives the samples before the damage."""
     index = ShardIndex(samples=[])
+    samples: dict[str, Sample] = {}
+    last = Sample(key="")
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
-                if not member.isreg():
-                    continue
-                folder, _, name = member.name.rpartition("/")
-                stem, _, suffix = name.partition(".")
-                key, suffix = f"{folder}/{stem}".lstrip("/"), "." + suffix.lower()
-                if not index.samples or index.samples[-1].key != key:
-                    index.samples.append(Sample(key=key))
-                sample = index.samples[-1]
-                sample.members[suffix] = (member.offset_data, member.size)
-                if suffix in CAPTIONS:
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    sample.texts[suffix] = content.read(MAX_CAPTION_BYTES + 1).decode("utf-8", errors="replace")
+                if member.isreg() and not is_hidden(member.name):
+                    last = _add(samples, member, archive, index.repeated)
             file.seek(archive.offset)
             if any(
                 file.read(tarfile.BLOCKSIZE) or b"cut"
             ):  # zeros end an archive; tarfile takes any bad header for its end
-                index.fault = f"is damaged at byte {archive.offset}, read up to sample {len(index.samples)}"
+                index.fault = f"is damaged at byte {archive.offset}, read up to sample {len(samples)}"
     except tarfile.TarError as error:
-        index.fault = f"is damaged or no plain tar, read up to sample {len(index.samples)}: {error}"
-        del index.samples[-1:]  # its last file may be truncated
+        index.fault = f"is damaged or no plain tar, read up to sample {len(samples)}: {error}"
+        samples.pop(last.key, None)  # its last file may be truncated
+    index.samples = list(samples.values())
     return index
+
+
+def _add(samples: dict[str, Sample], member: tarfile.TarInfo, archive: tarfile.TarFile, repeated: list[str]) -> Sample:
+    """Add a file to the sample of its name, and return that."""
+    folder, _, name = member.name.rpartition("/")
+    stem, _, suffix = name.partition(".")
+    key, suffix = f"{folder}/{stem}".lstrip("/"), "." + suffix.lower()
+    sample = samples.setdefault(key, Sample(key=key))
+    if suffix in sample.members:
+        repeated.append(f"{key}{suffix}")
+    sample.members[suffix] = (member.offset_data, member.size)
+    if suffix in CAPTIONS:
+        content = archive.extractfile(member)
+        assert content is not None
+        sample.texts[suffix] = content.read(MAX_CAPTION_BYTES + 1).decode("utf-8", errors="replace")
+    return sample
 
 
 def _row(sample: Sample, *, shard: str, position: int, config: WFMDataConfig) -> Row:
@@ -225,6 +236,6 @@ def _from_json(file: Path) -> ShardIndex | None:
     """Read a cached index; None for a damaged file, which is written again."""
     try:
         held = json.loads(file.read_bytes())
-        return ShardIndex(samples=[Sample(**sample) for sample in held["samples"]], fault=held["fault"])
+        return ShardIndex(**{**held, "samples": [Sample(**sample) for sample in held["samples"]]})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -8,6 +8,7 @@ fill(network, files)                      reads those shards, by name
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -22,6 +24,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import fill_own_part
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name
+from cosmos_rl_wfm.models.folder import NETWORK
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
@@ -120,6 +123,19 @@ def named_weights(network: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             weights[name] = tensor.detach()
     return weights
+
+
+def write_diffusers_adapters(directory: Path) -> None:
+    """Write peft's adapters in `directory` in the file of diffusers too, which `load_lora_weights` reads.
+
+    It names the part of the pipeline, and has alpha in its header: without it diffusers takes alpha = rank.
+    """
+    config = json.loads((directory / "adapter_config.json").read_text())
+    adapters = load_file(directory / "adapter_model.safetensors")
+    named = {f"{NETWORK}.{name.removeprefix('base_model.model.')}": tensor for name, tensor in adapters.items()}
+    settings = {f"{NETWORK}.{name}": value for name, value in config.items()}
+    header = {"format": "pt", "lora_adapter_metadata": json.dumps(settings, sort_keys=True)}
+    save_file(named, directory / "pytorch_lora_weights.safetensors", metadata=header)
 
 
 def _build(class_name: str, config: Mapping[str, Any]) -> ModelMixin:
