@@ -92,6 +92,15 @@ def planned_steps(config: RunConfig, source: PromptSource) -> int:
     return min(limits)
 
 
+def left_over(config: RunConfig, rows: int) -> tuple[str, ...]:
+    """Return a note on rows that are not trained on, as a run of whole epochs ends with its last whole batch."""
+    total, per_step = (config.prompts.epochs or 0) * rows, config.policy.prompts_per_step
+    steps, rest = divmod(total, per_step)
+    if rest == 0 or (config.run.max_steps is not None and config.run.max_steps <= steps):
+        return ()
+    return (f"the last {rest} of {total:,} prompts are fewer than [policy] prompts_per_step, and are not trained on",)
+
+
 def build_eval_source(config: RunConfig) -> PromptSource | None:
     """The held-out prompts, in file order; None without any, and in supervised runs, whose policy evaluates them."""
     if config.eval.data is None or config.is_sft:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.assemble import build_reward, engine_options, load_engine, look_up_engine
+from cosmos_rl_core.assemble import build_reward, engine_options, left_over, load_engine, look_up_engine
 from cosmos_rl_core.checkpoint.resume import resume_problems
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
@@ -346,6 +346,7 @@ def _resume(checked: Checked) -> list[tuple[str, str]]:
     run, policy = config.run, config.policy
     steps = run.max_steps or len(checked.data.rows) * (config.prompts.epochs or 1) // policy.prompts_per_step
     what = f"{config.algorithm.name} of {run.domain}, {steps} steps, {run.placement}, into {run.output_dir}"
+    what = "; ".join([what, *left_over(config, len(checked.data.rows))])
     evaluation, held_out = "none", checked.evaluation
     if held_out is not None:
         count = len(config.eval.first(held_out.rows))

@@ -242,15 +242,15 @@ class _Run:
         started = time.perf_counter()
         with self._observer, contextlib.closing(self._journal):
             resumed = () if self._takeover else notes_of_resumption(self._resumption, self._max_steps)
-            for text in (*warnings_for(self._config), *notes, *resumed):
+            left_over = assemble.left_over(self._config, len(self._source))
+            for text in (*warnings_for(self._config), *notes, *resumed, *left_over):
                 self._observer.note(text)
             self._secrets = (read_secrets if self._takeover else make_secrets)(self._directory, self._config.tls)
             if text := describe_encryption(self._secrets, self._config.tls, bind=self._config.run.bind):
                 self._observer.note(text)
-            resolved = dump_resolved(self._config)
-            (self._directory / "resolved.toml").write_text(resolved)
-            parent = str(self._resumption.folder) if self._resumption else ""
-            record_start(self._directory, recipe=resolved, parent=parent, takes_over=self._takeover is not None)
+            (self._directory / "resolved.toml").write_text(resolved := dump_resolved(self._config))
+            parent, taken = str(self._resumption.folder) if self._resumption else "", self._takeover is not None
+            record_start(self._directory, recipe=resolved, parent=parent, takes_over=taken, rows=len(self._source))
             watch = Watch(
                 self._observer,
                 self._config,

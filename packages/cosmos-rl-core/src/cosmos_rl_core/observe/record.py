@@ -67,6 +67,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of resolved.toml."""
     parent: str = ""
     """The checkpoint that it continues from; empty for a new run."""
+    rows: int = 0
+    """Rows of an epoch, which the order of the prompts depends on; 0 in a run of an earlier version."""
     takes_over: bool = False
     """Whether it continues a run whose controller died, by its journal."""
     launch: str = ""
@@ -112,9 +114,19 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Number of steps at that time."""
 
 
-def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool) -> Start:
-    """Write run.json with this process and its earlier starts, and remove the earlier outcome."""
+def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool, rows: int = 0) -> Start:
+    """Write run.json with this process and its earlier starts, and remove the earlier outcome.
+
+    Raises UserError if the run continues one with another number of rows.
+    """
     before = read_start(run_dir)
+    continued = before or (read_start(Path(parent).parent.parent) if parent else None)  # RUN/checkpoints/step_N
+    if (parent or takes_over) and continued is not None and continued.rows not in (0, rows):
+        raise UserError(
+            f"[data] had {continued.rows:,} rows when the run began, and has {rows:,}: prompts come in another order, "
+            "so that some would be trained on twice in this epoch and others not at all. Restore the rows; for a new "
+            "run from the weights, set model.path to an export of the checkpoint and choose another [run] output_dir"
+        )
     earlier = () if before is None else (*before.earlier, msgspec.structs.replace(before, earlier=()))
     start = Start(
         started=time.time(),
@@ -127,6 +139,7 @@ def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool) -
         commit=_commit(),
         recipe_sha256=hashlib.sha256(recipe.encode()).hexdigest(),
         parent=parent,
+        rows=rows,
         takes_over=takes_over,
         launch=os.environ.get(LAUNCH, ""),
         gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
