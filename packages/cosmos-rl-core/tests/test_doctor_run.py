@@ -469,6 +469,56 @@ def test_10_rewards_that_are_always_0(written):
     assert "Answers: '<b>0</b>'" in found.text
 
 
+def test_10_weights_that_diverged_are_named_and_no_format(written):
+    first = {"reward_mean": 0.6, "zero_variance_fraction": 0.1, "reward_std": 0.3, "grad_norm": 1.0}
+    rest = {"reward_mean": 0.0, "zero_variance_fraction": 1.0, "reward_std": 0.0, "grad_norm": 500.0}
+    (written.path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, **(first if step < 2 else rest)}) + "\n" for step in range(14))
+    )
+    found = written.status().examine()
+    assert [check.name for check in found.checks if "format" in check.fix] == []
+    fix = next(check.fix for check in found.checks if "diverged" in check.text)
+    assert fix.startswith("policy.optimizer.learning_rate")
+
+
+def test_10_rewards_that_differed_before_do_not_lack_a_format(written):
+    first = {"reward_mean": 0.6, "zero_variance_fraction": 0.1, "reward_std": 0.3}
+    rest = {"reward_mean": 1.0, "zero_variance_fraction": 1.0, "reward_std": 0.0}
+    (written.path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, **(first if step < 2 else rest)}) + "\n" for step in range(14))
+    )
+    assert line(written.status().examine(), "reward").fix == "harder prompts, as the rewards differed before"
+
+
+@pytest.mark.parametrize(
+    ("complaint", "text", "fix"),
+    [
+        (
+            "rollout-0: reward 'judge' is slow or hangs: [reward] timeout_s = 60 ends a call",
+            "reward 'judge' is slow or hangs",
+            "the server that it asks",
+        ),
+        (
+            "a group failed (rollout-0): reward 'judge' on train.jsonl:7 took longer than [reward] timeout_s = 60",
+            "reward 'judge' on train.jsonl:7 took longer than [reward] timeout_s = 60",
+            "the server that it asks",
+        ),
+        (
+            "a group failed (rollout-0): reward 'judge' on train.jsonl:7 raised KeyError: 'answer'",
+            "reward 'judge' on train.jsonl:7 raised KeyError: 'answer'",
+            "check --deep",
+        ),
+    ],
+    ids=["slow", "timeout", "raises"],
+)
+def test_a_reward_that_fails_is_named(written, complaint, text, fix):
+    Events(written.path).add("note", complaint)
+    found = line(written.status().examine(), "reward")
+    assert (found.level, found.text) == ("bad", text)
+    assert "'judge'" in found.fix and fix in found.fix
+    assert "larger" not in found.fix
+
+
 def nothing(group):
     return [0.0] * len(group.rollouts)
 

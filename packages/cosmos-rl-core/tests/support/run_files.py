@@ -30,6 +30,10 @@ api_key = "abc123"
 """
 
 
+STEP_S = 1.81
+"""Seconds of a step in the spans."""
+
+
 class Clock:
     """A settable time."""
 
@@ -98,7 +102,7 @@ def group(sample: int, *, right: float, rollouts: int = 4) -> RolloutGroup:
 
 
 def write_spans(directory: Path, *, steps: int) -> None:
-    clock = Clock(1000.0)
+    clock = Clock(time.time() - STEP_S * steps)
     policy, rollout = (Timeline(name, clock=clock, wall=clock) for name in ("policy-0", "rollout-0"))
     for step in range(steps):
         with policy.span("wait for batch", track=WAITS, step=step), rollout.span("rollout", track="group 000"):

@@ -137,7 +137,8 @@ def _state(run: Run) -> dict[str, Any]:
     status = run.status()
     run.curves.update()
     keys = ("life", "phase", "step", "version")
-    return {**{key: status.get(key) for key in keys}, "steps": run.curves.steps, "time": status.get("time")}
+    shown = {key: status.get(key) for key in keys}
+    return {**shown, "steps": run.curves.steps, "time": status.get("time"), "has_media": run.has_media}
 
 
 def _curves(run: Run, request: Request) -> Any:

@@ -198,6 +198,12 @@ class Run:
                 latest[kind, row["step"], row.get("sample")] = {**row, **details, "kind": kind, "file": str(file)}
         return sorted(latest.values(), key=lambda row: (-row["step"], row["kind"]))[:400]
 
+    @property
+    def has_media(self) -> bool:
+        """Whether there is a gallery, of training or of evaluations."""
+        media = self.path / "media"
+        return any(next(folder.glob("index*.jsonl"), None) is not None for folder in (media, media / "eval"))
+
     def picture(self, name: str) -> Path | None:
         """Return a file of media/ that the page shows; None for any other path."""
         root = (self.path / "media").resolve()

@@ -138,7 +138,7 @@ class Timeline:
             for wait, share in _shares(spans, begin, end).items():
                 if lane_of(wait) != WAITS:
                     continue
-                begun = [span.at for span in spans if span.name == wait and span.at + span.dur >= end - _ROUNDING_S]
+                begun = [span.at for span in spans if span.name == wait and abs(span.at + span.dur - end) < _ROUNDING_S]
                 now_s = round(end - min(begun), 3) if begun else None
                 total_s = round(share * (end - begin), 3)
                 found.append({"process": name, "wait": wait, "now_s": now_s, "total_s": total_s, "share": share})

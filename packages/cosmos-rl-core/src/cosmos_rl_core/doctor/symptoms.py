@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cosmos_rl_core.dashboard.curves import Curves
-from cosmos_rl_core.dashboard.health import LAST
+from cosmos_rl_core.dashboard.health import EQUAL, LAST, diverged
 from cosmos_rl_core.dashboard.rollouts import Rollouts
 from cosmos_rl_core.doctor.activity import Spans
 from cosmos_rl_core.doctor.limits import GIB, LITTLE_DISK
@@ -21,8 +21,6 @@ from cosmos_rl_core.doctor.report import Check
 
 NEAR = 0.5
 """Share of a timeout from which on it is reported."""
-EQUAL = 0.9
-"""Share of groups with equal rewards from which on answers are shown."""
 MISMATCH = 0.05
 FULL, FULL_GPU = 0.95, 0.97
 """Share of memory in use from which on it is reported; engines reserve most of a GPU."""
@@ -65,11 +63,6 @@ CAUSES: Sequence[tuple[str, str, str]] = (
         "cosmos-rl doctor compares them",
     ),
     (
-        r"took longer than \[reward\] timeout_s",
-        "a reward is slower than its limit",
-        "a larger reward.timeout_s, or more workers for it (cosmos-rl reward-server)",
-    ),
-    (
         r"samples in a row failed",
         "prompts or rewards raise errors, named above",
         "cosmos-rl check --deep RECIPE calls each reward once",
@@ -77,6 +70,9 @@ CAUSES: Sequence[tuple[str, str, str]] = (
     (r"[Nn]o space left|disk quota", "the disk is full", "free space there, or another [run] output_dir"),
 )
 """Patterns in an error, its cause, and the remedy."""
+REWARD = re.compile(r"reward '(?P<name>[^']+)' (?P<what>is slow or hangs|on .+? (?:took longer|raised|returned).*)")
+RECENT_S = 150.0
+"""Age of a complaint about a reward up to which it is of the present: they come once a minute."""
 PORT = re.compile(r"port (\d+) on \S+ is in use|tcp://\S+?:(\d+): Address already in use")
 
 
@@ -97,7 +93,7 @@ class Facts(NamedTuple):
 
 def symptoms(facts: Facts) -> list[Check]:
     """Return the lines of all symptoms that the run has."""
-    of_processes = (_causes, _port, _resumed_to_nothing, _old_weights, _timeouts, _machines)
+    of_processes = (_causes, _rewards, _port, _resumed_to_nothing, _old_weights, _timeouts, _machines)
     of_metrics = (_equal_rewards, _not_finite, _mismatch)
     return [line for symptom in (*of_processes, *of_metrics) for line in symptom(facts)]
 
@@ -110,6 +106,21 @@ def _causes(facts: Facts) -> Iterator[Check]:
         for pattern, cause, fix in CAUSES:
             if re.search(pattern, text):
                 yield Check("bad" if where == "the error" else "note", "cause", f"{where}: {cause}", fix)
+
+
+def _rewards(facts: Facts) -> Iterator[Check]:
+    """The last complaint about each reward that raises, hangs or returns something else than numbers."""
+    seen = float(facts.status.get("time", 0.0))
+    texts = [(str(event.get("text", "")), float(event.get("time", 0.0))) for event in facts.events]
+    texts.append((str(facts.outcome.get("message", "")), seen))
+    newest = {found["name"]: (found, at) for text, at in texts if (found := REWARD.search(text))}
+    for name, (found, at) in newest.items():
+        hangs = "raised" not in found["what"] and "returned" not in found["what"]
+        fix = f"the code of {name!r} on that row; cosmos-rl check --deep RECIPE calls each reward once"
+        if hangs:
+            fix = f"the code of {name!r}, or the server that it asks: it may never return; reward.timeout_s ends a call"
+        present = seen - at < RECENT_S and facts.outcome.get("state") != "done"
+        yield Check("bad" if present else "note", "reward", found[0].splitlines()[0], fix)
 
 
 def _port(facts: Facts) -> Iterator[Check]:
@@ -148,7 +159,9 @@ def _timeouts(facts: Facts) -> Iterator[Check]:
         if limit and longest and longest[1] > NEAR * limit:
             process, seconds = longest
             text = f"the longest {span!r} of {process} took {seconds:.3g} s: {seconds / limit:.0%} of [{section}] {key}"
-            yield Check("note", "timeout", text, f"{section}.{key} = {limit:g}: a larger one")
+            larger = f"{section}.{key} = {limit:g}: a larger one"
+            fix = f"the reward that is slow; {larger} if it needs as long" if span == "score" else larger
+            yield Check("note", "timeout", text, fix)
 
 
 def _machines(facts: Facts) -> Iterator[Check]:
@@ -175,15 +188,17 @@ def _equal_rewards(facts: Facts) -> Iterator[Check]:
     """Groups whose rewards are equal, so that nothing is learned: the reward that is constant, and answers."""
     curves = facts.curves
     equal, spread = curves.mean("zero_variance_fraction", last=LAST), curves.mean("reward_std", last=LAST)
-    if equal is None or equal < EQUAL or (spread or 0.0) > 1e-6 or not curves.steps:
+    if equal is None or equal < EQUAL or (spread or 0.0) > 1e-6 or not curves.steps or diverged(curves, facts.recipe):
         return
+    differed = bool((curves.column("zero_variance_fraction") < EQUAL).any())
     means = {name.removeprefix("reward/"): curves.mean(name, last=LAST) for name in curves.names if "reward/" in name}
     zero = [name for name, mean in means.items() if mean == 0.0]
     which = f"; {', '.join(map(repr, zero))} gave 0 to every rollout" if zero else ""
     text = f"{equal:.0%} of the groups have equal rewards{which}: the loss is 0 and nothing is learned"
     if answers := _answers(facts):
         text += f". Answers: {answers}"
-    yield Check("bad", "reward", text, "the format that the reward expects, the prompt or chat template, temperature")
+    fix = "the format that the reward expects, the prompt or chat template, temperature"
+    yield Check("bad", "reward", text, "harder prompts, as the rewards differed before" if differed else fix)
 
 
 def _answers(facts: Facts) -> str:

@@ -36,8 +36,8 @@ PARTS = {
 """Descriptions of spans."""
 FIXES = {
     "build": "large models take minutes to read; logs/{worker}.log has the part that it builds",
-    "score": "[reward] timeout_s = {reward.timeout_s} ends one call; a slow reward can have more workers "
-    "(cosmos-rl reward-server)",
+    "score": "the code of {rewards}, or the server that it asks; [reward] timeout_s = {reward.timeout_s} ends one "
+    "call; a slow reward can have more workers (cosmos-rl reward-server)",
     "generate": "rollout.engine, rollout.replicas, rollout.sampling.max_tokens",
     "forward_backward": "[policy] collective_timeout_s = {policy.collective_timeout_s} and [elastic] stall_s = "
     "{elastic.stall_s} end a rank that hangs",
@@ -89,7 +89,9 @@ def fix_of(span: str, worker: str, at: Situation) -> str:
     for key in ("reward.timeout_s", "policy.collective_timeout_s", "elastic.stall_s", "sync.timeout_s"):
         section, _, name = key.partition(".")
         text = text.replace(f"{{{key}}}", str(at.recipe.get(section, {}).get(name, "?")))
-    return text.replace("{worker}", worker)
+    functions = at.recipe.get("reward", {}).get("functions", ())
+    rewards = [repr(each.get("label") or str(each.get("name")).rpartition(":")[2]) for each in functions]
+    return text.replace("{worker}", worker).replace("{rewards}", ", ".join(rewards) or "the reward")
 
 
 def _without_wait(at: Situation) -> Check:

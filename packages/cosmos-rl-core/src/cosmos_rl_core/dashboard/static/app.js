@@ -22,17 +22,24 @@ function parse() {
   return { ids: kind === 'run' && names ? names.split('+').map(decodeURIComponent) : [], name: VIEWS[name] ? name : 'curves', state: Object.fromEntries(new URLSearchParams(query ?? '')) }
 }
 
+// Media has a tab if the run has some, or if it is open.
+const withMedia = new Set()
+function tabs(ids, name) {
+  const shows = key => ids.length === 1 ? key !== 'media' || key === name || withMedia.has(ids[0]) : FOR_SEVERAL.includes(key)
+  $('#tabs').replaceChildren(...ids.length ? Object.entries(VIEWS).filter(([key]) => shows(key)).map(([key, [title]]) =>
+    el('a', { href: address(ids, key), 'aria-current': key === name ? 'page' : null }, title)) : [])
+  $('#tabs').hidden = !ids.length
+  const tab = $('#tabs [aria-current]') // in the middle, where they do not all fit
+  if (tab) $('#tabs').scrollLeft = tab.offsetLeft - $('#tabs').offsetLeft - ($('#tabs').clientWidth - tab.offsetWidth) / 2
+}
+
 async function route() {
   const mine = ++turn
   hideTip(); current?.close?.(); current = null; source?.close(); source = null; clearTimeout(timer); timer = null; missed = false; shown = null
   const { ids, name, state } = parse()
   $('#run').textContent = ids.join(' + ')
   $('#life').replaceChildren()
-  $('#tabs').replaceChildren(...ids.length ? Object.entries(VIEWS).filter(([key]) => ids.length === 1 || FOR_SEVERAL.includes(key)).map(([key, [title]]) =>
-    el('a', { href: address(ids, key), 'aria-current': key === name ? 'page' : null }, title)) : [])
-  $('#tabs').hidden = !ids.length
-  const tab = $('#tabs [aria-current]') // in the middle, where they do not all fit
-  if (tab) $('#tabs').scrollLeft = tab.offsetLeft - $('#tabs').offsetLeft - ($('#tabs').clientWidth - tab.offsetWidth) / 2
+  tabs(ids, name)
   document.title = ids.length ? `${VIEWS[name][0]}, ${ids.join(' + ')}` : 'Cosmos-RL'
   const box = el('div') // of this route alone: a slow view that was left cannot overwrite the next one
   view.replaceChildren(box)
@@ -71,6 +78,7 @@ function listen(id) {
     const change = latest = JSON.parse(event.data)
     const place = change.life === 'live' ? el('span', { class: 'dim' }, `${change.phase ?? ''}, step ${change.step ?? 0}`) : null
     $('#life').replaceChildren(el('span', { class: 'row' }, pill(change.life), place))
+    if (change.has_media && !withMedia.has(id)) { withMedia.add(id); tabs([id], parse().name) }
     timer ??= setTimeout(refresh, REFRESH_MS)
   })
   shown = () => { if (missed) refresh() }

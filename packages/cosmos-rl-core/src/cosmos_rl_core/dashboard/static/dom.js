@@ -92,11 +92,14 @@ export const hideTip = () => { tip.hidden = true }
 export const empty = text => el('p', { class: 'empty' }, text)
 export const pill = life => el('span', { class: `pill ${life}` }, { dead: 'controller gone', elsewhere: 'on another machine', unknown: 'not started' }[life] ?? life)
 
-// columns: [title, class, cell(row)]
-export function table(rows, columns, { caption, rowClass } = {}) {
+// columns: [title, class, cell(row), value(row)]; those with a value have a button that calls onsort(title). order: {by: title, down}.
+export function table(rows, columns, { caption, rowClass, order, onsort } = {}) {
+  const arrow = title => order?.by === title ? (order.down ? ' ↓' : ' ↑') : ''
+  const head = ([title, kind, , value]) => el('th', { class: kind, scope: 'col', 'aria-sort': arrow(title) ? (order.down ? 'descending' : 'ascending') : null },
+    value ? el('button', { type: 'button', class: 'sort', 'data-name': `sort ${title}`, 'aria-label': `Sort by ${title}`, onclick: () => onsort(title) }, title + arrow(title)) : title)
   return el('div', { class: 'scroll' }, el('table', {},
     caption ? el('caption', {}, caption) : null,
-    el('thead', {}, el('tr', {}, columns.map(([title, kind]) => el('th', { class: kind, scope: 'col' }, title)))),
+    el('thead', {}, el('tr', {}, columns.map(head))),
     el('tbody', {}, rows.map(row => el('tr', { class: rowClass?.(row) }, columns.map(([, kind, cell]) => el('td', { class: kind }, cell(row))))))))
 }
 

@@ -9,24 +9,46 @@ export async function runs(view) {
   const count = () => { compare.disabled = chosen.size < 2; compare.textContent = chosen.size < 2 ? 'Choose two runs to compare' : `Compare ${chosen.size} runs` }
   const pick = run => el('input', { type: 'checkbox', 'data-name': run.id, 'aria-label': `Choose ${run.id}`, checked: chosen.has(run.id), onchange: event => { event.target.checked ? chosen.add(run.id) : chosen.delete(run.id); store.set('chosen', [...chosen]); count() } })
   const steps = run => [`${run.steps}${run.max_steps ? ` / ${run.max_steps}` : ''}`, run.max_steps ? el('progress', { max: run.max_steps, value: Math.min(run.steps, run.max_steps), 'aria-label': `${run.steps} of ${run.max_steps} steps` }) : null]
-  const list = found => el('div', {}, found.length > 1 ? el('p', {}, compare) : null, el('div', { class: 'card' }, table(found, [
-    ...(found.length > 1 ? [['', '', pick]] : []),
-    ['run', '', run => [el('a', { href: address([run.id], 'curves'), 'data-name': `open ${run.id}` }, el('b', {}, run.id)), el('div', { class: 'path' }, run.path)]],
-    ['state', '', run => pill(run.life)],
-    ['algorithm', 'wide', run => [run.algorithm, el('div', { class: 'dim' }, run.domain.split(':').at(-1))]],
-    ['steps', '', steps],
-    ['reward or loss', 'n', run => `${run.metric === 'loss' ? 'loss ' : ''}${number(run.last, 3)}`],
+  const columns = [
+    ['run', '', run => [el('a', { href: address([run.id], 'curves'), 'data-name': `open ${run.id}` }, el('b', {}, run.id)), el('div', { class: 'path' }, run.path)], run => run.id],
+    ['state', '', run => pill(run.life), run => run.life],
+    ['algorithm', 'wide', run => [run.algorithm, el('div', { class: 'dim' }, run.domain.split(':').at(-1))], run => run.algorithm],
+    ['steps', '', steps, run => run.steps],
+    ['reward or loss', 'n', run => `${run.metric === 'loss' ? 'loss ' : ''}${number(run.last, 3)}`, run => run.last],
     ['over time', 'wide', run => spark(run.spark)],
-    ['held-out', 'n', run => run.held_out.length ? run.held_out.map(value => number(value, 3)).join(' → ') : '–'],
-    ['time', 'n wide', run => seconds(run.time_s ?? undefined)],
-  ])))
-  async function load() {
-    const found = await get('runs')
-    for (const id of chosen) if (!found.some(run => run.id === id)) chosen.delete(id)
-    found.sort((a, b) => (b.life === 'live') - (a.life === 'live') || (b.started ?? 0) - (a.started ?? 0))
-    count()
-    keepFocus(view, () => view.replaceChildren(el('h1', {}, 'Runs'), found.length ? list(found) : empty('No run was found in these directories. A run appears here as soon as it has begun.')))
+    ['held-out', 'n', run => run.held_out.length ? run.held_out.map(value => number(value, 3)).join(' → ') : '–', run => run.held_out.at(-1)],
+    ['time', 'n wide', run => seconds(run.time_s ?? undefined), run => run.time_s],
+  ]
+  let found = [], order = store.get('order', {})
+  const text = run => [run.id, run.path, run.life, run.algorithm, run.domain].join(' ').toLowerCase()
+  // A column once, the other way round, and the first order again: live runs, then the newest.
+  function sort(title) {
+    order = order.by !== title ? { by: title, down: false } : order.down ? {} : { by: title, down: true }
+    store.set('order', order)
+    draw()
   }
+  function compared(a, b) {
+    const value = columns.find(([title]) => title === order.by)?.[3], [x, y] = value ? [value(a), value(b)] : []
+    if (!value) return (b.life === 'live') - (a.life === 'live') || (b.started ?? 0) - (a.started ?? 0)
+    if (x == null || y == null) return (x == null) - (y == null)
+    return (order.down ? -1 : 1) * (typeof x === 'string' ? x.localeCompare(y, 'en', { numeric: true }) : x - y)
+  }
+  const search = el('input', { type: 'search', placeholder: 'Filter runs', 'aria-label': 'Filter runs', oninput: () => draw() }), matches = el('span', { class: 'dim' }), list = el('div')
+  function draw() {
+    const words = search.value.toLowerCase().split(/\s+/), shown = found.filter(run => words.every(word => text(run).includes(word))).sort(compared)
+    matches.textContent = shown.length < found.length ? `${shown.length} of ${found.length} runs` : ''
+    count()
+    keepFocus(list, () => list.replaceChildren(!found.length ? empty('No run was found in these directories. A run appears here as soon as it has begun.') : !shown.length ? empty('No run matches.') :
+      el('div', { class: 'card' }, table(shown, [...(found.length > 1 ? [['', '', pick]] : []), ...columns], { order, onsort: sort }))))
+    controls.hidden = found.length < 2
+  }
+  const controls = el('div', { class: 'row' }, compare, search, matches)
+  async function load() {
+    found = await get('runs')
+    for (const id of chosen) if (!found.some(run => run.id === id)) chosen.delete(id)
+    draw()
+  }
+  view.replaceChildren(el('h1', {}, 'Runs'), controls, el('p', {}), list)
   await load()
   return { refresh: load }
 }
@@ -43,8 +65,8 @@ export async function members(view, [id]) {
       el('h2', {}, status.life === 'live' ? 'Members now' : 'Members at the end'),
       now.length ? el('div', { class: 'card' }, table(now, [['name', '', m => el('b', {}, m.name)], ['role', '', m => m.role], ['state', '', m => [el('span', { class: `pill ${m.state === 'ready' ? 'live' : m.state === 'suspect' ? 'dead' : ''}` }, m.state), m.phase ? ` ${m.phase} ${seconds(m.phase_s)}` : '']], ['weights', 'n', m => m.version >= 0 ? `version ${m.version}` : '–'], ['since', 'n', m => seconds(m.since_s)], ['last heartbeat', 'n', m => `${seconds(m.age_s)} ago`], ['progress', 'n', m => number(m.progress || 0)]])) : empty('No worker is connected.'),
       el('h2', {}, 'Who waits for whom'),
-      el('div', { class: 'card' }, waits.length ? el('ul', {}, waits.map(wait => el('li', {}, typeof wait === 'string' ? wait : JSON.stringify(wait)))) : el('span', { class: 'dim' }, 'Nobody waits.')),
-      waiting.length ? el('div', { class: 'card' }, table(waiting.slice(0, 12), [['', '', row => el('b', {}, row.process)], ['waits', '', row => row.wait.replace('wait ', '')], ['now', 'n', row => row.now_s == null ? '–' : seconds(row.now_s)], ['in all', 'n', row => seconds(row.total_s)], ['share of its time', 'n', row => share(row.share)]], { caption: 'From the spans of the processes, as in the timeline' })) : null)
+      el('div', { class: 'card' }, [waits.length ? el('ul', {}, waits.map(wait => el('li', {}, typeof wait === 'string' ? wait : JSON.stringify(wait)))) : el('p', { class: 'dim' }, 'Nobody waits.'),
+        waiting.length ? table(waiting.slice(0, 12), [['', '', row => el('b', {}, row.process)], ['waits', '', row => row.wait.replace('wait ', '')], ['now', 'n', row => row.now_s == null ? '–' : seconds(row.now_s)], ['in all', 'n', row => seconds(row.total_s)], ['share of its time', 'n', row => share(row.share)]], { caption: 'From the spans of the processes, as in the timeline' }) : null]))
     const at = past.map(row => row.at), states = Object.keys(SAMPLES).filter(name => past.some(row => row.samples[name]))
     keepFocus(history, () => history.replaceChildren(...past.length > 1 ? [
       el('h2', {}, 'Samples over time', el('small', {}, 'seconds since the start')), el('div', { class: 'grid' }, states.filter(name => !['committed', 'checkpointed'].includes(name)).map(name => chart([{ label: name, x: at, mean: past.map(row => row.samples[name] ?? 0) }], { title: SAMPLES[name], group: 'status' }))),
