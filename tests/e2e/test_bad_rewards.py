@@ -16,6 +16,7 @@ LATEST_S = 120.0
 """Maximum time of a run that ends by its error, on a busy machine."""
 REWARDS = """
 import os
+import re
 import sys
 import time
 
@@ -36,6 +37,11 @@ def hangs_late(group):
     while late(group):
         time.sleep(0.1)
     return [1.0] * len(group.rollouts)
+
+def searches(group):
+    if group.prompt.sample_id == 5:
+        re.search("(a+)+$", "a" * 60 + "b")  # for years, with the interpreter's lock
+    return [float(rollout.num_terms) for rollout in group.rollouts]
 
 def nothing_late(group):
     return None if late(group) else [1.0] * len(group.rollouts)
@@ -77,6 +83,13 @@ def ended(tmp_path, bandit, write_recipe, start):
 def test_a_reward_that_fails_later_ends_the_run_with_its_name(ended, name, changes, code, text):
     found, printed = ended(name, **changes)
     assert (found, text in printed) == (code, True), printed
+
+
+def test_an_answer_that_a_reward_never_returns_from_costs_a_run_its_group_alone(ended, rows_of, tmp_path):
+    function = {"name": "late_rewards:searches", "own_process": True}
+    code, printed = ended("searches", run__max_steps=4, reward__functions=[function], reward__timeout_s=1.0)
+    assert code == 0, printed
+    assert [line["step"] for line in rows_of(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 @SLOW

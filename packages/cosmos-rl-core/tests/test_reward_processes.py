@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cosmos_rl_core import load_config
+from cosmos_rl_core.assemble import build_rubric
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.imports import VARIABLE
+from cosmos_rl_core.imports import VARIABLE, add_folders
 from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.reward.processes import RewardProcesses
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
+from cosmos_rl_core.testing.tiny import TINY
 from cosmos_rl_core.types import Episode, Prompt, Rollout, RolloutGroup
 
 FUNCTIONS = """
@@ -144,6 +147,39 @@ def test_errors_are_those_of_a_function_in_this_process(name, reason, final):
     assert isinstance(error, SampleError)
     assert error.reason.startswith(reason)
     assert error.final is final
+
+
+class Asks:
+    """A reward that asks for a process."""
+
+    own_process = True
+
+    def __call__(self, group):
+        return [float(os.getpid())] * len(group.rollouts)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_here"),
+    [
+        ({"name": "process_rewards:pid"}, True),
+        ({"name": "process_rewards:pid", "own_process": True}, False),
+        ({"name": "test_reward_processes:Asks"}, False),
+        ({"name": "test_reward_processes:Asks", "own_process": False}, True),
+    ],
+)
+def test_a_key_of_the_recipe_or_the_reward_itself_asks_for_a_process(keys, is_here, folder, monkeypatch):
+    add_folders([str(folder), os.path.dirname(__file__)])
+    monkeypatch.setenv(VARIABLE, os.pathsep.join([str(folder), os.path.dirname(__file__)]))
+    tables = {
+        "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1, "output_dir": str(folder)},
+        "reward": {"functions": [keys]},
+    }
+    rubric = build_rubric(load_config(tables), TINY)
+    try:
+        one, _ = asyncio.run(rubric.score(group())).rollouts
+    finally:
+        rubric.close()
+    assert (one.reward == os.getpid()) is is_here
 
 
 PARENT = """

@@ -346,7 +346,7 @@ def _resume(checked: Checked) -> list[tuple[str, str]]:
     run, policy = config.run, config.policy
     steps = run.max_steps or len(checked.data.rows) * (config.prompts.epochs or 1) // policy.prompts_per_step
     what = f"{config.algorithm.name} of {run.domain}, {steps} steps, {run.placement}, into {run.output_dir}"
-    what = "; ".join([what, *left_over(config, len(checked.data.rows))])
+    what = "; ".join([what, *left_over(config, len(checked.data.rows) - config.num_held_out(checked.data.rows))])
     evaluation, held_out = "none", checked.evaluation
     if held_out is not None:
         count = len(config.eval.first(held_out.rows))

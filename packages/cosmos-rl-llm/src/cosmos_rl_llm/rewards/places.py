@@ -3,7 +3,7 @@
     "<answer>[{"bbox_2d": [10, 20, 110, 220]}]</answer>"       boxes [x1, y1, x2, y2]: every list of four numbers
     "<point>(40, 60)</point>", "[40, 60]"                      points [x, y]: every pair of numbers
 
-The response's <answer>...</answer> is read, or else all of it.
+The last <answer>...</answer> of the response is read, or else all that follows its thought.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.storage.json_files import shown
 from cosmos_rl_core.types import Rollout, RolloutGroup
 from cosmos_rl_llm.rewards.rules import tagged
+from cosmos_rl_llm.rewards.thoughts import answer_part
 
 _NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])]")
@@ -68,10 +69,10 @@ class IouReward(_Places):
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         wanted = _numbers_of_row(group, self.column, sizes=(4,))
-        return [self._score(rollout, wanted) for rollout in group.rollouts]
+        return [self._score(rollout, _answer(group, rollout), wanted) for rollout in group.rollouts]
 
-    def _score(self, rollout: Rollout, wanted: np.ndarray) -> float:
-        found = np.array([match.groups() for match in _BOX.finditer(tagged(rollout.text))], np.float64).reshape(-1, 4)
+    def _score(self, rollout: Rollout, answer: str, wanted: np.ndarray) -> float:
+        found = np.array([match.groups() for match in _BOX.finditer(answer)], np.float64).reshape(-1, 4)
         if not len(found):
             return 0.0
         overlap = overlaps(found * self.units(rollout), wanted)
@@ -99,10 +100,10 @@ class PointReward(_Places):
         wanted = _numbers_of_row(group, self.column, sizes=(2, 4))
         if len(wanted) != 1:
             raise UserError(f"column {self.column!r} of a row must have one point or one box; it has {len(wanted)}")
-        return [self._score(rollout, wanted[0]) for rollout in group.rollouts]
+        return [self._score(rollout, _answer(group, rollout), wanted[0]) for rollout in group.rollouts]
 
-    def _score(self, rollout: Rollout, wanted: np.ndarray) -> float:
-        matches = _POINT.finditer(tagged(rollout.text))
+    def _score(self, rollout: Rollout, answer: str, wanted: np.ndarray) -> float:
+        matches = _POINT.finditer(answer)
         points = {tuple(float(number) for number in match.groups() if number is not None) for match in matches}
         if len(points) != 1:
             return 0.0
@@ -110,6 +111,10 @@ class PointReward(_Places):
         if len(wanted) == 4:
             return float(bool(((point >= wanted[:2]) & (point <= wanted[2:])).all()))
         return max(0.0, 1.0 - float(np.linalg.norm(point - wanted)) / self.radius)
+
+
+def _answer(group: RolloutGroup, rollout: Rollout) -> str:
+    return tagged(answer_part(group, rollout))
 
 
 def overlaps(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:

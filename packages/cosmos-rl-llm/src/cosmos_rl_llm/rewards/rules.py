@@ -9,8 +9,10 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.reward.cpu_limit import within
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
+from cosmos_rl_llm.rewards.thoughts import answer_part, last_between, opened_thought
 
 
 class ExactReward(Strict):
@@ -29,7 +31,10 @@ class ExactReward(Strict):
 
 
 class FormatReward(Strict):
-    """1 if the regular expression matches the response, else 0."""
+    """1 if the regular expression matches the response, else 0.
+
+    Where the prompt opens the thought, the response with that mark before it may match instead.
+    """
 
     pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
     """Python regular expression; "." also matches line ends. Not set: the format of Cosmos-Reason."""
@@ -45,17 +50,46 @@ class FormatReward(Strict):
             raise ValueError(f"not a regular expression: {error}") from None
         return pattern
 
+    @property
+    def own_process(self) -> bool:
+        return self.pattern != _COSMOS_REASON
+
     def __call__(self, group: RolloutGroup) -> list[float]:
+        opening = opened_thought(group)
+        texts = [rollout.text.strip() for rollout in group.rollouts]
+        return [float(self._matches(text) or (bool(opening) and self._matches(opening + text))) for text in texts]
+
+    def _matches(self, text: str) -> bool:
+        if not self.own_process:
+            return _is_cosmos_reason(text, whole=self.whole)
         pattern = re.compile(self.pattern, re.DOTALL)
         match = pattern.fullmatch if self.whole else pattern.search
-        return [float(match(rollout.text.strip()) is not None) for rollout in group.rollouts]
+        return within(_SEARCH_S, lambda: match(text) is not None, otherwise=False)
+
+
+_COSMOS_REASON = FormatReward.model_fields["pattern"].default
+_BETWEEN = re.compile(r"</think>\s*<answer>")
+_SEARCH_S = 1.0
+"""Maximum time of the processor for one search; then the response does not match."""
+
+
+def _is_cosmos_reason(text: str, *, whole: bool) -> bool:
+    """Whether the default pattern matches: its first occurrences in order, in linear time.
+
+    Each ".*?" of the pattern may start another search at every mark, in a response that repeats them.
+    """
+    start = 0 if whole and text.startswith("<think>") else -1 if whole else text.find("<think>")
+    between = _BETWEEN.search(text, start + len("<think>")) if start >= 0 else None
+    if between is None:
+        return False
+    return text.endswith("</answer>", between.end()) if whole else text.find("</answer>", between.end()) >= 0
 
 
 class MultipleChoiceReward(Strict):
     """1 if the response names the letter of the reference answer and no other, else 0.
 
-    Read are the last <answer>...</answer>, or else the whole response: "B", "(B)", "B. a cup", "I think B", "the answer
-    is B". A response with the words of the reference answer has its letter.
+    Read are the last <answer>...</answer>, or else all that follows the thought: "B", "(B)", "B. a cup", "I think B",
+    "the answer is B". A response with the words of the reference answer has its letter.
     """
 
     letters: str = Field(default="ABCDEFGHIJ", pattern="^[A-Z]+$")
@@ -68,7 +102,7 @@ class MultipleChoiceReward(Strict):
             raise UserError(
                 f"the reference answer {reference[:80]!r} has no letter of an option; see data.answer_column"
             )
-        answers = [tagged(rollout.text).strip() for rollout in group.rollouts]
+        answers = [tagged(answer_part(group, rollout)).strip() for rollout in group.rollouts]
         return [float(" ".join(each.split()) == reference or self._only(each) == wanted) for each in answers]
 
     def _first(self, text: str) -> str | None:
@@ -78,25 +112,34 @@ class MultipleChoiceReward(Strict):
 
     def _only(self, text: str) -> str | None:
         """The letter that a text names, unless it names several."""
-        found = {letter.upper() for letter in self._named(text)}
-        return found.pop() if len(found) == 1 else None
+        only = None
+        for letter in self._named(text[-_LONGEST_TEXT:]):
+            if only not in (None, letter.upper()):
+                return None
+            only = letter.upper()
+        return only
 
     def _named(self, text: str) -> Iterator[str]:
         """Letters that stand for an option: "A" and "I" are words too, and so is a small letter."""
         one = f"[{self.letters}]"
         for found in re.finditer(rf"(?<![\w'’])({one})(?![\w'’])", text, re.IGNORECASE):
-            before, after, letter = text[: found.start()], text[found.end() :], found[1]
+            first, end, letter = max(0, found.start() - _NEAR), found.end(), found[1]
+            before, after = text[first : found.start()], text[end : end + _NEAR]
             ends = _ENDS.match(after) is not None
             if _NAMES.search(before):
                 named = letter.isupper() or ends
             elif letter.islower():
-                named = _BRACKET.match(after) is not None or (ends and not before.strip(_MARKS))
+                named = _BRACKET.match(after) is not None or (ends and not first and not before.strip(_MARKS))
             else:
                 named = _BEFORE.search(before) is not None and (ends or letter not in "AI")
             if named:
                 yield letter
 
 
+_LONGEST_TEXT = 20_000
+"""Characters searched for a letter, from the end."""
+_NEAR = 100
+"""Characters before and after a letter that decide whether it is one of an option."""
 _MARKS = " \t\n*_\"'`(["
 _NAMES = re.compile(r"\b(?:answer|option|choice|letter)s?(?:\s+is|\s+are)?\W*$", re.IGNORECASE)
 """Text before a letter that makes it one of an option."""
@@ -139,13 +182,10 @@ class LengthReward(Strict):
         return max(0.0, 1.0 - outside / self.slack_tokens)
 
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
 def tagged(text: str) -> str:
     """Return the last <answer>...</answer> of a response, without its tags, or the whole response."""
-    answers = _ANSWER.findall(text)
-    return answers[-1] if answers else text
+    answer = last_between(text, "<answer>", "</answer>")
+    return text if answer is None else answer
 
 
 def reference_answer(group: RolloutGroup) -> str:
