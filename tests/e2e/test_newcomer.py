@@ -100,6 +100,16 @@ def ends_the_process(group):
 
 def hangs(group):
     time.sleep(60)
+
+class Odd:
+    @property
+    def __signature__(self):
+        raise RuntimeError("breaks the check")
+
+    def __call__(self, group):
+        return [1.0 for _ in group.rollouts]
+
+odd = Odd()
 """
 
 
@@ -360,6 +370,16 @@ def test_the_command_checks_in_a_child_process(small, tmp_path, start):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_check_that_fails_itself_is_not_ok(small, tmp_path, start):
+    (tmp_path / "newcomers_rewards.py").write_text(REWARDS)
+    process = start("check", "--deep", small(reward__functions=[{"name": "newcomers_rewards:odd"}]))
+    told, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    assert "RuntimeError: breaks the check" in errors
+    assert "a check failed itself, with the error above" in errors
+    assert "ok" not in told
+
+
 def test_a_reward_that_ends_the_process_of_the_checks_is_refused(small, tmp_path, start):
     (tmp_path / "newcomers_rewards.py").write_text(REWARDS)
     process = start("check", "--deep", small(), "reward.functions.0.name=newcomers_rewards:ends_the_process")
@@ -419,6 +439,8 @@ def test_a_sound_recipe_of_a_language_model_is_ok(walk, words):
     ("change", "text"),
     [
         ({"data__chat_template": "{{ messages }"}, "the chat template rejects rows of [data]: unexpected '}'"),
+        ({"data__chat_template": "auto"}, "neither a template with {{ ... }}, nor the path of a .jinja file"),
+        ({"data__chat_template": "{{ bos_token }}"}, "does not contain the messages of a chat"),
         ({"algorithm__name": "ppo"}, "a language model's rollouts have none"),
         ({"model__max_length": 64}, "model.max_length = 64: is above the model's own limit of 32 tokens"),
         ({"model__max_length": 5}, "exceeds the context of 5, and so does the shortest row"),

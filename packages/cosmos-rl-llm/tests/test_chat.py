@@ -109,9 +109,9 @@ def test_a_template_comes_from_the_config_or_a_file(tmp_path):
     tokenizer = make_tokenizer()
     set_chat_template(tokenizer, "{{ messages }}")
     assert tokenizer.chat_template == "{{ messages }}"
-    (tmp_path / "t.jinja").write_text("from file")
+    (tmp_path / "t.jinja").write_text("from file {{ messages }}")
     set_chat_template(tokenizer, str(tmp_path / "t.jinja"))
-    assert tokenizer.chat_template == "from file"
+    assert tokenizer.chat_template == "from file {{ messages }}"
     with pytest.raises(UserError, match="no such file"):
         set_chat_template(tokenizer, str(tmp_path / "u.jinja"))
 
@@ -124,3 +124,22 @@ def test_end_ids_are_those_of_tokenizer_and_generation_config():
     tokenizer.eos_token = None
     with pytest.raises(UserError, match="has no end-of-sequence token"):
         find_end_ids(tokenizer, None)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_shown"),
+    [
+        ("auto", False),
+        ("{{ bos_token }}hello", False),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", False),
+        ("{{ messages[0].content }}", True),
+        ("{% for part in messages[0].content %}{{ part.text }}{% endfor %}", True),
+        ("{{ raise_exception('wants two messages') }}", True),  # its rows will say so
+    ],
+)
+def test_a_template_contains_the_messages(template, is_shown):
+    if is_shown:
+        set_chat_template(make_tokenizer(), template)
+        return
+    with pytest.raises(UserError, match=r"data\.chat_template = .* does not contain the messages of a chat"):
+        set_chat_template(make_tokenizer(), template)

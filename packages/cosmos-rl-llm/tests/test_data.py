@@ -1,4 +1,5 @@
 import datetime
+import decimal
 import json
 import re
 import subprocess
@@ -240,10 +241,30 @@ def test_a_byte_order_mark_is_skipped(tmp_path):
     assert load(tmp_path / "a.jsonl")[0] == load(tmp_path / "b.json")[0]
 
 
-def test_a_column_that_is_no_json_is_named(tmp_path):
-    file = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "when": datetime.date(2026, 1, 1)}])
-    with pytest.raises(UserError, match=r"a.parquet\[0\]: column 'when' holds date .*which is not JSON"):
-        load(file)
+ODD = {"when": datetime.date(2026, 1, 1), "price": decimal.Decimal("1.5"), "raw": b"ab", "log": [{"at": b"c"}], "n": 1}
+
+
+def test_columns_of_a_table_that_are_not_json_are_read_if_a_key_names_them(tmp_path, caplog):
+    file = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", **ODD}])
+    assert load(file, chat_template="none")[0] == [{"prompt": "a", "n": 1}]
+    (record,) = caplog.records
+    assert "a.parquet: columns that are not read" in record.getMessage()
+    assert record.getMessage().endswith("when, price, raw, log")
+    for keys in ({"answer_column": "when"}, {"prompt_template": "{when} {prompt}"}):
+        with pytest.raises(UserError, match=r"a.parquet\[0\]: column 'when' holds date .*which is not JSON"):
+            load(file, **keys)
+
+
+def test_nulls_of_a_table_are_not_keys_of_messages(tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    other = {"type": "function", "function": {"name": "say", "arguments": {"b": "x"}}}
+    plain, asks = {"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [plain, asks, {"role": "assistant", "content": "", "tool_calls": [other]}]
+    file = write_parquet(tmp_path / "a.parquet", [{"messages": messages}])
+    (row,), _ = load(file, messages_column="messages")
+    assert row["messages"] == [plain, {**asks, "content": ""}, messages[2]]
+    (row,), _ = load(write_jsonl(tmp_path / "a.jsonl", {"prompt": [{**plain, "tool_calls": None, "name": None}]}))
+    assert row["prompt"] == [plain]
 
 
 def test_a_column_of_tools_is_read_as_schemas_or_their_text(tmp_path):

@@ -131,6 +131,21 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out():
     assert words(encode_row({"messages": CHAT[:2]}, chat=make_chat(FORGETFUL)).tokens) == ["3", "4", "</s>"]
 
 
+def test_a_row_that_cannot_be_learnt_is_dropped_and_counted(tmp_path):
+    file = tmp_path / "a.jsonl"
+    odd = [{"messages": CHAT[1:2]}, {"messages": [{**CHAT[0], "tags": 5}, CHAT[1]]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [{"messages": CHAT}, *odd]), encoding="utf-8")
+    rows, _ = load_rows(LLMDataConfig(path=str(file), messages_column="messages"))
+    chat = make_chat(TEMPLATE + "{% for m in messages %}{% for tag in m.tags or [] %}{{ tag }}{% endfor %}{% endfor %}")
+    batch = collate(rows, chat)
+    assert (batch.num_rollouts, batch.metrics["rows_dropped"]) == (1, 2)
+    assert "nothing asks for it" in batch.rows_dropped[0]
+    assert "'int' object is not iterable" in batch.rows_dropped[1]
+    for row in rows[1:]:  # the same rows in reinforcement learning
+        with pytest.raises(PromptError):
+            chat.encode_prompt(row)
+
+
 def test_a_row_without_an_answer_is_an_error():
     with pytest.raises(UserError, match=r"data.response_column, or .* data.messages_column"):
         collate([{"prompt": "1"}], make_chat())

@@ -160,6 +160,16 @@ class LLMDataConfig(Strict):
             raise ValueError(f"{{{unnamed[0]}}} is not a column name; write {{{{ and }}}} for literal braces")
         return template
 
+    @field_validator("chat_template")
+    @classmethod
+    def _is_a_template(cls, template: str | None) -> str | None:
+        if template is None or template == PLAIN_TEXT or template.endswith(".jinja") or "{" in template:
+            return template
+        raise ValueError(
+            f'neither a template with {{{{ ... }}}}, nor the path of a .jinja file, nor "{PLAIN_TEXT}" for plain text; '
+            "leave it out for the tokenizer's own"
+        )
+
     @field_validator("answer_pattern")
     @classmethod
     def _pattern_has_one_group(cls, pattern: str | None) -> str | None:

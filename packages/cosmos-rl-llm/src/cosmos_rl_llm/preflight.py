@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
@@ -23,6 +24,7 @@ from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.options import no_pictures
 from cosmos_rl_llm.media.preflight import media_problems
 from cosmos_rl_llm.media.source import shows_media
@@ -60,6 +62,9 @@ def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Pro
             wrong=f"the tokenizer of {config.model.path} has no chat template",
             suggestion='set data.chat_template to one, or to "none" for plain text',
         )
+    elif template and not shows_messages(partial(_rendered, template=template)):
+        given = as_toml(config.data.chat_template or "its own")
+        yield Problem(key="data.chat_template", given=given, wrong=SHOWS_NONE)
     elif (directory / "tokenizer.json").is_file():
         yield from _of_lengths(config, directory, template, rows, held_out)
 
@@ -177,7 +182,6 @@ def _template(directory: Path, data: LLMDataConfig) -> str | None:
 
 def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, held_out: Rows) -> Iterator[Problem]:
     """Rows that do not fit into the context: an error if none fits, or where training does not skip them."""
-    from jinja2 import TemplateError
     from tokenizers import Tokenizer
 
     limit = config.model.max_length or read_context(directory)
@@ -191,18 +195,28 @@ def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, h
             continue
         longest = heapq.nlargest(LONGEST, range(len(section)), key=lambda index: len(texts[index]))
         shortest = min(range(len(section)), key=lambda index: len(texts[index]))
-        try:
-            tokens = {index: _length(section[index], tokenizer, template, config) for index in (*longest, shortest)}
-        except TemplateError as error:
-            wrong = f"the chat template rejects rows of [{key}]: {error}"
-            yield Problem(key="data.chat_template", given=as_toml(config.data.chat_template or "its own"), wrong=wrong)
+        tokens: dict[int, int] = {}
+        rejected: dict[int, str] = {}
+        for index in dict.fromkeys((*longest, shortest)):
+            try:
+                tokens[index] = _length(section[index], tokenizer, template, config)
+            except PromptError as error:
+                rejected[index] = error.reason
+        if rejected:
+            place, reason = next(iter(rejected.items()))
+            wrong = f"the chat template rejects rows of [{key}]: {reason}"
+            if tokens:
+                wrong = f"the chat template rejects row {place + 1} of [{key}], which is dropped: {reason}"
+            given = as_toml(config.data.chat_template or "its own")
+            yield Problem(key="data.chat_template", given=given, wrong=wrong, is_note=bool(tokens))
+        if not tokens:
             continue
         most = max(tokens, key=tokens.__getitem__)
         if tokens[most] + new <= limit:
             continue
         where = f"row {most + 1} has {tokens[most]} tokens"
         more = f" and with up to {new} new ones exceeds" if new else ", more than"
-        none_fits = tokens[shortest] + new > limit
+        none_fits = min(tokens.values()) + new > limit
         tail = ", and so does the shortest row" if none_fits else "; rows that do not fit are dropped"
         if config.is_sft and config.data.overlong != "error":
             none_fits, tail = False, f'; such rows are handled by data.overlong = "{config.data.overlong}"'
@@ -227,9 +241,7 @@ def _text(row: Mapping[str, Any], *, sft: bool) -> str | None:
 
 
 def _length(row: Mapping[str, Any], tokenizer: Tokenizer, template: str, config: RunConfig) -> int:
-    """Tokens of a prompt, and in supervised training of its response."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    """Tokens of a prompt, and in supervised training of its response. Raises PromptError if the template rejects it."""
     prompt = row["prompt"]
     if isinstance(prompt, str):
         text = prompt + (row.get("response", "") if config.is_sft else "")
@@ -237,7 +249,19 @@ def _length(row: Mapping[str, Any], tokenizer: Tokenizer, template: str, config:
     messages = [*prompt]
     if config.is_sft:
         messages = row.get("messages") or [*prompt, {"role": "assistant", "content": row.get("response", "")}]
+    if not messages:
+        raise PromptError("the chat begins with its only answer")
+    try:
+        text = _rendered(messages, template=template, tools=row.get("tools"), opens=not config.is_sft)
+    except Exception as error:  # a template is a program of the model's, and meets rows of any form
+        raise PromptError(str(error)) from error
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _rendered(messages: Any, *, template: str, tools: Any = None, opens: bool = True) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     rendered, _ = render_jinja_template(
-        conversations=[messages], chat_template=template, add_generation_prompt=not config.is_sft
+        conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=opens
     )
-    return len(tokenizer.encode(rendered[0], add_special_tokens=False).ids)
+    return rendered[0]

@@ -202,7 +202,8 @@ def check_in_child(recipe: Loaded, *, resume: str | None = None, overwrite: bool
     """As a deep `check`, in a forked process, and return its notes: rewards and libraries of the domain are imported
     there, while the controller of a run stays small. Elsewhere than on Linux, and beside threads, in this process.
 
-    Raises UserError with the same message.
+    Raises UserError with the same message, and for a check that failed itself, unless a run starts now: it meets the
+    same error, or none.
     """
     if sys.platform != "linux" or threading.active_count() > 1:
         return tuple(check(recipe, deep=True, resume=resume, overwrite=overwrite).notes)
@@ -216,8 +217,11 @@ def check_in_child(recipe: Loaded, *, resume: str | None = None, overwrite: bool
     with open(ours, "rb") as answer:
         reported = answer.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not reported and status == FAILED:  # its traceback is above; the run meets the same error, or none
-        return (f"the checks before the start ended with status {status}",)
+    if not reported and status == FAILED:  # its traceback is above
+        text = "a check failed itself, with the error above, and nothing after it was checked"
+        if overwrite is None:
+            raise UserError(f"{text}: it is one of cosmos-rl or of a library, and a run may end with it too")
+        return (text,)
     if not reported:
         names = ", ".join(function.title for function in recipe.config.reward.functions) or "none"
         raise UserError(

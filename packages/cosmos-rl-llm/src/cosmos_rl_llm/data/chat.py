@@ -21,7 +21,7 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 from cosmos_rl_llm.data.reading import Ahead
-from cosmos_rl_llm.data.spans import Message, Span, Template, encode_pieces
+from cosmos_rl_llm.data.spans import SHOWS_NONE, Message, Span, Template, encode_pieces, shows_messages
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View
 from cosmos_rl_llm.media.source import parts_of
 from cosmos_rl_llm.media.vision import Vision
@@ -220,7 +220,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) 
     """Set the tokenizer's chat template from `data.chat_template`: Jinja text, a .jinja file, or None for its own.
 
     Raises:
-        UserError: the file is missing, or there is no template.
+        UserError: the file is missing, there is no template, or it does not contain the messages.
     """
     if template == PLAIN_TEXT:
         return
@@ -236,6 +236,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) 
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
             'set data.chat_template to one, or to "none" for plain text'
         )
+    if not shows_messages(lambda messages: Template(tokenizer=tokenizer).render(messages, opens=True)):
+        raise UserError(f"data.chat_template = {template or 'its own'!r}: {SHOWS_NONE}")
 
 
 def find_end_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Iterable[int] | None) -> frozenset[int]:

@@ -6,8 +6,6 @@
 {"type": "input_image", "image_url": X}                           -> {"type": "image", "image": X}
 {"type": "input_text", "text": "text"}                            -> {"type": "text", "text": "text"}
 {"type": "image"}                                                 -> {"type": "image", "image": X}, X of a column
-
-Bytes in tables, alone or as {"bytes": ..., "path": ...}, become text in base64: a row is JSON.
 """
 
 from __future__ import annotations
@@ -124,23 +122,3 @@ def _of_column(row: Mapping[str, Any], column: str | None, *, where: str, key: s
         raise UserError(f"{where}: no column {column!r} ({key})")
     given = row[column]
     return given if isinstance(given, list) else [] if given is None else [given]
-
-
-def with_base64(row: Mapping[str, Any], config: LLMDataConfig) -> Mapping[str, Any]:
-    """Return a table's row with the bytes of pictures and videos as text, in the columns that may hold them."""
-    columns = (config.image_column, config.video_column, config.prompt_column, config.messages_column)
-    return {column: _as_text(value) if column in columns else value for column, value in row.items()}
-
-
-def _as_text(value: Any) -> Any:
-    match value:
-        case bytes():
-            return {"bytes": base64.b64encode(value).decode()}
-        case {"bytes": bytes() as content, **rest}:
-            return {**rest, "bytes": base64.b64encode(content).decode()}
-        case Mapping():
-            return {key: _as_text(each) for key, each in value.items()}
-        case list():
-            return [_as_text(each) for each in value]
-        case _:
-            return value

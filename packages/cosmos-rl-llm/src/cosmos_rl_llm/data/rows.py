@@ -25,7 +25,8 @@ from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
 from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
-from cosmos_rl_llm.data.parts import normalise_content, with_base64, with_media
+from cosmos_rl_llm.data.columns import readable_columns, with_base64
+from cosmos_rl_llm.data.parts import normalise_content, with_media
 from cosmos_rl_llm.media.source import LIMITS, shows_media
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -136,7 +137,8 @@ def _read_parquet(file: Path, config: LLMDataConfig) -> Iterator[Located]:
         raise UserError(f"{file}: parquet needs pyarrow: {pip_install('cosmos-rl-llm[datasets]')}") from None
     try:
         with pq.ParquetFile(file) as table:
-            rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
+            columns = readable_columns(table.schema_arrow, config, origin=str(file))
+            rows = (row for batch in table.iter_batches(columns=columns) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 yield as_json(f"{file}[{number}]", with_base64(row, config))
     except pa.ArrowException as error:
@@ -165,7 +167,9 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
             + (f"not in the cache, and {silent}" if (silent := hub.silence()) else f"the hub failed: {error}")
         ) from error
     assert isinstance(dataset, Dataset)
-    tables = cast("Iterable[Any]", dataset.with_format("arrow").iter(batch_size=1000))  # pictures stay encoded
+    columns = readable_columns(dataset.features.arrow_schema, config, origin=config.path)
+    arrow = dataset.select_columns(columns).with_format("arrow")
+    tables = cast("Iterable[Any]", arrow.iter(batch_size=1000))  # pictures stay encoded
     for number, row in enumerate(row for table in tables for row in table.to_pylist()):
         yield as_json(f"{config.path}/{split}[{number}]", with_base64(row, config))
 
@@ -293,6 +297,7 @@ def _fill(template: str, row: Mapping[str, Any], *, where: str) -> str:
 def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise UserError(f"{where}: {wanted}, not {shown(value)} ({key})")
+    value = [_without_nulls(message) if isinstance(message, Mapping) else message for message in value]
     for place, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str | list):
             raise UserError(
@@ -302,6 +307,12 @@ def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str
         if message.get("role") not in ROLES:
             raise UserError(f"{where}: message {place}: role must be one of {', '.join(ROLES)} ({key})")
     return [{**message, "content": normalise_content(message["content"], where=where, key=key)} for message in value]
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without keys that are null, for which templates look; a call of tools alone has no content."""
+    found = {key: value for key, value in message.items() if value is not None}
+    return {"content": "", **found} if found.get("tool_calls") else found
 
 
 def _tools(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> list[dict[str, Any]]:

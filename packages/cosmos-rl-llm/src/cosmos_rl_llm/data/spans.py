@@ -10,8 +10,8 @@ what the turn adds to that prompt or, if the template has them, what its {% gene
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -193,6 +193,19 @@ def _answers_of(messages: Sequence[Message]) -> list[int]:
 
 def _plain(tools: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
     return [dict(tool) for tool in tools] if tools else None
+
+
+SHOWS_NONE = "does not contain the messages of a chat, so that every prompt would be the same"
+
+
+def shows_messages(render: Callable[[list[Message]], str]) -> bool:
+    """Return whether a chat template contains what messages say. One that takes no such chat is given the benefit."""
+    text = "Which of 271828 and 314159 is more?"
+    rendered: list[str] = []
+    for content in (text, [{"type": "text", "text": text}]):
+        with suppress(Exception):  # a template is a program of the model's, and may want chats of another form
+            rendered.append(render([{"role": "user", "content": content}]))
+    return not rendered or any(text in each for each in rendered)
 
 
 _CONTEXT = 128

@@ -14,6 +14,7 @@ import re
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,9 +113,15 @@ def _arguments(function: Any) -> str:
 
 
 def _within(limit_s: float, work: Callable[[], list[Problem]], *, otherwise: Problem) -> list[Problem]:
-    """Return the result of work in a thread, or `otherwise` if it takes longer."""
-    results: list[list[Problem]] = []
-    thread = threading.Thread(target=lambda: results.append(work()), name="preflight", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return results[0] if results else [otherwise]
+    """Return the result of work in a thread and raise what it raises, or return `otherwise` if it takes longer."""
+    done: Future[list[Problem]] = Future()
+
+    def answer() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # raised by `result`
+            done.set_exception(error)
+
+    threading.Thread(target=answer, name="preflight", daemon=True).start()
+    wait([done], timeout=limit_s)
+    return done.result() if done.done() else [otherwise]
