@@ -58,6 +58,7 @@ def group(rng: random.Random) -> RolloutGroup:
     return RolloutGroup(prompt=Prompt(sample_id=0, row=row), rollouts=(rollout,), prompt_text=prompt_text)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", sorted(set(REWARDS) - {"judge"}))
 @pytest.mark.parametrize("number", [60, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "ten thousand"])
 def test_every_call_of_a_reward_is_bounded(name, number):
