@@ -291,6 +291,14 @@ def test_a_clash_names_both_keys_and_values(sections, key, other):
     assert problem.wrong.endswith(other)
 
 
+def test_an_evaluation_samples_with_its_own_keys_or_those_of_rollouts():
+    sampling = {"top_p": 0.9, "top_k": 4, "max_tokens": 5}
+    config = load_config(recipe(rollout={"sampling": sampling}, eval={"data": {}, "temperature": 0.5, "top_k": 0}))
+    evaluated = config.eval.sampling(config.rollout.sampling)
+    assert (evaluated.temperature, evaluated.top_p, evaluated.top_k, evaluated.max_terms) == (0.5, 0.9, 0, 5)
+    assert config.rollout.sampling.build().top_k == 4
+
+
 @pytest.mark.parametrize(
     "sections",
     [{"sync": {"interval": 2}}, {"rollout": {"sampling": {"temperature": 0.0}}}],

@@ -151,6 +151,14 @@ def test_a_part_of_the_rows_of_supervised_training_is_held_out(size, part):
     assert list(migrated.refused) == []
 
 
+@pytest.mark.parametrize(("key", "top_k"), [("top_k = -1", 0), ("top_k = 5", 5), ("", 1)])
+def test_validation_samples_as_it_did(key, top_k):
+    keys = f"freq = 30\ntemperature = 0.6\ntop_p = 0.95\n{key}"
+    config = load_config(migrate(GRPO.replace("freq = 30", keys)).recipe)
+    sampling = config.eval.sampling(config.rollout.sampling)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, top_k)
+
+
 def test_a_part_of_the_rows_is_not_held_out_beside_other_rows():
     migrated = migrate(GRPO.replace('split = "train" }', 'split = "train", test_size = 10 }'))
     assert load_config(migrated.recipe).eval.held_out is None

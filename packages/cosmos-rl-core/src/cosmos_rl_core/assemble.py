@@ -245,7 +245,7 @@ def build_rollouter(
         rules=group_rules(config.algorithm, max_terms=sampling.max_terms, compares=not config.is_taught_alone),
         group_size=config.rollout.group_size,
         sampling=sampling.build(),
-        eval_sampling=sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_length),
+        eval_sampling=config.eval.sampling(sampling),
         seed=config.run.seed,
         recorder=recorder,
         eval_recorder=eval_recorder,

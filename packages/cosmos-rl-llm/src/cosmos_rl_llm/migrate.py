@@ -133,7 +133,10 @@ def _validation(old: Migration) -> None:
         old.ignore(part, because="validation had rows of its own")
     if not is_supervised(old):
         old.move("validation.max_response_length", "eval.max_length")
-    old.refuse("validation.top_p", because="[eval] samples from all tokens")
+        old.move("validation.top_p", "eval.top_p")
+        old.move("validation.top_k", "eval.top_k", lambda value: max(0, value))
+        if old.see("validation.temperature") and not old.has("validation.top_k"):
+            old.put("eval.top_k", 1, f"{DEFAULT}: the likeliest token at any temperature")
 
 
 def _held_out_rows(old: Migration) -> None:

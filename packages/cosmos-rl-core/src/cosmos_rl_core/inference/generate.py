@@ -202,7 +202,7 @@ def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
     domain.weight_specs(config.model)
     if request.num_samples < 1:
         raise UserError(f"--num-samples {request.num_samples}: must be at least 1")
-    sampling = rollout.sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_length)
+    sampling = config.eval.sampling(rollout.sampling)
     if request.num_samples > 1 and isinstance(sampling, Sampling) and not sampling.temperature:
         raise UserError(
             f"--num-samples {request.num_samples}: all samples are equal with [eval] temperature = 0; add "

@@ -78,6 +78,8 @@ DECIDES = (
     "data",
     "eval.temperature",
     "eval.max_length",
+    "eval.top_p",
+    "eval.top_k",
     "rollout.engine",
     "rollout.options",
     "rollout.sampling",

@@ -186,13 +186,10 @@ class Answerer:
         return Answer(sample=row.sample, lines=lines)
 
     async def _group(self, prompt: Prompt) -> RolloutGroup:
-        evaluation = self.config.eval
         text, rollouts = await self.engine.generate(
             prompt,
             num_samples=self.task.num_samples,
-            sampling=self.config.rollout.sampling.evaluation(
-                temperature=evaluation.temperature, max_terms=evaluation.max_length
-            ),
+            sampling=self.config.eval.sampling(self.config.rollout.sampling),
             seed=request_seed(self.config.run.seed, stream=EVALUATION, sample_id=prompt.sample_id),
         )
         group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text)

@@ -133,6 +133,10 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
             wrong="is measured beside rewards, but there are no rewards with",
             suggestion="rename it to [eval.data]",
         )
+    sampled = config.rollout.sampling
+    if sampled is not None and sampled.unit != "tokens":
+        for key in config.eval.of_tokens:
+            yield Conflict(key=f"eval.{key}", other="run.domain", wrong="is of tokens, which are not sampled with")
     if config.eval.held_out is not None and config.eval.data != config.data:
         yield Conflict(
             key="eval.held_out",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from cosmos_rl_core.interfaces import SamplingConfig
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Sampling
 from cosmos_rl_core.weight_sync import FULL_EVERY
@@ -308,6 +310,11 @@ class EvalSection(Strict):
     """Maximum tokens of a response, or simulator steps of an episode. Not set: the limit of [rollout.sampling]."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the most likely tokens whose cumulative probability reaches this. Not set: as in
+    [rollout.sampling]."""
+    top_k: int | None = Field(default=None, ge=0)
+    """Sample from this many most likely tokens; 0 keeps all. Not set: as in [rollout.sampling]."""
     by: tuple[str, ...] = ()
     """Columns to group metrics by, such as ["task"]: each value gets its own metrics, beside those of all rows."""
     data: Any = None
@@ -315,6 +322,17 @@ class EvalSection(Strict):
     loss_data: Any = None
     """Rows with reference responses, with the keys of [data]; the supervised loss on them is measured in each
     evaluation, to detect a model that drifts away from real data."""
+
+    @property
+    def of_tokens(self) -> dict[str, float]:
+        """The keys that are set and apply to tokens alone."""
+        given = {"top_p": self.top_p, "top_k": self.top_k}
+        return {key: value for key, value in given.items() if value is not None}
+
+    def sampling(self, of_rollouts: SamplingConfig) -> Any:
+        """Return the sampling parameters of an evaluation: those of [rollout.sampling], with the keys set here."""
+        sampling = of_rollouts.evaluation(temperature=self.temperature, max_terms=self.max_length)
+        return replace(sampling, **self.of_tokens) if self.of_tokens else sampling
 
     @field_validator("limit", "held_out")
     @classmethod
