@@ -343,6 +343,13 @@ def test_a_reconnected_replica_keeps_only_what_it_says_it_holds():
     assert (p.ledger.counts()["leased"], p.ledger.counts()["pending"]) == (1, 1)
 
 
+def test_a_policy_that_waits_says_that_no_rollout_worker_is_left():
+    p = play()
+    p.batch()
+    p.send("rollout-0", m.Goodbye())
+    assert p.ledger.waits() == ["policy-0 waits for batch 0: 0 of 2 groups ready, no rollout worker is connected"]
+
+
 def test_leases_of_the_lost_are_issued_first_lowest_id_first():
     p = play(max_staleness=3)
     p.join("rollout-1")

@@ -7,7 +7,7 @@ import pytest
 
 from cosmos_rl_core.launch.local import LocalWorkers
 from cosmos_rl_core.launch.placement import share_threads
-from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
+from cosmos_rl_core.launch.supervised.keeper import Ended, ProcessKeeper
 from cosmos_rl_core.processes import LAST_LINES, last_lines
 from cosmos_rl_core.wire.handshake import make_token, read_token
 
@@ -146,3 +146,38 @@ def test_workers_that_are_killed_at_the_end_are_no_deaths(tmp_path):
 
     asyncio.run(go())
     assert deaths == []
+
+
+class StartsOnly:
+    """A keeper that notes which workers are started."""
+
+    def __init__(self):
+        self.started = []
+
+    def start(self, workers):
+        self.started += [spec.name for spec in workers]
+
+    def forget(self, name):
+        pass
+
+
+def left(name):
+    return Ended(name=name, exit_code=0, status="exit code 0", last_lines="left")
+
+
+def test_the_last_rollout_worker_that_leaves_is_started_again_as_often_as_a_killed_one(tmp_path):
+    keeper, deaths = StartsOnly(), []
+    workers = LocalWorkers(
+        keeper=keeper, token_file=tmp_path / "token", log_dir=tmp_path, restart_workers=1, on_death=deaths.append
+    )
+    workers.is_missed = lambda name: len(workers.names("rollout")) == 1
+    workers.start(workers.replicas("rollout", threads=1, gpus=[[], []]))
+    workers.ended(left("rollout-0"))
+    assert (deaths, workers.names("rollout")) == ([], ["rollout-1"])
+    workers.ended(left("rollout-1"))
+    assert keeper.started == ["rollout-0", "rollout-1", "rollout-1"]
+    workers.ended(left("rollout-1"))
+    assert [(death.name, death.left, death.restarting) for death in deaths] == [
+        ("rollout-1", True, True),
+        ("rollout-1", True, False),
+    ]

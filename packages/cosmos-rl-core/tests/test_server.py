@@ -909,6 +909,22 @@ async def test_a_worker_that_was_removed_while_it_was_cut_off_is_logged_once(tmp
     assert observer.notes.count("rollout-0: rollout-0 incarnation 1 was replaced or removed; rejoin") == 1
 
 
+@in_a_loop
+async def test_the_loss_of_the_last_rollout_worker_of_others_is_reported_at_once(tmp_path):
+    observer = Observer()
+    async with running(tmp_path, observer=observer, external=True) as (controller, task):
+        _, rollout = await join(controller)
+        late = Worker(controller, "rollout", "rollout-1")
+        await late.hears(p.Welcome)
+        rollout.says(p.Goodbye())
+        await rollout.hears(p.Stop)
+        assert not any("no rollout worker" in note for note in observer.notes)
+        late.says(p.Goodbye())
+        await late.hears(p.Stop)
+        assert observer.notes[-1] == "no rollout worker is left after rollout-1: the run waits for another one"
+        assert not task.done()
+
+
 class CountsTicks(Ledger):
     ticks = 0
 

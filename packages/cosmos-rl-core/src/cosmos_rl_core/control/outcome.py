@@ -53,6 +53,12 @@ class Outcome:
         if over or not self._external:
             self.finish()
 
+    def removed(self, replica: str) -> None:
+        """A member is lost before the run is over: report the last rollout worker, which others have to start again."""
+        is_last = self._members.by_name[replica].role == "rollout" and not self._members.has_rollouts()
+        if is_last and self._external and not self.is_decided:
+            self._note(f"no rollout worker is left after {replica}: the run waits for another one")
+
     def policy_lost(self, error: Exception) -> None:
         """End the run for want of a policy: with the error, or like an interrupt if the last one left by itself."""
         if self.interrupted:

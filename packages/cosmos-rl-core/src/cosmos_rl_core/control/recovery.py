@@ -88,9 +88,11 @@ class Recovery:
         self._joined.set()
         self.outcome.interrupted = False
 
-    def lost(self) -> None:
+    def lost(self, replica: str = "") -> None:
         """A worker was removed: after a rollback wait anew for a policy if none is left."""
         members = self.ledger.members
+        if replica and self.ledger.why_finished() is None:
+            self.outcome.removed(replica)
         is_waiting = self._task is not None and not self._task.done()
         if not self.ledger.lineage or self.ledger.is_orphaned or members.mesh or is_waiting:
             return

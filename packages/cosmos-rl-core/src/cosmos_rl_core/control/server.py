@@ -111,9 +111,9 @@ class Controller:
             max_steps=job.max_steps,
             by=job.eval_by,
             rows_per_group=job.group_size,
-            on_finished=lambda finished: self._turns.evaluated(finished),
+            on_finished=lambda finished: self.turns.evaluated(finished),
         )
-        self._turns = Turns(
+        self.turns = Turns(
             ledger=ledger,
             feed=self._feed,
             observer=observer,
@@ -132,7 +132,7 @@ class Controller:
             supervised=job.supervised,
             resume_from=job.resume_from,
         )
-        self._succession = Succession(recovery=self._recovery, turns=self._turns)
+        self._succession = Succession(recovery=self._recovery, turns=self.turns)
         self._rendezvous = Rendezvous()
         self.admission = Admission(
             ledger=ledger,
@@ -159,7 +159,7 @@ class Controller:
 
     async def run(self) -> None:
         """Serve until the policy leaves after the last step. Raises the error that ended the run early."""
-        self._turns.evaluate_if_due(self.ledger.version)
+        self.turns.evaluate_if_due(self.ledger.version)
         tasks = [asyncio.create_task(self._ledger.run()), asyncio.create_task(self._ledger.tick(TICK_S))]
         try:
             await asyncio.wait([*tasks, self.outcome.decided], return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +174,7 @@ class Controller:
 
     def stop(self, reason: str) -> None:
         """End the run cleanly: the policy finishes its step, or its start, and saves."""
-        self._turns.stop_reason = reason
+        self.turns.stop_reason = reason
         for peer in self.peers.of_role("policy"):
             peer.post(p.Stop(reason=reason))
         if self._job.external and not self.peers.of_role("policy"):
@@ -182,11 +182,11 @@ class Controller:
 
     def dismiss(self) -> None:
         """Send Stop to every worker: the run is over."""
-        self.admission.dismiss_all(self._turns.stop_reason or "the run is over")
+        self.admission.dismiss_all(self.turns.stop_reason or "the run is over")
 
     def waits(self) -> Slices[list[str]]:
         """Return one line per wait, for the status."""
-        return self._turns.waits()
+        return self.turns.waits()
 
     # -- connections and messages of workers
 
@@ -214,12 +214,12 @@ class Controller:
                 peer.beat(message, now=self.clock())
                 self._feed(peer, message)
             case p.RequestLeases():
-                self._turns.request_leases(peer, message)
+                self.turns.request_leases(peer, message)
             case p.Deliver() | p.Failed():
                 self._finish(peer, message)
             case p.RequestBatch():
                 peer.wants_batch = message.step
-                self._turns.request_batch(peer)
+                self.turns.request_batch(peer)
             case p.PayloadsLost():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
@@ -242,7 +242,7 @@ class Controller:
         else:
             decided, entry = self._feed(peer, message), self.ledger.samples.active.get(message.sample)
             if self._batches.deliver(message, replica=peer.name, decided=decided, entry=entry):
-                self._turns.request_batches()
+                self.turns.request_batches()
 
     def _handle_report(self, peer: Peer, message: p.ToController) -> None:
         match message:
@@ -257,11 +257,11 @@ class Controller:
                 self._feed(peer, message)
             case p.Goodbye() if not peer.leaving:
                 peer.leaving = True
-                over = self._turns.is_over  # before the ledger returns the policy's batch
+                over = self.turns.is_over  # before the ledger returns the policy's batch
                 self._feed(peer, message)
                 if not over:
                     self._observer.note(f"{peer.name} has left")
-                if peer.role == "policy" and not self._turns.has_policy():
+                if peer.role == "policy" and not self.turns.has_policy():
                     self.outcome.last_policy_left(over=over)
             case p.Fatal():
                 self.outcome.worker_failed(peer.name, worker_error(peer.name, peer.role, message))
@@ -282,7 +282,7 @@ class Controller:
             case events.Removed():
                 self._evaluator.lose(output.replica, self.peers)
                 self._succession.returned(output.replica, ())
-                self._recovery.lost()
+                self._recovery.lost(output.replica)
                 if (peer := self.peers.by_name.get(output.replica)) is not None and peer.leaving:
                     peer.dismiss("it has left")
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
@@ -304,7 +304,7 @@ class Controller:
                 peer.welcome(self._job.welcome(message, kept=kept, resume_from=resume_from))
             case p.Grant():
                 prompts = tuple(with_row(prompt, self._source) for prompt in message.prompts)
-                peer.post(p.Grant(prompts, rollouts=self._turns.num_rollouts))
+                peer.post(p.Grant(prompts, rollouts=self.turns.num_rollouts))
             case p.Batch():
                 self._send_batch(peer, message)
             case p.Cancel() | p.Leave():
@@ -316,11 +316,11 @@ class Controller:
             case p.Committed():
                 awaits_no_more = self._batches.committed(message.step)
                 peer.post(message)
-                self._turns.committed(message.step, requests_batches=awaits_no_more)
+                self.turns.committed(message.step, requests_batches=awaits_no_more)
             case p.Reject():
                 self.admission.rejected(peer, message)
             case p.NoMore() if peer.role == "policy":
-                self._turns.end_batches(peer)
+                self.turns.end_batches(peer)
             case p.Remesh():
                 peer.epoch, peer.mesh, peer.wants_batch = message.epoch, message.members, None
                 self._reports.remesh(message.members)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -42,6 +42,8 @@ class Death:
     """"exit code 1" or "signal SIGKILL"."""
     last_lines: str
     restarting: bool
+    left: bool = False
+    """Whether it has left in good order, after SIGTERM, and the run cannot go on without it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class LocalWorkers:
     """Returns the CPU threads of a rollout worker that is added, with so many of them on this machine."""
     is_taken: Callable[[str], bool] = lambda name: False
     """Returns whether a worker of this run has or had the name."""
+    is_missed: Callable[[str], bool] = lambda name: False
+    """Returns whether the run stands still without this worker, which has left."""
     guests: ExternalWorkers | None = None
     """Workers of other machines that have joined the run."""
     _first: dict[str, WorkerSpec] = field(default_factory=dict)
@@ -192,19 +196,27 @@ class LocalWorkers:
             self.guests.kill()
 
     def ended(self, end: Ended, *, counts: bool = True) -> None:
-        """Receive the end of a process: report it and start the worker again, unless it has left.
+        """Receive the end of a process: report it and start the worker again, unless it has left and is not missed.
 
         counts: whether a restart is one of `restart_workers`.
         """
         spec = self._workers[end.name]
-        if self._stopping or end.exit_code == 0 or end.name in self._leaving:
+        left = end.exit_code == 0
+        if self._stopping or end.name in self._leaving or (left and not self.is_missed(end.name)):
             return self._forget(end.name)
         restarting = end.exit_code != 2 and (not counts or spec.starts <= self.restart_workers)
         if not restarting:
             self._forget(end.name)
         role = spec.address.role
         self.on_death(
-            Death(name=end.name, role=role, status=end.status, last_lines=end.last_lines, restarting=restarting)
+            Death(
+                name=end.name,
+                role=role,
+                status=end.status,
+                last_lines=end.last_lines,
+                restarting=restarting,
+                left=left,
+            )
         )
         if restarting:
             self.start([replace(spec, starts=spec.starts + counts)])
@@ -249,22 +261,6 @@ async def start_processes(launch: Launch) -> LocalWorkers:
     """Start every worker of this machine; print the commands for the other machines."""
     config, controller, observer = launch.config, launch.controller, launch.observer
 
-    def on_death(death: Death) -> None:
-        role = "policy" if death.role == "policy" else "rollout"
-        others = {*workers.names(role), *(peer.name for peer in controller.peers.of_role(role))} - {death.name}
-        if death.restarting:
-            then = "starting it again"
-        elif others:
-            then = f"it is given up, and the run continues with {', '.join(sorted(others))}"
-        else:
-            then = "the run cannot continue without it"
-        report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
-        if death.restarting or others:
-            observer.note(report)
-            controller.admission.ended(death.name)
-        else:
-            controller.outcome.fail(WorkerFailed(report), worker=death.name)
-
     def on_end(end: Ended) -> None:
         try:
             workers.ended(end)
@@ -277,7 +273,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         policy_keeps=(launch.lock,),
         fork_server=launch.fork_server,
     )
-    workers = _local_workers(launch, keeper, on_death)
+    workers = _local_workers(launch, keeper)
     secrets = {str(workers.token_file): launch.token.hex()}
     if launch.tls is not None and workers.tls_file is not None:
         secrets[str(workers.tls_file)] = launch.tls.bundle
@@ -307,15 +303,34 @@ async def start_processes(launch: Launch) -> LocalWorkers:
     return workers
 
 
-def _local_workers(launch: Launch, keeper: Keeper, on_death: Callable[[Death], None]) -> LocalWorkers:
+def _local_workers(launch: Launch, keeper: Keeper) -> LocalWorkers:
     config, controller = launch.config, launch.controller
-    return LocalWorkers(
+
+    def others_than(name: str, role: Role) -> set[str]:
+        guests = {peer.name for peer in controller.peers.of_role(role) if not peer.leaving}
+        return {*workers.names(role), *guests} - {name}
+
+    def is_missed(name: str) -> bool:
+        is_rollout = name in workers.names("rollout")  # without a policy the run has ended
+        return is_rollout and not controller.turns.is_over and not others_than(name, "rollout")
+
+    def on_death(death: Death) -> None:
+        others = others_than(death.name, "policy" if death.role == "policy" else "rollout")
+        report = _describe(death, others)
+        if death.restarting or others:
+            launch.observer.note(report)
+            controller.admission.ended(death.name)
+        else:
+            controller.outcome.fail(WorkerFailed(report), worker=death.name)
+
+    workers = LocalWorkers(
         keeper=keeper,
         token_file=launch.directory / "token",
         tls_file=launch.directory / TLS_FILE if launch.tls else None,
         log_dir=launch.directory / "logs",
         restart_workers=config.elastic.restart_workers,
         on_death=on_death,
+        is_missed=is_missed,
         spools=spool_root(config.rollout.spool.directory, launch.directory),
         supply=GpuSupply(
             visible=machine_gpus(os.environ),
@@ -330,3 +345,16 @@ def _local_workers(launch: Launch, keeper: Keeper, on_death: Callable[[Death], N
         is_taken=controller.ledger.members.by_name.__contains__,
         guests=ExternalWorkers(controller.peers),
     )
+    return workers
+
+
+def _describe(death: Death, others: Collection[str]) -> str:
+    if death.restarting:
+        then = "starting it again"
+    elif others:
+        then = f"it is given up, and the run continues with {', '.join(sorted(others))}"
+    else:
+        then = "the run cannot continue without it"
+    if death.left:
+        return f"no {death.role} worker is left: {death.name} has left on request; {then}"
+    return f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"

@@ -87,6 +87,8 @@ def _batches(ledger: LedgerState) -> list[str]:
     why = f"{samples.count(READY)} of {ledger.config.groups_per_step} groups ready"
     for name, held in sorted(samples.held.items()):
         why += f", {len(held)} leased to {name}"
+    if ledger.config.rollouts and not ledger.members.has_rollouts():
+        why += ", no rollout worker is connected"
     if samples.count(PENDING):
         why += f", {samples.count(PENDING)} to be leased again"
     return [f"{name} waits for batch {ledger.version}: {why}" for name in ledger.sessions.batch_requests]

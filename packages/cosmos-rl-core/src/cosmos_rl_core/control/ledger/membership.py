@@ -75,6 +75,10 @@ class Members:
         member = self.by_name.get(replica)
         return member is not None and member.incarnation == incarnation and member.is_live
 
+    def has_rollouts(self) -> bool:
+        """Return whether a rollout replica is left."""
+        return any(member.is_live and member.role == "rollout" for member in self.by_name.values())
+
     def live(self) -> list[str]:
         return [name for name, member in self.by_name.items() if member.is_live]
 
