@@ -437,7 +437,8 @@ def test_half_requests_are_few_at_a_time_and_the_page_is_served_beside_them(run_
     async def main():
         with listen("127.0.0.1", 0) as listener, contextlib.ExitStack() as opened:
             said = []
-            server = http_server(Guard(build_app(Runs([run_dir])), token=TOKEN, port=80), log=said.append)
+            app = Guard(build_app(Runs([run_dir])), token=TOKEN, port=80)
+            server = http_server(app, log=said.append, over=asyncio.Event())
             running = asyncio.create_task(server.serve(sockets=[listener]))
             address = listener.getsockname()
             for _ in range(2 * MOST_IDLE):
@@ -454,6 +455,30 @@ def test_half_requests_are_few_at_a_time_and_the_page_is_served_beside_them(run_
             assert said == [f"more than {MOST_IDLE} idle connections: the oldest are closed"]
 
     asyncio.run(main())
+
+
+def test_an_open_page_does_not_delay_the_end_and_leaves_no_error(run_dir, caplog):
+    async def main():
+        with listen("127.0.0.1", 0) as listener:
+            over = asyncio.Event()
+            app = Guard(build_app(Runs([run_dir]), over=over), token=TOKEN, port=80)
+            server = http_server(app, log=lambda text: None, over=over)
+            running = asyncio.create_task(server.serve(sockets=[listener]))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/api/run/first/live"
+            cookies = {"cosmos_rl_80": TOKEN}
+            async with (
+                httpx.AsyncClient(trust_env=False, timeout=30, cookies=cookies) as browser,
+                browser.stream("GET", url) as events,
+            ):
+                lines = events.aiter_lines()
+                assert await anext(lines) == "event: change"
+                server.should_exit = True
+                rest = [line async for line in lines]  # the stream ends
+            assert rest[0].startswith("data: ")
+            await running
+
+    asyncio.run(main())
+    assert caplog.messages == []
 
 
 def test_only_reading_is_allowed_and_foreign_scripts_are_not(page):

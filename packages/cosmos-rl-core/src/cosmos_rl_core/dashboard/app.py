@@ -74,8 +74,9 @@ class Refused(Exception):
         self.code = code
 
 
-def build_app(runs: Runs) -> Starlette:
-    """Return the application over these runs."""
+def build_app(runs: Runs, *, over: asyncio.Event | None = None) -> Starlette:
+    """Return the application over these runs. over: set when the server ends; live events end with it."""
+    ends = over or asyncio.Event()
 
     def of_run(view: Callable[[Run, Request], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -93,7 +94,9 @@ def build_app(runs: Runs) -> Starlette:
         run = await asyncio.to_thread(runs.get, request.path_params["run"])
         if run is None:
             return PlainTextResponse("no such run", 404)
-        return StreamingResponse(_changes(run), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(
+            _changes(run, ends), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
 
     routes = [Route(f"/api/run/{{run}}/{name}", of_run(view)) for name, view in VIEWS.items()]
     return Starlette(
@@ -120,17 +123,18 @@ def _answer(view: Callable[[Run, Request], Any], runs: Runs, request: Request) -
     return found if isinstance(found, Response) else _json(found)
 
 
-async def _changes(run: Run) -> AsyncIterator[str]:
+async def _changes(run: Run, over: asyncio.Event) -> AsyncIterator[str]:
     """Yield an event when status, metrics or rollouts have changed, and a comment otherwise, every LIVE_S."""
     before = None
-    while True:
+    while not over.is_set():
         state = await asyncio.to_thread(_state, run)
         if state != before:
             before = state
             yield f"event: change\ndata: {json.dumps(state)}\n\n"
         else:
             yield ": no change\n\n"
-        await asyncio.sleep(LIVE_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), LIVE_S)
 
 
 def _state(run: Run) -> dict[str, Any]:

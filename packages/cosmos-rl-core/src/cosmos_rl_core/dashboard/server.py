@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import threading
@@ -18,7 +19,7 @@ from cosmos_rl_core.wire.http_server import HttpServer
 
 PORT = 7861
 CLOSE_S = 1
-"""Seconds for open connections at the end; live events never end by themselves."""
+"""Seconds for open connections at the end."""
 MOST_IDLE = 64
 """Connections without a whole request at a time; a browser keeps up to six."""
 
@@ -50,14 +51,18 @@ def serve(
     say("Ctrl-C ends the dashboard; the runs are not affected.")
     hosts = LOOPBACK if _is_loopback(host) else LOOPBACK | {shown, socket.gethostname(), socket.getfqdn()}
     threading.Thread(target=runs.read_ahead, daemon=True).start()
-    app = Guard(build_app(runs), token=token, hosts=hosts, any_address=everywhere, port=bound)
+    over = asyncio.Event()
+    app = Guard(build_app(runs, over=over), token=token, hosts=hosts, any_address=everywhere, port=bound)
     with listener, suppress(KeyboardInterrupt):
-        http_server(app, log=say).run(sockets=[listener])
+        http_server(app, log=say, over=over).run(sockets=[listener])
 
 
-def http_server(app: ASGIApp, *, log: Callable[[str], None]) -> HttpServer:
-    """Return the server of the page. log: receives at most a line a minute about connections that are closed."""
-    return HttpServer(app, most_idle=MOST_IDLE, log=log, grace_s=CLOSE_S, handles_signals=True)
+def http_server(app: ASGIApp, *, log: Callable[[str], None], over: asyncio.Event) -> HttpServer:
+    """Return the server of the page. log: receives at most a line a minute about connections that are closed.
+
+    over: set at the end, for the application.
+    """
+    return HttpServer(app, most_idle=MOST_IDLE, log=log, grace_s=CLOSE_S, handles_signals=True, ending=over.set)
 
 
 def listen(host: str, port: int | None) -> socket.socket:

@@ -54,8 +54,13 @@ class HttpServer(uvicorn.Server):
         grace_s: int,
         head_s: float = HEAD_S,
         handles_signals: bool = False,
+        ending: Callable[[], None] = lambda: None,
     ) -> None:
-        """grace_s: for requests at the end. handles_signals: SIGINT and SIGTERM stop it; else the caller does."""
+        """grace_s: for requests at the end. handles_signals: SIGINT and SIGTERM stop it; else the caller does.
+
+        ending: called at the end, before requests in work have to be done.
+        """
+        self._ending = ending
         config = uvicorn.Config(
             app,
             lifespan="off",
@@ -91,6 +96,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, then let uvicorn end the connections."""
+        self._ending()
         for accepting in self._accepting:
             accepting.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
