@@ -151,6 +151,24 @@ def test_a_part_of_the_rows_of_supervised_training_is_held_out(size, part):
     assert list(migrated.refused) == []
 
 
+def test_a_window_of_the_profiler():
+    keys = (
+        "wait_steps = 6\nactive_steps = 2\nrank_filter = [1]\nwarmup_steps = 3\nrecord_shape = true\nwith_stack = false"
+    )
+    migrated = migrate(f"{GRPO}[profiler]\nenable_profiler = true\n[profiler.sub_profiler_config]\n{keys}\n")
+    section = load_config(migrated.recipe).logging.profile
+    assert (section.wait_steps, section.steps, section.ranks, section.shapes, section.stack) == (
+        6,
+        2,
+        (1,),
+        True,
+        False,
+    )
+    off = migrate(f"{GRPO}[profiler]\nenable_profiler = false\n[profiler.sub_profiler_config]\n{keys}\n")
+    assert load_config(off.recipe).logging.profile.steps == 0
+    assert not any("profiler" in key for key in {**migrated.refused, **off.refused})
+
+
 @pytest.mark.parametrize(("key", "top_k"), [("top_k = -1", 0), ("top_k = 5", 5), ("", 1)])
 def test_validation_samples_as_it_did(key, top_k):
     keys = f"freq = 30\ntemperature = 0.6\ntop_p = 0.95\n{key}"

@@ -198,7 +198,7 @@ def migrate_predict(old: Migration) -> None:
     old.put("policy.microbatch_terms", 1)
     old.put("reward.functions", [JUDGE], SERVE)
     old.put("reward.timeout_s", 900.0)
-    old.refuse("profiler.*", because="a run writes its own timeline; there is no window for torch's profiler")
+    old.refuse("profiler.*", because="set [logging.profile], which has keys of its own")
     for key, (neutral, because) in NEUTRAL.items():
         if old.see(key) == neutral:
             old.ignore(key, because=f"{because}, as before" if key.startswith("model") else because)

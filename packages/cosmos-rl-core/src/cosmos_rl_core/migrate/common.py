@@ -142,7 +142,7 @@ def migrate_rest(old: Migration) -> None:
     """Decide on the keys that neither `migrate_common` nor the domain has taken."""
     for key, because in IGNORED.items():
         old.ignore(key, because=because)
-    old.refuse("profiler.*", because="a run writes its own timeline; there is no window for torch's profiler")
+    _profile(old)
     if is_supervised(old):
         old.ignore(
             f"{POLICY}.*",
@@ -151,6 +151,20 @@ def migrate_rest(old: Migration) -> None:
             because="supervised training has no rollouts",
         )
     old.finish()
+
+
+def _profile(old: Migration) -> None:
+    window = "profiler.sub_profiler_config"
+    if not old.take("profiler.enable_profiler"):
+        return old.ignore("profiler.*", because="the profiler was not enabled")
+    old.put("logging.profile.steps", old.take(f"{window}.active_steps") or 1)
+    old.put("logging.profile.wait_steps", old.take(f"{window}.wait_steps"))
+    old.put("logging.profile.ranks", old.take(f"{window}.rank_filter") or None)
+    for key, name in {"record_shape": "shapes", "profile_memory": "memory", "with_stack": "stack"}.items():
+        old.move(f"{window}.{key}", f"logging.profile.{name}")
+    old.move(f"{window}.with_modules", "logging.profile.modules")
+    old.ignore(f"{window}.warmup_steps", because="one step of warm-up is recorded and thrown away")
+    old.refuse("profiler.*", because="[logging.profile] has no such key")
 
 
 def is_supervised(old: Migration) -> bool:

@@ -352,6 +352,26 @@ class EvalSection(Strict):
         return measured and (regular or version in (0, last))
 
 
+class ProfileSection(Strict):
+    """[logging.profile]: a window of steps that torch's profiler records, profile/policy-0.json.gz in the run's
+    directory."""
+
+    steps: int = Field(default=0, ge=0)
+    """Number of recorded steps; 0: none. A step of a large model takes some 100 MB, with `stack` several times that."""
+    wait_steps: int = Field(default=3, ge=0)
+    """Steps after the start of the policy that are left out, before one more as warm-up."""
+    ranks: tuple[int, ...] = (0,)
+    """Ranks of each policy replica that record."""
+    shapes: bool = False
+    """Record the shapes of operators' inputs."""
+    memory: bool = False
+    """Record allocations."""
+    stack: bool = False
+    """Record the line of the source of each operator."""
+    modules: bool = False
+    """Record the module of each operator."""
+
+
 class LoggingSection(Strict):
     """[logging]: destinations of metrics, and intervals at which rollouts and media are written."""
 
@@ -371,6 +391,8 @@ class LoggingSection(Strict):
     """Versions between galleries of samples that are images or videos, or answers about them; 0 writes none."""
     media_groups: int = Field(default=4, ge=1)
     """Number of groups in a gallery."""
+    profile: ProfileSection = ProfileSection()
+    """A window of steps that torch's profiler records."""
 
 
 class AutoscaleSection(Strict):

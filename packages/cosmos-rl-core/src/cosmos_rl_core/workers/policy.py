@@ -27,6 +27,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.rollout.spool.reader import SpoolReader
 from cosmos_rl_core.train.learner import PolicyLearner
+from cosmos_rl_core.train.profile import ProfileWindow
 from cosmos_rl_core.train.replicas import Waiting
 from cosmos_rl_core.train.residence import Residence, TurnResidence
 from cosmos_rl_core.train.trainer import Trainer
@@ -37,7 +38,7 @@ from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share, 
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.failure import RefusedByController
 from cosmos_rl_core.workers.mesh import PolicyMesh
-from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ValidatedSteps
+from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ProfiledSteps, ValidatedSteps
 
 FIRST = "policy-0"
 WORK = ("forward_backward", "optim_step")
@@ -234,12 +235,30 @@ class PolicyRole:
         )
         validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
         if validation is None:
-            return steps
+            return self._profiled(steps, learner)
         return ValidatedSteps(
-            steps,
+            self._profiled(steps, learner),
             due=partial(at.config.eval.due, last=at.last_step),
             measure=lambda: learner.in_compute_thread(validation.measure),
             report=lambda version, metrics: link.send(p.Validated(version=version, metrics=dict(metrics))),
+        )
+
+    def _profiled(self, steps: Steps, learner: PolicyLearner) -> Steps:
+        """Record the window of [logging.profile], if this rank does."""
+        context, section = self._at.context, self._at.config.logging.profile
+        rank = 0 if context.ranks is None else context.ranks.rank
+        if not section.steps or rank not in section.ranks:
+            return steps
+        window = ProfileWindow(
+            self._at.run_dir / "profile" / f"{context.name}.json.gz",
+            log=context.log,
+            **section.model_dump(exclude={"ranks"}),
+        )
+        in_compute_thread = learner.in_compute_thread
+        return ProfiledSteps(
+            steps,
+            advance=lambda: in_compute_thread(window.advance),
+            stop=lambda: in_compute_thread(window.stop),
         )
 
     def _payloads(self) -> StepPayloads:

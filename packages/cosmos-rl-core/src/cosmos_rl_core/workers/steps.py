@@ -304,3 +304,27 @@ class ValidatedSteps:
 
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
         await self._steps.report(result, sync)
+
+
+class ProfiledSteps:
+    """`loop.Steps` that calls `advance` before it requests each batch, and `stop` once there are no more."""
+
+    def __init__(
+        self, steps: Steps, *, advance: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._steps = steps
+        self._advance = advance
+        self._stop = stop
+
+    async def next_batch(self, step: int) -> TrainBatch | None:
+        await self._advance()
+        batch = await self._steps.next_batch(step)
+        if batch is None:
+            await self._stop()
+        return batch
+
+    async def commit(self, step: int) -> None:
+        await self._steps.commit(step)
+
+    async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
+        await self._steps.report(result, sync)
