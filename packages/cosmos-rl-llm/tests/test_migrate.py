@@ -151,6 +151,39 @@ def test_a_part_of_the_rows_of_supervised_training_is_held_out(size, part):
     assert list(migrated.refused) == []
 
 
+@pytest.mark.parametrize(
+    ("keys", "schedule"),
+    [
+        ('optm_decay_type = "cosine"\noptm_min_lr_factor = 0.1', {"name": "cosine", "min_ratio": 0.1}),
+        ('optm_decay_type = "linear"\noptm_decay_ratio = 0.9', {"name": "linear"}),  # 5 of warm-up and 45 of decay
+        ("optm_decay_ratio = 0.5", {}),
+        ('optm_decay_type = "linear"\noptm_decay_ratio = 0.0', {}),
+    ],
+)
+def test_a_decay_after_the_warm_up_is_carried_over(keys, schedule):
+    migrated = migrate(GRPO.replace("[train]", f"[train]\nmax_num_steps = 50\n{keys}"))
+    load_config(migrated.recipe)
+    assert migrated.recipe["policy"]["schedule"] == {"warmup_steps": 5, **schedule}
+    assert not any("optm" in key for key in migrated.refused)
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ('max_num_steps = 50\noptm_decay_type = "sqrt"', {"train.optm_decay_type"}),
+        ('optm_decay_type = "linear"\noptm_min_lr_factor = 0.1', {"train.optm_decay_type", "train.optm_min_lr_factor"}),
+        (
+            'max_num_steps = 50\noptm_decay_type = "linear"\noptm_decay_ratio = 0.5',
+            {"train.optm_decay_type", "train.optm_decay_ratio"},
+        ),
+    ],
+)
+def test_another_decay_is_refused(keys, refused):
+    migrated = migrate(GRPO.replace("[train]", f"[train]\n{keys}"))
+    assert {key for key in migrated.refused if "optm" in key} == refused
+    assert migrated.recipe["policy"]["schedule"] == {"warmup_steps": 5}
+
+
 def test_a_window_of_the_profiler():
     keys = (
         "wait_steps = 6\nactive_steps = 2\nrank_filter = [1]\nwarmup_steps = 3\nrecord_shape = true\nwith_stack = false"

@@ -202,8 +202,7 @@ def _sizes(old: Migration) -> None:
 def _training(old: Migration) -> None:
     old.move("train.optm_name", "policy.optimizer.name", str.lower)
     old.move("policy.parallelism.pp_schedule", "policy.parallel.pipeline_schedule", str.lower)
-    if ratio := old.take("train.optm_decay_ratio"):
-        old.refused["train.optm_decay_ratio"] = f"{ratio}: set [policy.schedule] name and min_ratio"
+    _schedule(old)
     misspelt = "policy.model_gradient_checkpointig"
     old.ignore(misspelt, because="misspelt, so that it had no effect")
     if old.take("policy.model_gradient_checkpointing"):
@@ -214,6 +213,21 @@ def _training(old: Migration) -> None:
         old.put("policy.parallel.reshard_after_forward", False)
     if old.take("train.async_tp_enabled"):
         old.refused["train.async_tp_enabled"] = "there is no asynchronous tensor parallelism"
+
+
+def _schedule(old: Migration) -> None:
+    """The decay of the learning rate, which here begins after the warm-up and ends at [run] max_steps."""
+    keys = ("train.optm_decay_type", "train.optm_decay_ratio", "train.optm_min_lr_factor")
+    kind, ratio, least = map(old.see, keys)
+    if kind in (None, "none") or ratio == 0:
+        return old.ignore(*keys, because="without both a type and a ratio the learning rate did not decay")
+    steps, warmup = old.see("train.max_num_steps"), old.see("train.optm_warmup_steps")
+    if kind == "sqrt" or steps is None or (ratio is not None and warmup + round(steps * ratio) < steps):
+        because = "[policy.schedule] decays linearly or by a cosine from the warm-up to [run] max_steps"
+        return old.refuse(*keys, because=because)
+    old.ignore("train.optm_decay_ratio", because="the decay begins after the warm-up")
+    old.put("policy.schedule.name", old.take("train.optm_decay_type"))
+    old.put("policy.schedule.min_ratio", old.take("train.optm_min_lr_factor") if least else None)
 
 
 def _algorithm(old: Migration) -> None:
