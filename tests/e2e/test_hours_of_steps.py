@@ -10,17 +10,23 @@ from cosmos_rl_core.processes import process_tree, resident_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
 
-WARM, LAST = 1_500, 9_600
 MORE_BYTES = 6 * 2**20
-"""Growth that is noise: in 8,000 steps, a single metrics line kept of each is 16 MB."""
+"""Growth that is noise: the metrics of 8,000 steps, if they are kept, are 16 MB."""
 MORE_FILES = 4
 
 
-def test_memory_and_open_files_stay_the_same_over_thousands_of_steps(tmp_path, bandit, write_recipe, start, wait_for):
+@pytest.mark.parametrize(
+    ("sync", "warm", "last"),
+    [({"backend": "cosmos_rl_core.testing.file_sync:FileSync"}, 1_500, 9_600), ({}, 200, 1_200)],
+    ids=["files", "transfer"],
+)
+def test_memory_and_open_files_stay_the_same_over_thousands_of_steps(
+    tmp_path, bandit, write_recipe, start, wait_for, sync, warm, last
+):
     run_dir = tmp_path / "run"
     changes = {"run__max_steps": 1_000_000, "checkpoint__every_steps": 500, "logging__rollouts_every": 0}
     changes |= {"policy__prompts_per_step": 2, "rollout__group_size": 2}
-    process = start("run", write_recipe(tmp_path / "recipe.toml", bandit(run_dir, **changes)))
+    process = start("run", write_recipe(tmp_path / "recipe.toml", bandit(run_dir, **changes) | {"sync": sync}))
 
     def has_reached(step):
         assert process.poll() is None
@@ -30,9 +36,9 @@ def test_memory_and_open_files_stay_the_same_over_thousands_of_steps(tmp_path, b
     def sample():
         return {pid: (resident_bytes(pid), len(os.listdir(f"/proc/{pid}/fd"))) for pid in process_tree(process.pid)}
 
-    wait_for(lambda: has_reached(WARM), f"step {WARM}", timeout_s=1200)
+    wait_for(lambda: has_reached(warm), f"step {warm}", timeout_s=1200)
     before = sample()
-    wait_for(lambda: has_reached(LAST), f"step {LAST}", timeout_s=3600)
+    wait_for(lambda: has_reached(last), f"step {last}", timeout_s=3600)
     after = sample()
     grown = {
         Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[-80:]: (
