@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.storage.json_files import check_fields
 from cosmos_rl_wfm.models.config import FamilyName
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -60,6 +61,30 @@ REFUSED: Mapping[str, str] = {
 """Classes that accept latents, times and text, but were trained with other targets or inputs than ours."""
 
 _PREDICTS_FLOW = "flow_prediction"
+_SCHEDULER_USED = ("_class_name", "prediction_type", "flow_shift", "shift", "invert_sigmas", "use_dynamic_shifting")
+_SCHEDULER_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "num_train_timesteps": (1000,),
+    "use_flow_sigmas": (True,),
+    "thresholding": (False,),
+    "sigma_min": (None, 0.01),  # of the schedule "edm"
+    "sigma_max": (None, 200, 200.0),
+    "shift_terminal": (None,),
+    "scale_factors": (None,),  # of growing resolutions
+}
+_SCHEDULER_WITHOUT_EFFECT = (
+    "_diffusers_version",
+    # [rollout.sampling] chooses the solver, its noise and its schedule of times
+    *("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas", "final_sigmas_type"),
+    *("solver_order", "solver_type", "solver_p", "algorithm_type", "predictor_order", "corrector_order", "tau_func"),
+    *("predict_x0", "disable_corrector", "lower_order_final", "euler_at_final", "stochastic_sampling"),
+    *("timestep_spacing", "steps_offset", "lambda_min_clipped", "variance_type"),
+    # of what is off: thresholds, shifts by resolution, growing resolutions
+    *("dynamic_thresholding_ratio", "sample_max_value", "upscale_mode"),
+    *("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type"),
+    # of noise that is no flow's
+    *("beta_start", "beta_end", "beta_schedule", "trained_betas", "rescale_betas_zero_snr"),
+    *("clip_sample", "set_alpha_to_one", "skip_prk_steps"),  # other schedulers' fields, which diffusers keeps
+)
 
 
 def network_class(name: str) -> NetworkClass | None:
@@ -83,8 +108,11 @@ def check_network(name: str, *, claimed: bool) -> None:
         )
 
 
-def check_scheduler(config: Mapping[str, Any]) -> None:
-    """Raise UserError where a pipeline's scheduler belongs to a network that is no flow-matching model."""
+def check_scheduler(config: Mapping[str, Any], *, shift: float | None = None) -> None:
+    """Raise UserError where a pipeline's scheduler belongs to a network that is no flow-matching model.
+
+    Also for fields that would be read without their effect. shift: the recipe's, in place of the scheduler's.
+    """
     name = str(config.get("_class_name"))
     if config.get("invert_sigmas"):
         raise UserError(
@@ -98,6 +126,18 @@ def check_scheduler(config: Mapping[str, Any]) -> None:
             "flow-matching model; supported are the FlowMatch schedulers, and others with prediction_type = "
             f'"{_PREDICTS_FLOW}"'
         )
+    if config.get("use_dynamic_shifting") and shift is None:
+        raise UserError(
+            f"model.path: the pipeline's {name} has use_dynamic_shifting = true, a shift that depends on the size, "
+            "which is not supported: set model.shift"
+        )
+    check_fields(
+        config,
+        used=_SCHEDULER_USED,
+        fixed=_SCHEDULER_FIXED,
+        without_effect=_SCHEDULER_WITHOUT_EFFECT,
+        where=f"model.path: scheduler/scheduler_config.json of {name}",
+    )
 
 
 def compression(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -110,6 +150,11 @@ def compression(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
         raise UserError(f"model: the autoencoder {name} is not supported; {', '.join(_AUTOENCODERS)} are")
     config = {**_AUTOENCODERS[name], **config}
     if name == "AutoencoderKL":
+        if any(config.get(key) is not None for key in ("latents_mean", "latents_std")):
+            raise UserError(
+                "model: an AutoencoderKL with latents_mean and latents_std is not supported: its latents are shifted "
+                "and scaled as a whole"
+            )
         return config["latent_channels"], 1, 2 ** (len(config["block_out_channels"]) - 1)
     if name == "AutoencoderDC":
         return config["latent_channels"], 1, 2 ** (len(config["encoder_block_out_channels"]) - 1)
@@ -117,6 +162,10 @@ def compression(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
     temporal, spatial = 2 ** sum(halvings), 2 ** len(halvings) * (config["patch_size"] or 1)
     if temporal != 4:
         raise UserError(f"model: an AutoencoderKLWan that packs {temporal} frames is not supported; 4 are")
+    found = {"scale_factor_temporal": temporal, "scale_factor_spatial": spatial}
+    for key, factor in found.items():
+        if config.get(key, factor) != factor:
+            raise UserError(f"model: an AutoencoderKLWan with {key} = {config[key]} packs {factor} by its layers")
     return config["z_dim"], temporal, spatial
 
 

@@ -191,7 +191,7 @@ def open_source(config: WFMModelConfig, parts: Sequence[str] = ()) -> ModelFolde
             "supported; give a model with one, such as Wan2.1"
         )
     if folder.has("scheduler"):
-        check_scheduler(folder.config("scheduler"))
+        check_scheduler(folder.config("scheduler"), shift=config.shift)
     return folder
 
 
