@@ -235,3 +235,12 @@ def test_adapters_alone_are_no_model(tmp_path):
     built.save(tmp_path)
     with pytest.raises(UserError, match="contains adapters of another model"):
         build(tmp_path, codec="pixels")
+
+
+def test_a_variant_of_the_weights_is_not_taken_for_them(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "WanTransformer3DModel"}))
+    for variant in ("", ".fp16"):
+        index = tmp_path / f"diffusion_pytorch_model{variant}.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": f"part{variant}.safetensors"}}))
+    (tmp_path / "._part.safetensors").write_bytes(b"of macOS")
+    assert [file.name for file in open_folder(str(tmp_path)).weights("transformer")] == ["part.safetensors"]

@@ -237,7 +237,7 @@ def _tasks_v3(path: Path) -> dict[int, str]:
 
 
 def _episodes_v3(layout: _Layout) -> list[EpisodeAt]:
-    files = sorted((layout.path / "meta/episodes").glob("*/*.parquet"))
+    files = sorted((layout.path / "meta/episodes").glob("*/[!.]*.parquet"))
     if not files:
         raise UserError(f"{layout.path / 'meta/episodes'} has no parquet file: the dataset is incomplete; {AGAIN}")
     columns = ["episode_index", "length", "tasks", "data/chunk_index", "data/file_index"]

@@ -144,17 +144,23 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _safetensors(place: Path) -> list[Path]:
-    """The files of one set of weights: those that an index lists, or the one file without a variant in its name."""
-    for index in sorted(place.glob("*.safetensors.index.json")):
-        return sorted({place / name for name in _read(index)["weight_map"].values()})
+    """The files of one set of weights: of the set without a variant such as fp16 in its name, if there is one."""
     for name in (WEIGHTS, "model.safetensors"):
+        if (place / f"{name}.index.json").is_file():
+            return _listed(place / f"{name}.index.json")
         if (place / name).is_file():
             return [place / name]
-    found = sorted(place.glob(_SAFETENSORS))
+    for index in sorted(place.glob("[!.]*.safetensors.index.json")):
+        return _listed(index)
+    found = sorted(place.glob(f"[!.]{_SAFETENSORS}"))
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise UserError(f"model.path: {place} has several sets of weights ({names}); keep one, called {WEIGHTS}")
     return found
+
+
+def _listed(index: Path) -> list[Path]:
+    return sorted({index.parent / name for name in _read(index)["weight_map"].values()})
 
 
 def _fetch(model_id: str, *, revision: str | None, parts: Sequence[str]) -> Path:
