@@ -10,6 +10,7 @@ are its own to 1e-12 in float64. Sums over one, two and three policies round dif
 runs of one and of two policies that nobody disturbed differed by 9e-11 after 309 steps.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -79,7 +80,8 @@ class Campaign:
             os.kill(pid, signal.SIGSTOP)
             removed = kind == "SIGSTOP until removed"
             time.sleep(SILENCE_S + GRACE_S + 1.5 if removed else self.chance.uniform(0.0, 0.4 * SILENCE_S))
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # a rollout worker that was removed is killed
+                os.kill(pid, signal.SIGCONT)
 
     def ready(self, role):
         members = json.loads((self.run_dir / "status.json").read_text())["members"]

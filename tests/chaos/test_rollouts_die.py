@@ -37,7 +37,7 @@ def test_a_rollout_worker_that_dies(dying, undisturbed, finished, must_equal, pr
 
 
 @pytest.mark.slow
-def test_a_rollout_worker_that_is_stopped_loses_its_leases_and_is_refused_when_it_goes_on(
+def test_a_rollout_worker_that_is_stopped_loses_its_leases_and_is_killed_and_started_again(
     tmp_path, dying, undisturbed, wait_for, rows_of, finished, must_equal
 ):
     """Row 5."""
@@ -52,11 +52,10 @@ def test_a_rollout_worker_that_is_stopped_loses_its_leases_and_is_refused_when_i
     waited_s = time.monotonic() - stopped
     print(f"next commits {waited_s:.2f} s after the stop")
     assert waited_s < SILENCE_S + GRACE_S + 5.0
-    os.kill(hung, signal.SIGCONT)
     wait_for(lambda: processes_of(run_dir, name="rollout-0") not in ([], [hung]), "its next process")
     (tmp_path / "go").touch()
     out, _ = finished(process, timeout_s=240)
-    assert "rollout-0 incarnation 1 was replaced or removed" in " ".join(out.split())
+    assert "rollout-0 has not answered for too long and is killed" in " ".join(out.split())
     must_equal(run_dir, undisturbed(), most=0.0)
 
 

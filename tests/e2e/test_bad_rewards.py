@@ -43,6 +43,13 @@ def searches(group):
         re.search("(a+)+$", "a" * 60 + "b")  # for years, with the interpreter's lock
     return [float(rollout.num_terms) for rollout in group.rollouts]
 
+def keeps_lock_once(group):
+    flag = os.path.join(os.path.dirname(__file__), "kept")
+    if late(group) and not os.path.exists(flag):
+        open(flag, "w").close()
+        re.search("(a+)+$", "a" * 60 + "b")
+    return [float(rollout.num_terms) for rollout in group.rollouts]
+
 def nothing_late(group):
     return None if late(group) else [1.0] * len(group.rollouts)
 
@@ -89,6 +96,15 @@ def test_an_answer_that_a_reward_never_returns_from_costs_a_run_its_group_alone(
     function = {"name": "late_rewards:searches", "own_process": True}
     code, printed = ended("searches", run__max_steps=4, reward__functions=[function], reward__timeout_s=1.0)
     assert code == 0, printed
+    assert [line["step"] for line in rows_of(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_a_rollout_that_does_not_answer_is_killed_and_started_again(ended, rows_of, tmp_path):
+    keys = {"elastic__silence_s": 3.0, "elastic__suspect_grace_s": 0.5, "run__max_steps": 4}
+    code, printed = ended("keeps_lock_once", **keys)
+    assert code == 0, printed
+    assert "rollout-0 has not answered for too long and is killed" in printed
+    assert "rollout-0 died (signal SIGKILL); starting it again" in printed
     assert [line["step"] for line in rows_of(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
 
 

@@ -25,6 +25,8 @@ class Play:
         self.incarnations: dict[str, int] = {}
         self.removed: list[str] = []
         """Replicas in the order of their removal."""
+        self.silent: list[str] = []
+        """Those of them that did not answer."""
 
     def on(self, event: events.Event, *, after: float = 0.0) -> list[events.Output]:
         self.now += after
@@ -36,7 +38,9 @@ class Play:
         for output in said:
             if isinstance(output, To) and isinstance(output.message, m.Welcome):
                 self.incarnations[output.replica] = output.message.incarnation
-        self.removed += [output.replica for output in said if isinstance(output, events.Removed)]
+        removed = [output for output in said if isinstance(output, events.Removed)]
+        self.removed += [output.replica for output in removed]
+        self.silent += [output.replica for output in removed if output.is_silent]
         return [output for output in said if not isinstance(output, events.Removed)]
 
     def join(self, replica: str, *, ready: bool = True) -> list[events.Output]:
@@ -412,6 +416,14 @@ def test_a_rollout_that_was_silent_gets_the_leases_that_it_has_requested():
     p.ask("rollout-0", capacity=1)  # no room
     p.tick(after=11)
     assert [lease.sample for lease in granted(p.fail("rollout-0", 0, final=True))] == [2]
+
+
+def test_a_member_that_stays_silent_is_removed_as_one_that_may_still_run():
+    p = play(silence_s=10, suspect_grace_s=2)
+    p.tick(after=11)
+    p.tick(after=3)
+    assert "rollout-0" in p.removed
+    assert p.silent == p.removed
 
 
 def test_a_lease_expires_without_progress_and_lives_with_it():

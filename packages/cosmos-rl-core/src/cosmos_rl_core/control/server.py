@@ -103,6 +103,8 @@ class Controller:
             ledger, journal=journal, clock=self.clock, dispatch=self._dispatch, fail=self.outcome.fail
         )
         self.check_owner = self._ledger.check_owner
+        self.end_silent: Callable[[str], None] = lambda name: None
+        """Ends a rollout worker that does not answer, if its launcher can, to start it again."""
         self._batches = Batches(source=source, supervised=job.supervised, peers=self.peers)
         self._reports = PolicyReports(observer=observer, peers=self.peers)
         self._evaluator = Evaluator(
@@ -283,6 +285,8 @@ class Controller:
                 self._evaluator.lose(output.replica, self.peers)
                 self._succession.returned(output.replica, ())
                 self._recovery.lost(output.replica)
+                if output.is_silent:
+                    self.end_silent(output.replica)
                 if (peer := self.peers.by_name.get(output.replica)) is not None and peer.leaving:
                     peer.dismiss("it has left")
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:

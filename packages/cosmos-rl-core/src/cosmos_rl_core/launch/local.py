@@ -70,6 +70,8 @@ class LocalWorkers:
     """Returns whether the run stands still without this worker, which has left."""
     guests: ExternalWorkers | None = None
     """Workers of other machines that have joined the run."""
+    note: Callable[[str], None] = lambda text: None
+    """Prints a message."""
     _first: dict[str, WorkerSpec] = field(default_factory=dict)
     """The first worker of each role, whose settings apply to those that are added."""
     _workers: dict[str, WorkerSpec] = field(default_factory=dict)
@@ -147,6 +149,12 @@ class LocalWorkers:
             self._leaving.add(name)
             if not connected:
                 self.keeper.kill([name])
+
+    def end_silent(self, name: str) -> None:
+        """Kill a rollout worker that does not answer, as in a call that keeps Python's lock; it is started again."""
+        if name in self.names("rollout"):
+            self.note(f"{name} has not answered for too long and is killed")
+            self.keeper.kill([name])
 
     def _assign(self, more: Mapping[Role, int], *, without: Sequence[str] = ()) -> dict[Role, list[Sequence[str]]]:
         for role, number in more.items():
@@ -274,6 +282,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         fork_server=launch.fork_server,
     )
     workers = _local_workers(launch, keeper)
+    controller.end_silent = workers.end_silent
     secrets = {str(workers.token_file): launch.token.hex()}
     if launch.tls is not None and workers.tls_file is not None:
         secrets[str(workers.tls_file)] = launch.tls.bundle
@@ -344,6 +353,7 @@ def _local_workers(launch: Launch, keeper: Keeper) -> LocalWorkers:
         rollout_threads=lambda number: threads(config, rollouts=number)[1],
         is_taken=controller.ledger.members.by_name.__contains__,
         guests=ExternalWorkers(controller.peers),
+        note=launch.observer.note,
     )
     return workers
 

@@ -90,6 +90,8 @@ class Removed(msgspec.Struct, frozen=True):
     """A replica is no longer a member: it left, or was lost."""
 
     replica: str
+    is_silent: bool = False
+    """Whether it was lost since it did not answer, so that its process may still run."""
 
 
 class Halt(msgspec.Struct, frozen=True):

@@ -177,17 +177,19 @@ def tick(ledger: LedgerState, event: events.Tick) -> None:
     for name, session in list(ledger.sessions.by_name.items()):
         if session.suspect_since is not None:
             if now - session.suspect_since >= (session.grace_s or config.suspect_grace_s):
-                lose(ledger, name, reason=f"{name} is gone")
+                lose(ledger, name, reason=f"{name} is gone", is_silent=True)
         elif now - session.last_message >= config.silence_s and members[name].state is MemberState.READY:
             _suspect(ledger, name)
 
 
-def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool = False) -> None:
+def lose(
+    ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool = False, is_silent: bool = False
+) -> None:
     """Remove a replica: its leases return, and the mesh continues without it."""
     return_leases(ledger, replica, reason=reason)
     ledger.sessions.close(replica)
     ledger.decide(records.Moved(replica, MemberState.GONE))
-    ledger.output(events.Removed(replica))
+    ledger.output(events.Removed(replica, is_silent))
     if not (in_good_order and ledger.why_finished() is not None):
         form_mesh(ledger)
 
