@@ -184,6 +184,16 @@ def test_another_decay_is_refused(keys, refused):
     assert migrated.recipe["policy"]["schedule"] == {"warmup_steps": 5}
 
 
+@pytest.mark.parametrize(("penalty", "refused"), [(1.0, []), (1.05, ["rollout.sampling_config.repetition_penalty"])])
+def test_a_penalty_on_repetition_is_of_evaluations_alone(penalty, refused):
+    old = GRPO.replace("top_k = -1", f"top_k = -1, repetition_penalty = {penalty}").replace(
+        "async_tp_enabled = true", ""
+    )
+    migrated = migrate(old.replace("surprise = 3", "").replace("freq = 30", "freq = 30\nrepetition_penalty = 1.2"))
+    assert list(migrated.refused) == refused
+    assert load_config(migrated.recipe).eval.repetition_penalty == 1.2
+
+
 def test_a_window_of_the_profiler():
     keys = (
         "wait_steps = 6\nactive_steps = 2\nrank_filter = [1]\nwarmup_steps = 3\nrecord_shape = true\nwith_stack = false"

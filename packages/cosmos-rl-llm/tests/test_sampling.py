@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosmos_rl_core.types import Sampling
-from cosmos_rl_llm.engines.torch.sampling import Sampler, uniforms
+from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 
 
 def draw(logits, rows, *, seed=0, position=0):
@@ -145,3 +145,9 @@ def test_a_drawn_token_is_always_a_kept_one(seed, size, top_k, top_p):
     assert (logprobs <= 1e-6).all() and logprobs.isfinite().all()
     full = torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0]
     assert (logprobs >= full - 1e-4).all()  # renormalising only adds mass
+
+
+def test_tokens_that_a_sequence_has_are_penalised_once():
+    logits = torch.tensor([3.0, -2.0, 0.5, 1.0])
+    penalise(logits, [0, 1, 1, 0], 2.0)
+    assert logits.tolist() == [1.5, -4.0, 0.5, 1.0]

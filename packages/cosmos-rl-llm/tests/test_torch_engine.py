@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.rollout.kv_cache import cache_argument
@@ -105,6 +106,25 @@ def policy_logprobs(model, prompts, groups, *, temperature=1.0):
     (microbatch,) = collate(groups, microbatch_terms=10**6, share=Share()).microbatches
     logprobs = CausalLMPolicy(model, temperature=temperature).forward(microbatch).logprobs
     return logprobs.detach().numpy(), microbatch.terms.rollout_logprobs.numpy()
+
+
+def test_a_penalty_on_repetition_is_that_of_transformers():
+    """On the tokens of prompt and response."""
+    model, prompts = tiny(), prompts_of(5, 9)
+    reference = copy.deepcopy(model).eval()
+    penalise = RepetitionPenaltyLogitsProcessor(1.5)
+    sampling = Sampling(max_terms=12, temperature=0, repetition_penalty=1.5)
+    groups = generate_all(engine_of(model), prompts, num_samples=1, sampling=sampling)
+    changed = 0
+    for prompt, (rollout,) in zip(prompts, groups):
+        tokens = list(prompt.row["tokens"])
+        for token in rollout.arrays["tokens"]:
+            with torch.no_grad():
+                logits = reference(torch.tensor([tokens])).logits[:, -1]
+            changed += int(logits.argmax()) != token
+            assert token == penalise(torch.tensor([tokens]), logits).argmax()
+            tokens.append(int(token))
+    assert changed, "the penalty chose other tokens"
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -42,6 +42,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Of tokens that the sequence has already, in evaluations: the policy's own distribution has none."""
     stop: tuple[str, ...] = ()
 
 

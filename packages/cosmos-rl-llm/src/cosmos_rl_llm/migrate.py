@@ -97,7 +97,12 @@ def _sampling(old: Migration, *, length: int, rows: int) -> None:
     old.put("rollout.sampling.temperature", temperature)
     old.move("rollout.sampling_config.top_p", "rollout.sampling.top_p")
     old.move("rollout.sampling_config.top_k", "rollout.sampling.top_k", lambda value: max(0, value))
-    old.refuse("rollout.sampling_config.repetition_penalty", because="sampling has no such key")
+    if old.see("rollout.sampling_config.repetition_penalty") == 1:
+        old.ignore("rollout.sampling_config.repetition_penalty", because="1 is no penalty")
+    old.refuse(
+        "rollout.sampling_config.repetition_penalty",
+        because="rollouts would not be of the policy's distribution; [eval] has the key",
+    )
     old.put("policy.microbatch_terms", max(length * rows, length + 1), f"{rows} sequences of {length} tokens")
     _engine(old)
     old.move("rollout.parallelism.tp_size", "rollout.parallel.tp", lambda value: None if value == 1 else value)
@@ -134,6 +139,7 @@ def _validation(old: Migration) -> None:
     if not is_supervised(old):
         old.move("validation.max_response_length", "eval.max_length")
         old.move("validation.top_p", "eval.top_p")
+        old.move("validation.repetition_penalty", "eval.repetition_penalty")
         old.move("validation.top_k", "eval.top_k", lambda value: max(0, value))
         if old.see("validation.temperature") and not old.has("validation.top_k"):
             old.put("eval.top_k", 1, f"{DEFAULT}: the likeliest token at any temperature")

@@ -80,6 +80,7 @@ DECIDES = (
     "eval.max_length",
     "eval.top_p",
     "eval.top_k",
+    "eval.repetition_penalty",
     "rollout.engine",
     "rollout.options",
     "rollout.sampling",

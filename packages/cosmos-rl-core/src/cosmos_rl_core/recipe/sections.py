@@ -315,6 +315,9 @@ class EvalSection(Strict):
     [rollout.sampling]."""
     top_k: int | None = Field(default=None, ge=0)
     """Sample from this many most likely tokens; 0 keeps all. Not set: as in [rollout.sampling]."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """Divide the logits of tokens that prompt or response have already, if positive, by this, and multiply negative
+    ones by it. Rollouts that are trained on have none, as the policy's distribution has none."""
     by: tuple[str, ...] = ()
     """Columns to group metrics by, such as ["task"]: each value gets its own metrics, beside those of all rows."""
     data: Any = None
@@ -326,7 +329,7 @@ class EvalSection(Strict):
     @property
     def of_tokens(self) -> dict[str, float]:
         """The keys that are set and apply to tokens alone."""
-        given = {"top_p": self.top_p, "top_k": self.top_k}
+        given = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
         return {key: value for key, value in given.items() if value is not None}
 
     def sampling(self, of_rollouts: SamplingConfig) -> Any:

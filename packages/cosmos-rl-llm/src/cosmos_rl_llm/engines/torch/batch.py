@@ -27,7 +27,7 @@ from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
 from cosmos_rl_llm.engines.torch.exact import use_steady_activations, use_steady_experts
-from cosmos_rl_llm.engines.torch.sampling import Sampler, uniforms
+from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.causal_lm import Head
 from cosmos_rl_llm.model.tower import media_to_device
@@ -307,6 +307,9 @@ class RunningBatch:
     def _sample_terms(self, logits: Tensor, uniform: Tensor, rows: slice, version: int) -> list[Request]:
         """Sample from logits [n, V] of `rows`, record, remove finished sequences, return finished requests."""
         sampler = self._sampler_of(rows, vocab_size=logits.shape[1])
+        for sequence, own in zip(self.sequences[rows], logits):
+            if (penalty := sequence.request.sampling.repetition_penalty) != 1:
+                penalise(own, [*sequence.request.prompt_tokens.tolist(), *sequence.tokens], penalty)
         sampled = torch.stack([each.double() for each in sampler.sample(logits, uniform)])  # exact for both types
         tokens, logprobs = sampled.cpu().numpy()
         self._token[rows] = tokens

@@ -108,6 +108,16 @@ class Sampler:
         return tokens.gather(1, place).squeeze(1), logprobs.squeeze(1)
 
 
+def penalise(logits: Tensor, tokens: Sequence[int], penalty: float) -> None:
+    """Make the `tokens` of a sequence less likely, in place in its logits [V]. CTRL (arXiv 1909.05858), section 4.1.
+
+    Positive logits are divided by the penalty and negative ones multiplied by it, as in vLLM and transformers.
+    """
+    places = torch.tensor(tokens, device=logits.device)
+    found = logits[places]
+    logits[places] = torch.where(found > 0, found / penalty, found * penalty)
+
+
 def _aligned(logits: Tensor) -> Tensor:
     """Pad rows to whole vectors, so that a row's `exp` does not depend on its position in the batch."""
     return F.pad(logits, (0, -logits.shape[1] % _VECTOR), value=float("-inf"))

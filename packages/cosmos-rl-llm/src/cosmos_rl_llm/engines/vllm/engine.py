@@ -58,6 +58,7 @@ def parameters(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
         max_tokens=sampling.max_terms,
         seed=int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1),
         stop_token_ids=list(stop_ids),
