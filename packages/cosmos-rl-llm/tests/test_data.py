@@ -200,6 +200,9 @@ def test_keys_that_do_not_apply_are_errors(tmp_path):
         ({"answer_column": "a", "answer_pattern": "("}, r"not a regular expression"),
         ({"answer_pattern": "(.*)"}, r"answer_pattern needs answer_column"),
         ({"system_prompt": "s", "chat_template": "none"}, r"system_prompt needs a chat template"),
+        ({"prompt_template": "question"}, r"names no column, so that every prompt would be the same"),
+        ({"system_prompt": "prompts/brief.txt"}, r"looks like the name of a file"),
+        ({"chat_template": "auto"}, r"neither a template with"),
         ({"limits": 3}, r"Extra inputs"),
     ],
 )

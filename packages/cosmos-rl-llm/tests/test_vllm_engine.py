@@ -19,6 +19,8 @@ from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.model.causal_lm import make_model
+from cosmos_rl_llm.policy.logprobs import Vocabulary
+from cosmos_rl_llm.policy.truncation import Truncation
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 
@@ -158,12 +160,21 @@ def test_logprobs_of_greedy_tokens_are_those_of_temperature_one(llm, runner):
     np.testing.assert_allclose(rollout.rollout_logprobs, picked(logits, rollout), atol=1e-4)
 
 
-def test_with_top_k_the_kept_tokens_are_renormalised(llm, runner):
-    (rollout,) = runner.run(draw(engine_of(llm), num_samples=1, top_k=5))
-    logits = logits_of(tiny(), rollout)
-    kept = logits >= logits.topk(5).values[:, -1:]
-    expected = picked(logits.masked_fill(~kept, float("-inf")), rollout)
-    np.testing.assert_allclose(rollout.rollout_logprobs, expected, atol=1e-4)
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.8, "temperature": 0.7}])
+def test_the_first_ratio_is_one_with_top_k_and_top_p(llm, runner, sampling):
+    truncation = Truncation.of(Sampling(max_terms=1, **sampling))
+    for rollout in runner.run(draw(engine_of(llm), num_samples=4, **sampling)):
+        logits = logits_of(tiny(), rollout) / sampling.get("temperature", 1.0)
+        full = picked(logits, rollout)
+        tokens = torch.from_numpy(rollout.arrays["tokens"]).long()
+        kept = truncation.apply(logits, tokens, vocabulary=Vocabulary.all(logits.shape[1]))
+        np.testing.assert_allclose(np.exp(picked(kept, rollout) - rollout.rollout_logprobs), 1, atol=2e-4)
+        assert np.abs(full - rollout.rollout_logprobs).max() > 0.05
+
+
+def test_log_probabilities_among_all_tokens_are_refused(llm, runner):
+    with pytest.raises(UserError, match=r"rollout\.sampling\.renormalise = false: vLLM's log-probabilities are among"):
+        runner.run(draw(engine_of(llm), top_k=5, renormalise=False))
 
 
 def test_a_stop_token_ends_the_rollout_and_belongs_to_it(llm, runner):

@@ -44,6 +44,8 @@ class Sampling:
     """0 keeps all."""
     repetition_penalty: float = 1.0
     """Of tokens that the sequence has already, in evaluations: the policy's own distribution has none."""
+    renormalise: bool = True
+    """Whether log-probabilities are among the tokens that `top_p` and `top_k` keep, instead of all."""
     stop: tuple[str, ...] = ()
 
 

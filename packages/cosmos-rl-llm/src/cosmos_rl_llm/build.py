@@ -28,6 +28,7 @@ from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.policy import TextPolicy
 from cosmos_rl_llm.policy.rank_probe import check_ranks
+from cosmos_rl_llm.policy.truncation import Truncation
 
 if TYPE_CHECKING:
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
@@ -41,6 +42,7 @@ def build_policy(
     source: str,
     chat: Callable[[PreTrainedModel], Chat],
     temperature: float,
+    truncation: Truncation | None = None,
     seed: int,
     setup: ModelSetup,
 ) -> TextPolicy | PipelinedPolicy:
@@ -49,6 +51,7 @@ def build_policy(
     Args:
         chat: returns the encoder of supervised rows for the loaded model.
         temperature: log-probabilities are of softmax(logits / temperature).
+        truncation: top-k and top-p of the rollouts.
         seed: of the initial values of adapters.
 
     Raises UserError for a model that cannot be loaded or sharded that way.
@@ -79,6 +82,7 @@ def build_policy(
         whole,
         chat=replace(chat(whole), ranks=cache(RankGroup.of_all)),
         temperature=temperature,
+        truncation=truncation,
         compute_dtype=compute_dtype,
         setup=setup,
     )

@@ -158,7 +158,16 @@ class LLMDataConfig(Strict):
         unnamed = [name for name in names if not name.isidentifier()]
         if unnamed:
             raise ValueError(f"{{{unnamed[0]}}} is not a column name; write {{{{ and }}}} for literal braces")
+        if not names:
+            raise ValueError('names no column, so that every prompt would be the same; write "{column}" where one goes')
         return template
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _is_a_text(cls, prompt: str | None) -> str | None:
+        if prompt is not None and re.fullmatch(r"\S+\.(txt|md|json|jinja|prompt)", prompt):
+            raise ValueError("is the text itself, and this looks like the name of a file; write what is in it")
+        return prompt
 
     @field_validator("chat_template")
     @classmethod

@@ -117,13 +117,14 @@ class LLMDomain(DomainBase):
     def build_policy(
         self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int, setup: ModelSetup
     ) -> TextPolicy | PipelinedPolicy:
-        """Load the model to train, with log-probabilities at the sampling temperature.
+        """Load the model to train, with log-probabilities of the distribution that engines sample from.
 
         `model.dtype` is the compute dtype, [policy.precision] sets that of the weights. They come from a checkpoint, so
         `seed` determines only the initial values of adapters.
         """
         quiet_torchao()
         from cosmos_rl_llm.build import build_policy
+        from cosmos_rl_llm.policy.truncation import Truncation
 
         phase(READING)
         source = _checkpoint(model)
@@ -132,6 +133,7 @@ class LLMDomain(DomainBase):
             source=source,
             chat=lambda module: _module_chat(source, module, data, max_length=model.max_length),
             temperature=1.0 if sampling is None else sampling.temperature,
+            truncation=Truncation.of(sampling),
             seed=seed,
             setup=setup,
         )

@@ -92,6 +92,9 @@ class SamplingSection(Strict):
     """Sample from the most likely tokens whose cumulative probability reaches this; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
     """Sample from this many most likely tokens; 0 keeps all."""
+    renormalise: bool = True
+    """Log-probabilities of engine and policy are among the tokens that top_p and top_k keep, which is the distribution
+    that rollouts are sampled from; false: among all tokens, for which the gradient is biased (not with vLLM)."""
     stop: tuple[str, ...] = ()
     """Strings at which generation of a rollout stops."""
 
@@ -117,6 +120,7 @@ class SamplingSection(Strict):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            renormalise=self.renormalise,
             stop=self.stop,
         )
 

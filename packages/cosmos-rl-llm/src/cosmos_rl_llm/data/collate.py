@@ -34,6 +34,7 @@ from cosmos_rl_llm.data.reading import side_by_side
 from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
 from cosmos_rl_llm.media.source import parts_of
+from cosmos_rl_llm.policy.truncation import SUPERVISED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +242,9 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
         metrics["rows_truncated"] = float(num_cut)
     metrics["rows_dropped"] = float(len(prompts) - len(samples))
     batch = pack_batch(samples, microbatch_terms=microbatch_terms, share=share, metrics=metrics)
-    return replace(batch, rows_dropped=(*chat.faults.take_new(), *too_long))
+    of_rows = {SUPERVISED: torch.ones(1, dtype=torch.int64)}
+    microbatches = tuple(replace(each, inputs={**each.inputs, **of_rows}) for each in batch.microbatches)
+    return replace(batch, microbatches=microbatches, rows_dropped=(*chat.faults.take_new(), *too_long))
 
 
 def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> Sample:

@@ -16,7 +16,7 @@ nothing, and returns this rank's part of d hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ def term_logprobs(
     labels: Tensor,
     *,
     temperature: float = 1.0,
+    truncation: Truncates | None = None,
     with_entropy: bool = False,
     logits_bytes: int,
     vocabulary: Vocabulary | None = None,
@@ -41,6 +42,7 @@ def term_logprobs(
     """Return log-probabilities [T] float32 of `labels` [T], and entropies [T] if asked for, from hidden [T, hidden].
 
     Args:
+        truncation: log-probabilities and entropies are among the tokens that it keeps; None: among all.
         logits_bytes: bounds the float32 logits in memory at a time; a chunk has at least one term.
         vocabulary: the part of it in this rank's `head`; None: all of it. With a part, all ranks along tp call this
             with the same `hidden` and `labels`; results are the same on all, gradients are each rank's part.
@@ -48,9 +50,27 @@ def term_logprobs(
     part = vocabulary or Vocabulary.all(head.weight.shape[0])
     chunk = max(1, logits_bytes // (4 * part.widest))
     logprobs, entropy = _TermLogprobs.apply(
-        hidden, head.weight, head.bias, labels, head.softcap, head.scale, temperature, with_entropy, chunk, part
+        hidden,
+        head.weight,
+        head.bias,
+        labels,
+        head.softcap,
+        head.scale,
+        temperature,
+        with_entropy,
+        chunk,
+        part,
+        truncation,
     )
     return logprobs, entropy if with_entropy else None
+
+
+class Truncates(Protocol):
+    """Top-k and top-p (`Truncation`)."""
+
+    def apply(self, logits: Tensor, labels: Tensor, *, vocabulary: Vocabulary) -> Tensor:
+        """Set the logits [n, own] of tokens that are not kept to -inf, in place, except those of `labels` [n]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +83,18 @@ class Vocabulary:
     """The most tokens of a rank, the same on all: it sets the length of chunks, which ranks reduce together."""
     axis: TensorAxis | None
     """None: all tokens are here."""
+    size: int
+    """Tokens of all ranks."""
 
     @classmethod
     def all(cls, size: int) -> Vocabulary:
         """All of `size` tokens."""
-        return cls(0, size, size, None)
+        return cls(0, size, size, None, size)
 
     @classmethod
     def part(cls, size: int, axis: TensorAxis) -> Vocabulary:
         """This rank's part of `size` tokens."""
-        return cls(*axis.bounds(size), widest=-(-size // axis.size), axis=axis)
+        return cls(*axis.bounds(size), widest=-(-size // axis.size), axis=axis, size=size)
 
     def largest(self, values: Tensor) -> Tensor:
         """Return the maximum over the ranks, in place."""
@@ -89,7 +111,7 @@ class Vocabulary:
 
     def within(self, size: int) -> Vocabulary:
         """The same part of the first `size` tokens alone."""
-        return replace(self, start=min(self.start, size), stop=min(self.stop, size))
+        return replace(self, start=min(self.start, size), stop=min(self.stop, size), size=size)
 
     def rows(self, head: Head) -> Head:
         """These tokens' part of a whole output head."""
@@ -160,6 +182,7 @@ class _TermLogprobs(torch.autograd.Function):
         with_entropy: bool,
         chunk: int,
         vocabulary: Vocabulary,
+        truncation: Truncates | None,
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight, bias, softcap, scale)
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
@@ -168,8 +191,10 @@ class _TermLogprobs(torch.autograd.Function):
         probabilities = None
         for part in parts(len(labels), chunk):
             logits = scaled_logits(head, hidden[part], temperature)
+            if truncation is not None:
+                truncation.apply(logits, labels[part], vocabulary=vocabulary)
             place, mine = vocabulary.own(labels[part])
-            chosen = vocabulary.sum(logits.gather(1, place[:, None]).squeeze(1) * mine)
+            chosen = vocabulary.sum(torch.where(mine, logits.gather(1, place[:, None]).squeeze(1), 0.0))
             largest[part] = vocabulary.largest(logits.amax(-1))
             probabilities = logits.sub_(largest[part, None]).exp_()
             total[part] = vocabulary.sum(probabilities.sum(-1))
@@ -180,7 +205,7 @@ class _TermLogprobs(torch.autograd.Function):
         keep = len(labels) <= chunk and softcap is None and any(ctx.needs_input_grad)
         kept = probabilities if keep else None
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, largest, total, kept)
-        ctx.options = (softcap, scale, temperature, chunk, vocabulary)
+        ctx.options = (softcap, scale, temperature, chunk, vocabulary, truncation)
         ctx.set_materialize_grads(False)  # entropy is often only a metric: then the backward pass skips it
         return logprobs, entropy
 
@@ -188,7 +213,7 @@ class _TermLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, largest, total, kept = ctx.saved_tensors
-        softcap, scale, temperature, chunk, vocabulary = ctx.options
+        softcap, scale, temperature, chunk, vocabulary, truncation = ctx.options
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         head = Head(weight, bias, softcap, scale)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -199,6 +224,8 @@ class _TermLogprobs(torch.autograd.Function):
             if kept is None:
                 logits = scaled_logits(head, hidden[part], temperature)
                 slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square()
+                if truncation is not None:
+                    truncation.apply(logits, labels[part], vocabulary=vocabulary)
                 probabilities = logits.sub_(largest[part, None]).exp_().div_(total[part, None])
             else:
                 probabilities, slope = kept, None
@@ -217,7 +244,7 @@ class _TermLogprobs(torch.autograd.Function):
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
             d_weight = d_weight if vocabulary.axis is None else d_weight.contiguous()
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight, d_bias, *[None] * 7
+        return d_hidden, d_weight, d_bias, *[None] * 8
 
 
 def parts(length: int, chunk: int) -> list[slice]:

@@ -45,6 +45,7 @@ from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
 from cosmos_rl_llm.policy.token_model import Row, TermModel, outputs_of
+from cosmos_rl_llm.policy.truncation import Truncation
 
 _LEFT_OUT = {"qwen3_vl_text": ("embed_tokens", "layers", "norm")}
 """By model_type: plans missing in transformers, in order."""
@@ -171,6 +172,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         setup: ModelSetup,
         chat: Chat | None = None,
         temperature: float = 1.0,
+        truncation: Truncation | None = None,
         compute_dtype: torch.dtype | None = None,
         logits_bytes: int | None = None,
         vision: VisionFamily | None = None,
@@ -181,6 +183,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
             setup: with a mesh whose axis pp is above 1.
             chat: the encoder of rows in supervised training.
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
+            truncation: top-k and top-p of the rollouts, over whose kept tokens log-probabilities are renormalised.
             compute_dtype: dtype of matrix products; the weights keep theirs.
             logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
                 by the memory of the device.
@@ -201,6 +204,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
             terms = TermModel(
                 stage,
                 temperature=temperature,
+                truncation=truncation,
                 compute_dtype=compute_dtype,
                 logits_bytes=logits_bytes or logits_budget(memory_of(setup.device)),
                 mesh=mesh,

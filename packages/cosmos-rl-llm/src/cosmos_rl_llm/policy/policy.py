@@ -30,6 +30,7 @@ from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
 from cosmos_rl_llm.policy.token_model import Row, TermModel, outputs_of
+from cosmos_rl_llm.policy.truncation import Truncation
 
 
 class CausalLMPolicy(PolicyBase[TermModel]):
@@ -51,6 +52,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         temperature: float = 1.0,
+        truncation: Truncation | None = None,
         compute_dtype: torch.dtype | None = None,
         setup: ModelSetup | None = None,
         logits_bytes: int | None = None,
@@ -61,6 +63,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         Args:
             tokenizer: saved with the weights.
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
+            truncation: top-k and top-p of the rollouts, over whose kept tokens log-probabilities are renormalised.
             compute_dtype: dtype of matrix products; the weights keep theirs.
             setup: the mesh and the memory options; None: one process without memory options.
             logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
@@ -71,6 +74,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         module = TermModel(
             model,
             temperature=temperature,
+            truncation=truncation,
             compute_dtype=compute_dtype,
             logits_bytes=logits_bytes or logits_budget(memory_of(setup.device)),
             mesh=setup.mesh,
@@ -130,6 +134,7 @@ class TextPolicy(CausalLMPolicy):
         *,
         chat: Chat,
         temperature: float = 1.0,
+        truncation: Truncation | None = None,
         compute_dtype: torch.dtype | None = None,
         setup: ModelSetup | None = None,
     ) -> None:
@@ -137,6 +142,7 @@ class TextPolicy(CausalLMPolicy):
             model,
             tokenizer=chat.tokenizer,
             temperature=temperature,
+            truncation=truncation,
             compute_dtype=compute_dtype,
             setup=setup,
             vision=None if chat.vision is None else chat.vision.family,

@@ -40,6 +40,7 @@ from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
 from cosmos_rl_llm.policy.routing import check_replay, install_replay, routers
+from cosmos_rl_llm.policy.truncation import SUPERVISED, Truncation
 
 Compare = Callable[[Tensor, Head, "Row"], Mapping[str, Tensor]]
 """Hidden states [t, H] and head of the policy, with gradient, and the row -> outputs [t] by name."""
@@ -67,6 +68,8 @@ class Row:
     """Keywords of the model's forward pass with the pictures of the row."""
     own_rows: slice | None = None
     """This rank's part of a row that is cut at the decoder's entrance, after its pictures are in it."""
+    sampled: bool = True
+    """Whether an engine sampled the terms; those of supervised rows are among all tokens."""
     teacher: Mapping[str, Tensor] = field(default_factory=dict)
     """[t, ...]: outputs of the teacher for the terms, if there are any."""
 
@@ -84,6 +87,7 @@ class TermModel(nn.Module):
         model: PreTrainedModel,
         *,
         temperature: float = 1.0,
+        truncation: Truncation | None = None,
         compute_dtype: torch.dtype | None = None,
         logits_bytes: int = LOGITS_BYTES,
         mesh: ReplicaMesh | None = None,
@@ -96,7 +100,8 @@ class TermModel(nn.Module):
         """Take over `model`, or a stage of it: its attention is replaced, and it stays in eval mode.
 
         Args:
-            temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
+            temperature, truncation: log-probabilities are of softmax(logits / temperature), 0 (greedy) counts as 1,
+                among the tokens that the truncation keeps.
             compute_dtype: dtype of matrix products while the weights keep theirs: by autocast in one process, by
                 `fully_shard` with a mesh.
             logits_bytes: maximum memory for logits at a time; more terms are split into chunks.
@@ -114,18 +119,15 @@ class TermModel(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self._whole = (model,)  # in a tuple: only its parts are registered, so that names have no prefix
-        self.mesh = mesh
+        self.mesh, self.compute_dtype = mesh, compute_dtype
         self.axis = _tensor_axis(mesh, sequence=sequence_parallel)
-        self.compute_dtype = compute_dtype
-        self.unpacked = unpacked
-        self.vision = vision
-        self.first, self.last = first, last
+        self.unpacked, self.vision = unpacked, vision
+        self.first, self.last, self.logits_bytes = first, last, logits_bytes
         trained = any(parameter.requires_grad for parameter in language_model(model).parameters())
         self._needs_tower = vision is not None and not trained  # a row of text would have no gradient
         if vision is not None and mesh is not None:
             cut_at_entrance(language_model(model), self.axis)
-        self.temperature = temperature or 1.0
-        self.logits_bytes = logits_bytes
+        self.temperature, self.truncation = temperature or 1.0, truncation
         self._rounds_lengths = self.device.type == "cpu" and not routers(model)
         self.returns_hidden = False
         """Return hidden states of terms [t, H], not log-probabilities."""
@@ -172,7 +174,7 @@ class TermModel(nn.Module):
         if "routes" in inputs:
             check_replay(self.causal_lm)
         row = self._unpacked_row(inputs) if self.unpacked else self._packed_row(inputs)
-        row = replace(row, teacher=teacher or {})
+        row = replace(row, teacher=teacher or {}, sampled=SUPERVISED not in inputs)
         row = row if self._context is None else _cut(row, self._context)
         media = None if row.media is None else media_to_device(row.media, self.device)
         return replace(to_device(replace(row, media=None), self.device), media=media)
@@ -244,6 +246,7 @@ class TermModel(nn.Module):
             head,
             row.labels,
             temperature=self.temperature,
+            truncation=self.truncation if row.sampled else None,
             with_entropy=with_entropy,
             logits_bytes=self.logits_bytes,
             vocabulary=vocabulary,

@@ -2,8 +2,8 @@
 
 The number depends only on (seed, sample, position), so a rollout does not change with the other sequences of the
 batch. Log-probabilities are those of the sampling distribution: after temperature and, if set, after top-k and top-p
-(in this order) with the kept tokens renormalised. A policy's log-probabilities are over the whole vocabulary; with
-top-k or top-p the two differ. Greedy rows report theirs under temperature 1.
+(in this order) with the kept tokens renormalised, as the policy's are (`policy/truncation.py`); without
+`Sampling.renormalise` both are among all tokens. Greedy rows report theirs under temperature 1.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from torch.nn import functional as F
 
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.types import Sampling
+from cosmos_rl_llm.policy.logprobs import Vocabulary
+from cosmos_rl_llm.policy.truncation import ALL, CANDIDATES, nucleus
 
 _BLOCK = 256
 """Tokens per block of the two-level inversion: V numbers are summed, but only V / 256 + 256 accumulated."""
 _VECTOR = 32
 """Vector width of torch's element-wise CPU kernels; the remainder is rounded differently."""
-_ALL = 2**62
-_CANDIDATES = 256
-"""Initial number of most likely tokens for `top_p` of the mass."""
 
 
 def uniforms(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -57,9 +56,11 @@ class Sampler:
     restricted: Tensor | None
     """[r] int64: rows with top-k or top-p, or None."""
     top_k: Tensor | None
-    """[r, 1] int64: `_ALL` if top-k is off."""
+    """[r, 1] int64: `ALL` if top-k is off."""
     top_p: Tensor | None
     """[r, 1] float32."""
+    renormalised: Tensor | None
+    """[r] bool: whether log-probabilities are among the kept tokens, instead of all."""
     candidates: int
     """Initial number of most likely tokens in restricted rows: at least the largest top-k."""
 
@@ -68,14 +69,15 @@ class Sampler:
         """Prepare for one `Sampling` per row."""
         greedy = [row.temperature == 0 for row in rows]
         limited = [i for i, row in enumerate(rows) if row.temperature and (0 < row.top_k < vocab_size or row.top_p < 1)]
-        top_k = [rows[i].top_k if 0 < rows[i].top_k < vocab_size else _ALL for i in limited]
+        top_k = [rows[i].top_k if 0 < rows[i].top_k < vocab_size else ALL for i in limited]
         sampler = cls(
             scale=torch.tensor([[1 / (row.temperature or 1.0)] for row in rows]),
             greedy=torch.tensor(greedy) if any(greedy) else None,
             restricted=torch.tensor(limited) if limited else None,
             top_k=torch.tensor(top_k)[:, None] if limited else None,
             top_p=torch.tensor([rows[i].top_p for i in limited])[:, None] if limited else None,
-            candidates=max([_CANDIDATES, *(k for k in top_k if k != _ALL)]),
+            renormalised=torch.tensor([rows[i].renormalise for i in limited]) if limited else None,
+            candidates=max([CANDIDATES, *(k for k in top_k if k != ALL)]),
         )
         return to_device(sampler, torch.device(device))
 
@@ -93,15 +95,23 @@ class Sampler:
         tokens = _invert(mass, uniform)
         if self.greedy is not None:
             tokens = torch.where(self.greedy, logits.argmax(-1), tokens)
-        logprobs = logits.gather(1, tokens[:, None]).squeeze(1) - mass.sum(-1).log()
         if limited is not None:
-            tokens[self.restricted], logprobs[self.restricted] = limited
+            tokens[self.restricted] = limited[0]
+        logprobs = logits.gather(1, tokens[:, None]).squeeze(1) - mass.sum(-1).log()
+        if limited is not None and self.renormalised is not None:
+            logprobs[self.restricted] = torch.where(self.renormalised, limited[1], logprobs[self.restricted])
         return tokens, logprobs
 
     def _sample_restricted(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Sample the rows with top-k or top-p from their most likely tokens."""
         assert self.restricted is not None and self.top_k is not None and self.top_p is not None
-        values, tokens, kept = _nucleus(logits[self.restricted], self.top_k, self.top_p, count=self.candidates)
+        values, tokens, kept = nucleus(
+            logits[self.restricted],
+            self.top_k,
+            self.top_p,
+            count=self.candidates,
+            vocabulary=Vocabulary.all(logits.shape[1]),
+        )
         mass = values.exp().masked_fill(~kept, 0)
         place = _invert(mass, u[self.restricted])[:, None]
         logprobs = values.gather(1, place) - mass.sum(-1, keepdim=True).log()
@@ -121,27 +131,6 @@ def penalise(logits: Tensor, tokens: Sequence[int], penalty: float) -> None:
 def _aligned(logits: Tensor) -> Tensor:
     """Pad rows to whole vectors, so that a row's `exp` does not depend on its position in the batch."""
     return F.pad(logits, (0, -logits.shape[1] % _VECTOR), value=float("-inf"))
-
-
-def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, ids and a mask of the kept (bool) of the most likely tokens, each [n, c] in descending order.
-
-    Kept are the `top_k` most likely and, of their renormalised mass, the fewest that reach `top_p`, at least one.
-    `count` is the initial number of candidates: at least every top-k below V.
-    """
-    vocab_size = logits.shape[1]
-    everything = logits.exp().sum(-1, keepdim=True)
-    count = min(count, vocab_size)
-    while True:
-        values, tokens = logits.topk(count, dim=-1)
-        mass = values.exp()
-        in_k = torch.arange(count, device=logits.device) < top_k
-        total = torch.where(top_k < _ALL, (mass * in_k).sum(-1, keepdim=True), everything)
-        before = (mass.cumsum(-1) - mass) / total
-        enough = (top_k <= count) | (before[:, -1:] >= top_p)
-        if count == vocab_size or bool(enough.all()):
-            return values, tokens, in_k & (before < top_p)
-        count = min(8 * count, vocab_size)
 
 
 def _invert(mass: Tensor, u: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.encoding import PromptEncoder
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
+from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import NEVER
@@ -333,6 +334,8 @@ class VllmEngine:
                 f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
                 f"of {limit}; shorten it, lower rollout.sampling.max_tokens or raise model.max_length"
             )
+        if not sampling.renormalise:
+            raise UserError(f"rollout.sampling.renormalise = false: {ONLY_RENORMALISED}")
         if self._media is not None:
             self._media.check(encoded.view, where=where)
 

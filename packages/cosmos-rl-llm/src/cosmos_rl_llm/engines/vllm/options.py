@@ -37,6 +37,7 @@ PICTURES = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_
 _WHY_NOT = {
     "gemma3": "vLLM's attention without a GPU, CPU_ATTN, is causal among the tokens of a picture",
 }
+ONLY_RENORMALISED = "vLLM's log-probabilities are among the tokens that top_p and top_k keep; remove it"
 OTHER_AXES = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """Arguments of vLLM that multiply the GPUs of an engine, beside tensor_parallel_size."""
 
