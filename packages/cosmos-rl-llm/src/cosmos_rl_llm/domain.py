@@ -371,7 +371,7 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
         raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
     quiet_torchao()
     from cosmos_rl_llm.engines.vllm.engine import VllmEngine
-    from cosmos_rl_llm.engines.vllm.start import read_config, start
+    from cosmos_rl_llm.engines.vllm.start import check_rope, read_config, start
     from cosmos_rl_llm.model.causal_lm import sees
 
     source = resolve(_checkpoint(model))
@@ -387,6 +387,7 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
         max_length=options.max_model_len or model.max_length,
         seeing=config if pictures else None,
     )
+    check_rope(config, chat.max_length)
 
     def encode(prompt: Prompt) -> Encoded:
         return chat.encode_prompt(prompt.row, where=prompt.origin)

@@ -116,6 +116,8 @@ _WIDENED = (
     *("swa_num_key_value_heads", "num_global_key_value_heads", "num_query_groups", "q_lora_rank", "kv_lora_rank"),
     *("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "mamba_d_ssm", "attention_hidden_size"),
 )
+_ORIGINAL = 18
+"""Length up to which a rotary embedding that depends on the length stays as it is."""
 _SPREADS = ("initializer_range", "init_std", "init_method_std", "initializer_std")
 _PLACES = ("moe_layers", "attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "ple_layer_ids")
 """Keys with layer numbers."""
@@ -242,6 +244,10 @@ def _rotary(values: Mapping[str, Any], shrunk: Mapping[str, Any]) -> dict[str, A
     rope = shrunk.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return {}
+    if "rope_type" not in rope:  # by kind of layer
+        tables = {kind: _rotary(values, {**shrunk, "rope_parameters": table}) for kind, table in rope.items()}
+        changes = {kind: table.pop("rope_parameters", rope[kind]) for kind, table in tables.items()}
+        return {"rope_parameters": changes} | {k: v for table in tables.values() for k, v in table.items()}
     changed: dict[str, Any] = {}
     if isinstance(rope.get("long_factor"), list):
         kept = round(len(rope["long_factor"]) * _head_dim(shrunk) / _head_dim(values))
@@ -250,7 +256,12 @@ def _rotary(values: Mapping[str, Any], shrunk: Mapping[str, Any]) -> dict[str, A
         pairs = round(sum(sections) * _head_dim(shrunk) / _head_dim(values))
         ends = [round(pairs * sum(sections[: place + 1]) / sum(sections)) for place in range(len(sections))]
         changed["mrope_section"] = [end - start for start, end in zip([0, *ends], ends)]
-    return {"rope_parameters": {**rope, **changed}} if changed else {}
+    if rope["rope_type"] == "longrope":
+        changed["original_max_position_embeddings"] = min(rope["original_max_position_embeddings"], _ORIGINAL)
+    limits = ("max_position_embeddings",) if rope["rope_type"] == "dynamic" else ("original_max_position_embeddings",)
+    length_dependent = rope["rope_type"] in ("longrope", "dynamic")
+    short = {key: min(values[key], _ORIGINAL) for key in limits if length_dependent and values.get(key)}
+    return short | ({"rope_parameters": {**rope, **changed}} if changed else {})
 
 
 def _head_dim(values: Mapping[str, Any]) -> int:

@@ -35,7 +35,7 @@ TOLERANCE = 1e-3
 _SPARSE = "its sparse attention chooses tokens by a mask, which packed rows do not have"
 
 _PROMPT, _RESPONSES = 7, (9, 13)
-"""Numbers of tokens: above the windows and chunks of a miniature."""
+"""Numbers of tokens: above the windows and chunks of a miniature, on both sides of the original length of longrope."""
 
 
 def runs_unpacked(
@@ -95,7 +95,7 @@ def compare(model: PreTrainedModel) -> tuple[float, float]:
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> Tensor:
     """Log-probabilities [T] of `tokens` [T] after `prompt` by transformers' own forward pass, in a batch of one."""
     row = torch.from_numpy(np.concatenate([prompt, tokens])).long().to(model.device)
-    logits = model(input_ids=row[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    logits = model(input_ids=row[None, :-1], use_cache=False).logits[0, len(prompt) - 1 :].float()
     return torch.log_softmax(logits, dim=-1).gather(1, row[len(prompt) :, None])[:, 0]
 
 

@@ -35,6 +35,7 @@ from cosmos_rl_core.types import PolicyOutputs
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items
 from cosmos_rl_llm.model.causal_lm import Head, decoder_layers, language_model
+from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
@@ -70,6 +71,8 @@ class Row:
     """This rank's part of a row that is cut at the decoder's entrance, after its pictures are in it."""
     sampled: bool = True
     """Whether an engine sampled the terms; those of supervised rows are among all tokens."""
+    lengths: Tensor | None = None
+    """[1, l] int64: see `SequenceRope.lengths`."""
     teacher: Mapping[str, Tensor] = field(default_factory=dict)
     """[t, ...]: outputs of the teacher for the terms, if there are any."""
 
@@ -116,6 +119,7 @@ class TermModel(nn.Module):
         decoder_layers(model)
         install_attention(model)
         install_replay(model)
+        self._rope = SequenceRope(model)
         for name, child in model.named_children():
             self.add_module(name, child)
         self._whole = (model,)  # in a tuple: only its parts are registered, so that names have no prefix
@@ -185,6 +189,8 @@ class TermModel(nn.Module):
         lengths = _lengths(inputs)
         given = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
         given += [digests(inputs)[:, None]] if "item_index" in inputs else []
+        rotary = self._rope.lengths(np.repeat(lengths, lengths))
+        given += [] if rotary is None else [rotary[:, None]]
         rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
@@ -201,12 +207,14 @@ class TermModel(nn.Module):
             term_rows=term_rows,
             labels=inputs["labels"],
             routes=inputs["routes"][taken] if "routes" in inputs else None,
+            lengths=None if rotary is None else rotary[None, taken],
             media=vision.inputs(items_of(inputs, taken)) if vision is not None and "item_index" in inputs else None,
             own_rows=slice(None) if vision is not None and self.mesh is not None else None,
         )
 
     def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> Row:
-        layout = PackedLayout.of(_lengths(inputs))
+        lengths = _lengths(inputs)
+        layout, rotary = PackedLayout.of(lengths), self._rope.lengths(np.repeat(lengths, lengths))
         # All ranks that gather parameters together run the same number of passes; additional ones run one token.
         passes = len(layout.blocks) if self.mesh is None else self.mesh.most_over_shards(len(layout.blocks))
         spare = Block(torch.zeros(1, dtype=torch.int64), rows=1, longest=1)
@@ -217,6 +225,7 @@ class TermModel(nn.Module):
             term_rows=inputs["logit_index"],
             labels=inputs["labels"],
             routes=inputs.get("routes"),
+            lengths=None if rotary is None else rotary[None],
         )
 
     def forward(
@@ -264,12 +273,14 @@ class TermModel(nn.Module):
         assert given is not None
         if not self.unpacked:
             seen = row.seen if self.first else None  # a rank's stages share a row
-            return self._pass(given, row.positions, row.layout, row.routes, seen)
+            with self._rope.of(row.lengths):
+                return self._pass(given, row.positions, row.layout, row.routes, seen)
         assert isinstance(row.layout, PackedLayout)
         outputs = []
         for block in row.layout.blocks:
             routes = None if row.routes is None else row.routes[block.source]
-            output = self._pass(block.gather(given), block.gather(row.positions), CausalRows(), routes)
+            with self._rope.of(None if row.lengths is None else block.gather(row.lengths)):
+                output = self._pass(block.gather(given), block.gather(row.positions), CausalRows(), routes)
             outputs.append(output.flatten(0, 1))
         return torch.cat(outputs).unsqueeze(0).index_select(1, row.layout.restore)
 
@@ -377,6 +388,7 @@ def _cut(row: Row, axis: DeviceMesh) -> Row:
         labels=part.labels,
         teacher={name: values[part.terms] for name, values in row.teacher.items()},
         routes=None if row.routes is None else row.routes[part.rows],
+        lengths=None if row.lengths is None else row.lengths[:, part.rows],
         context=part,
         own_rows=None if row.own_rows is None else part.rows,
     )

@@ -30,6 +30,7 @@ from cosmos_rl_llm.engines.torch.exact import use_steady_activations, use_steady
 from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
 from cosmos_rl_llm.policy.routing import RouteRecorder
@@ -131,6 +132,7 @@ class RunningBatch:
         vision: VisionFamily | None = None,
     ) -> None:
         install_attention(model)
+        self._rope = SequenceRope(model)
         use_onednn(model, generates=True)
         use_rms_norms(model)
         use_steady_experts(model)
@@ -160,6 +162,11 @@ class RunningBatch:
         self._seed = np.zeros(rows, dtype=np.uint64)
         self._sample = np.zeros(rows, dtype=np.int64)
         self._term = np.zeros(rows, dtype=np.int64)
+
+    @property
+    def original_length(self) -> int | None:
+        """A sequence must not grow past it: its keys were rotated as those of a short one. None: there is no such."""
+        return self._rope.original
 
     def samples_at_a_time(self, num_terms: int) -> int:
         """Maximum number of concurrent sequences of `num_terms`, prompt included; 0 if none fits."""
@@ -202,7 +209,8 @@ class RunningBatch:
         )
         span = self._whole_spans(int(self._place[rows].max()) + 1)
         self._cache.begin_decode(place, span=span)
-        hidden = self._forward(token[:, None], position[:, None], DecodeLayout(place=place, span=span))
+        layout, lengths = DecodeLayout(place=place, span=span), self._place[rows] + 1
+        hidden = self._forward(token[:, None], position[:, None], layout, lengths=lengths[:, None])
         self.stats.decode_terms += count
         self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
         return self._sample_terms(self._logits(hidden[:count, 0]), uniform, slice(0, count), version)
@@ -260,7 +268,7 @@ class RunningBatch:
         tokens, positions, layout = to_device(given, self._model.device)
         media = self._vision.inputs(items) if items and self._vision is not None else {}
         media = media_to_device(media, self._model.device)
-        return self._forward(tokens, positions, layout, media)
+        return self._forward(tokens, positions, layout, media, lengths=np.repeat(sizes, sizes)[None])
 
     def _sent(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         """Copies of arrays on the model's device, in one transfer."""
@@ -272,17 +280,23 @@ class RunningBatch:
         positions: Tensor,
         layout: PackedLayout | DecodeLayout,
         media: Mapping[str, Tensor] | None = None,
+        *,
+        lengths: np.ndarray,
     ) -> Tensor:
-        """tokens [B, Q], positions [B, Q] or [3, B, Q] -> last hidden states [B, Q, hidden]."""
+        """tokens [B, Q], positions [B, Q] or [3, B, Q] -> last hidden states [B, Q, hidden].
+
+        lengths: [B, Q]: of each token's sequence.
+        """
         self.stats.steps += 1
-        output = self._model.base_model(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=True,
-            layout=layout,
-            **{self._cache_argument: self._cache},
-            **(media or {}),
-        )
+        with self._rope.of(self._rope.lengths(lengths)):
+            output = self._model.base_model(
+                input_ids=tokens,
+                position_ids=positions,
+                use_cache=True,
+                layout=layout,
+                **{self._cache_argument: self._cache},
+                **(media or {}),
+            )
         return output.last_hidden_state
 
     def _note_routes(self, lengths: Sequence[int], owners: Sequence[Sequence[RunningSequence]]) -> None:

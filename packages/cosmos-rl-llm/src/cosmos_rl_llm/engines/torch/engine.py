@@ -63,7 +63,8 @@ def check_generation(model: PreTrainedModel) -> None:
 def _largest_error(kind: type[PreTrainedModel], config: str, device: str) -> float:
     """Maximum error in nats, over the terms of all sequences."""
     model, reference = (family_miniature(kind, config, device=device) for _ in range(2))
-    prompts = [np.concatenate([sample.prompt_tokens, sample.tokens]) for sample in probe_samples()]
+    limit = context_length(model) or 2**31  # dynamic NTK changes above it, where no request gets
+    prompts = [np.concatenate([sample.prompt_tokens, sample.tokens])[: limit - _TERMS] for sample in probe_samples()]
     sampling = Sampling(max_terms=_TERMS)
     requests = [
         Request(prompt_tokens=tokens, num_samples=1, first_sample=0, sampling=sampling, seed=seed)
@@ -210,6 +211,7 @@ class TorchEngine(ThreadedEngine[Request]):
                 f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
                 f"of {self._max_length}; shorten it, lower rollout.sampling.max_tokens or raise model.max_length"
             )
+        self._check_growth(where, length, most)
         at_a_time = self._batch.samples_at_a_time(length + most)
         if at_a_time == 0:
             raise PromptError(
@@ -217,6 +219,16 @@ class TorchEngine(ThreadedEngine[Request]):
                 "raise rollout.options.cache_bytes or lower rollout.sampling.max_tokens"
             )
         return at_a_time
+
+    def _check_growth(self, where: str, length: int, most: int) -> None:
+        """Raise PromptError if a response could grow past the length at which the rotary embedding changes."""
+        original = self._batch.original_length
+        if original is not None and length <= original < length + most - 1:  # nothing follows the last token
+            raise PromptError(
+                f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds {original}, where the "
+                "model's rotary embedding changes (longrope, dynamic NTK); lower rollout.sampling.max_tokens to at "
+                f'most {original - length + 1}, or set rollout.engine = "vllm"'
+            )
 
     def _text(self, sequence: RunningSequence) -> str:
         text = self._decode(sequence.tokens)

@@ -16,6 +16,7 @@ from cosmos_rl_core.imports import pip_install
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
+from cosmos_rl_llm.model.rope import original_length
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -74,6 +75,19 @@ def read_config(source: str) -> tuple[PreTrainedConfig, GenerationConfig]:
     except ValueError as error:
         raise UserError(f"{source}/generation_config.json: {error}; mend or remove the file") from error
     return config, generation
+
+
+def check_rope(config: PreTrainedConfig, max_length: int | None) -> None:
+    """Raise UserError where vLLM rotates short sequences in another way than the policy: longrope above its length."""
+    text = config.get_text_config()
+    original = original_length(text)
+    kinds = str(getattr(text, "rope_parameters", None))
+    if original is not None and "longrope" in kinds and (max_length is None or max_length > original):
+        raise UserError(
+            f'rollout.engine = "vllm" uses the long factors of longrope for every sequence if the limit is above '
+            f"{original} tokens, the policy only for sequences that are longer: set model.max_length = {original}, or "
+            'rollout.engine = "torch"'
+        )
 
 
 def engine_arguments(
