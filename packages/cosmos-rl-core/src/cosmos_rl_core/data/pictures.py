@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -20,7 +19,7 @@ _BITS, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
 _opening = threading.Lock()
 
 
-def open_picture(file: BinaryIO, *, formats: Sequence[str]) -> Image.Image | None:
+def open_picture(file: BinaryIO, *, formats: tuple[str, ...]) -> Image.Image | None:
     """Read the header of a picture; None for a file of none of the `formats`, which are named as by Pillow.
 
     Raises:
