@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 import torch
 from llm_parity import differences, train, train_rank
+from small_families import gradients, one_at_a_time, packed, sample, small
 from transformers import AutoConfig, LlamaForCausalLM, LlamaModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.types import Share
-from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
 from cosmos_rl_llm.policy import packing
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.policy.probe import plain_logprobs, runs_unpacked
+from cosmos_rl_llm.policy.probe import runs_unpacked
 
 PACKED = {
     "cohere": {},
@@ -47,12 +45,6 @@ REFUSED = {
 }
 
 
-def small(kind, **values):
-    values = {"num_key_value_heads": 8, **values} if kind == "nemotron" else values
-    config = type(AutoConfig.for_model(kind))(**values)
-    return miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
-
-
 def samples(*sizes):
     """Groups of two rollouts with one prompt, of `sizes` and half of them."""
     rng = np.random.default_rng(0)
@@ -61,26 +53,6 @@ def samples(*sizes):
         prompt = rng.integers(20, VOCABULARY, 6, dtype=np.int32)
         found += [sample(prompt, rng.integers(20, VOCABULARY, n, dtype=np.int32)) for n in (size, 1 + size // 2)]
     return found
-
-
-def sample(prompt, tokens):
-    zeros = np.zeros(len(tokens), np.float32)
-    return Sample(prompt_tokens=prompt, tokens=tokens, logprobs=zeros, loss_mask=zeros == 0, advantage=1.0)
-
-
-def packed(given):
-    (microbatch,) = pack_batch(given, microbatch_terms=10**6, share=Share(), metrics={}).microbatches
-    return microbatch
-
-
-def one_at_a_time(model, given):
-    model.eval()
-    return torch.cat([plain_logprobs(model, each.prompt_tokens, each.tokens) for each in given])
-
-
-def gradients(model, logprobs):
-    logprobs.mul(torch.linspace(-1, 1, len(logprobs))).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in LATER)) for k in FAMILIES])
@@ -193,6 +165,14 @@ def test_a_list_as_long_as_the_model_is_deep_is_not_thereby_one_by_layer():
     values = AutoConfig.for_model("llama", num_hidden_layers=2, eos_token_id=[1, 2]).to_dict()
     assert shrink({**values, "time_step_limit": [0.0, 5.0]})["time_step_limit"] == [0.0, 5.0]
     assert shrink({**values, "layer_types": ["a", "b"]})["layer_types"] == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "laguna"])
+def test_a_parameter_that_a_family_never_trains_is_delivered(kind):
+    policy = CausalLMPolicy(small(kind))
+    frozen = [name for name, parameter in policy.module.named_parameters() if not parameter.requires_grad]
+    assert frozen and all("e_score_correction_bias" in name for name in frozen)
+    assert policy.rollout_weights().keys() == policy.weights().keys()
 
 
 class CountingMesh(MeshOf):

@@ -69,6 +69,10 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }  # fmt: skip
 """Configuration, vLLM's module, class, sizes."""
 OTHERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig", "ernie45_moe", "Ernie4_5_MoeForCausalLM",
+        _HEADS | _WIDE | {"moe_intermediate_size": 128, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
+    ),
     "gpt2": ("GPT2Config", "gpt2", "GPT2LMHeadModel", {"num_attention_heads": 4}),
     "bloom": ("BloomConfig", "bloom", "BloomForCausalLM", {"n_head": 4}),
     "llama4": (
@@ -215,6 +219,14 @@ def test_every_element_lands_where_the_loader_puts_it(family, tp, checkpoint):
             expected = loaded(config, made.numbered)
             assert same(landed(config, made.specs, made.numbered, by="table"), expected)
             assert same(landed(config, made.specs, made.numbered, by="trace"), expected)
+
+
+def test_a_bias_that_its_family_never_trains_lands_where_the_loader_puts_it(checkpoint):
+    made = checkpoint("ernie4_5_moe")
+    config = vllm_config(made.path)
+    assert any("e_score_correction_bias" in spec.name for spec in made.specs)
+    with acting_as(0, tp=1):
+        assert same(landed(config, made.specs, made.numbered), loaded(config, made.numbered))
 
 
 @pytest.mark.parametrize("family", WITH_EXPERTS)

@@ -32,6 +32,7 @@ from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import parameters_on_meta
 from cosmos_rl_core.parallel.lora import adapter_weights, whole_weights
 from cosmos_rl_llm.model.checkpoint import resolve
+from cosmos_rl_llm.model.parts import part_of
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 """Config keys that logits are multiplied by: Cohere, Falcon-H1, Muse Glimmer."""
@@ -159,8 +160,13 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:
-    """`named_weights` without those of frozen parts: an engine has these from the model's own files."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    """`named_weights` without those of frozen parts: an engine has these from the model's own files.
+
+    A parameter that a family itself never trains (the routers' biases of ERNIE 4.5) goes with the rest of its part.
+    """
+    parameters = dict(model.named_parameters())
+    trained = {part_of(name) for name, parameter in parameters.items() if parameter.requires_grad}
+    frozen = {name for name in parameters if part_of(name) not in trained}
     return {name: tensor for name, tensor in named_weights(model).items() if name not in frozen}
 
 
