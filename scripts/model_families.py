@@ -94,6 +94,22 @@ The column *engine* shows whether `rollout.engine = "torch"` supports the model;
 At start-up each policy and each torch engine runs the same check on a small model of its own configuration
 ([decision 0014](decisions/0014-a-small-model-is-asked.md)). It therefore also covers families that are not listed here
 and newer versions of transformers.
+
+A checkpoint whose config.json has a `vision_config` is loaded as a vision-language model, also for text alone. It must
+be of a family of [vision.md](vision.md); another one, such as a published Qwen 3.5, Gemma 4 or GOT-OCR 2, is refused at
+start, and its row below is about a checkpoint of the text model alone.
+
+Over ranks each run compares a small model, over its own mesh, with one process: log-probabilities and all gradients.
+Where they differ, the run ends with an error before the first step. Over two processes of one axis, of the 120 kinds
+that are trained:
+
+| axis | right | refused | not tried |
+|---|---|---|---|
+| dp_shard | 114 | 2 | 4 |
+| tp | 54 | 65 | 1 |
+| cp | 89 | 31 | 0 |
+| pp | 71 | 49 | 0 |
+| ep | 39 | 81 | 0 |
 """
 
 
