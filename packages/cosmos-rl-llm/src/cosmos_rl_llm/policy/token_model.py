@@ -179,7 +179,8 @@ class TermModel(nn.Module):
             check_replay(self.causal_lm)
         row = self._unpacked_row(inputs) if self.unpacked else self._packed_row(inputs)
         row = replace(row, teacher=teacher or {}, sampled=SUPERVISED not in inputs)
-        row = row if self._context is None else _cut(row, self._context)
+        context = _context(self)
+        row = row if context is None else _cut(row, context)
         media = None if row.media is None else media_to_device(row.media, self.device)
         return replace(to_device(replace(row, media=None), self.device), media=media)
 
@@ -194,7 +195,7 @@ class TermModel(nn.Module):
         rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
-        if missing := -len(kept) % math.lcm(self._num_parts, _length_unit(len(kept)) if self._rounds_lengths else 1):
+        if missing := -len(kept) % math.lcm(_num_parts(self), _length_unit(len(kept)) if self._rounds_lengths else 1):
             # An additional sequence as padding: its tokens are the first of text, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
             text = int((inputs["item_index"] < 0).int().argmax()) if "item_index" in inputs else 0
@@ -327,19 +328,19 @@ class TermModel(nn.Module):
         return () if self.vision is None else tuple(self.vision.token_ids.values())
 
     @property
-    def _context(self) -> DeviceMesh | None:
-        return None if self.mesh is None else self.mesh.axis("cp")
-
-    @property
-    def _num_parts(self) -> int:
-        """Number of ranks that share a row."""
-        context = 1 if self._context is None else self._context.size()
-        return context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
-
-    @property
     def autocast(self) -> torch.dtype | None:
         """Dtype of matrix products where the weights have another one; None: that of the weights."""
         return self.compute_dtype if self.mesh is None else None
+
+
+def _context(terms: TermModel) -> DeviceMesh | None:
+    return None if terms.mesh is None else terms.mesh.axis("cp")
+
+
+def _num_parts(terms: TermModel) -> int:
+    """Number of ranks that share a row."""
+    context = _context(terms)
+    return (1 if context is None else context.size()) * (terms.axis.size if terms.axis and terms.axis.sequence else 1)
 
 
 def _length_unit(length: int) -> int:

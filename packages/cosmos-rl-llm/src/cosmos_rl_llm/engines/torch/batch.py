@@ -163,11 +163,6 @@ class RunningBatch:
         self._sample = np.zeros(rows, dtype=np.int64)
         self._term = np.zeros(rows, dtype=np.int64)
 
-    @property
-    def original_length(self) -> int | None:
-        """A sequence must not grow past it: its keys were rotated as those of a short one. None: there is no such."""
-        return self._rope.original
-
     def samples_at_a_time(self, num_terms: int) -> int:
         """Maximum number of concurrent sequences of `num_terms`, prompt included; 0 if none fits."""
         room = self._cache_terms // self._whole_spans(num_terms)

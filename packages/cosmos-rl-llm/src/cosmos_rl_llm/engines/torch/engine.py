@@ -27,6 +27,7 @@ from cosmos_rl_llm.engines.torch.batch import EngineStats, Request, RunningBatch
 from cosmos_rl_llm.engines.torch.cache import bytes_per_term
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights, trained_weights
+from cosmos_rl_llm.model.rope import original_length
 from cosmos_rl_llm.policy.probe import (
     TOLERANCE,
     describe,
@@ -222,7 +223,7 @@ class TorchEngine(ThreadedEngine[Request]):
 
     def _check_growth(self, where: str, length: int, most: int) -> None:
         """Raise PromptError if a response could grow past the length at which the rotary embedding changes."""
-        original = self._batch.original_length
+        original = original_length(self._model.config.get_text_config())
         if original is not None and length <= original < length + most - 1:  # nothing follows the last token
             raise PromptError(
                 f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds {original}, where the "
