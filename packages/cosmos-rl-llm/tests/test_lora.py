@@ -8,7 +8,8 @@ import pytest
 import torch
 from llm_parity import FAMILIES, assert_equal, make_batch, train, train_rank
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
@@ -19,6 +20,7 @@ from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
+from cosmos_rl_llm.model.miniature import miniature
 from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.preflight import adapter_problems
@@ -245,3 +247,13 @@ def test_ranks_train_the_same_adapters(dims):
     num_ranks = torch.tensor(list(dims.values())).prod().item()
     ranks = run_ranks(train_rank, num_ranks, family="qwen3", dims=dims, lora=lora, num_steps=3)
     assert_equal(one, ranks)
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "mamba2", "nemotron_h"])
+def test_mixers_that_multiply_inside_a_kernel_have_no_adapter_there(kind):
+    """peft refuses out_proj of Mamba, whose kernel reads the weight itself; the other layers have adapters."""
+    config = AutoConfig.for_model(kind)
+    network = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    add_adapters(network, SECTION, base="some/base")
+    adapted_layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in adapter_weights(network)}
+    assert "in_proj" in adapted_layers and "out_proj" not in adapted_layers

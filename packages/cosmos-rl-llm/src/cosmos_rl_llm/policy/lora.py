@@ -23,6 +23,8 @@ from cosmos_rl_llm.model.causal_lm import empty_model
 from cosmos_rl_llm.model.parts import part_of
 from cosmos_rl_llm.model.weights import find_weights
 
+_WITH_FUSED_MIXERS = frozenset(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"))
+"""Families whose Mamba mixers multiply by out_proj's weight inside a kernel, past an adapter; peft refuses it there."""
 _NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Linear layers excluded if experts are stacked: peft would adapt the experts and the router instead."""
 
@@ -47,10 +49,12 @@ def add_adapters(
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
     heads = {name for name, module in model.named_modules() if module is output}
 
+    is_fused = model.config.model_type in _WITH_FUSED_MIXERS
+
     def leave_out(name: str) -> bool:
-        return (
-            name in heads or part_of(name) in without or (has_experts and name.rpartition(".")[2] in _NAMES_OF_EXPERTS)
-        )
+        last = name.rpartition(".")[2]
+        skipped = (has_experts and last in _NAMES_OF_EXPERTS) or (is_fused and last == "out_proj")
+        return skipped or name in heads or part_of(name) in without
 
     lora.add_adapters(
         model,

@@ -19,7 +19,7 @@ from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_wfm.rewards.pretrained import Exclusive
 from cosmos_rl_wfm.rewards.video import group_videos, row_text, sample_frames
 
-_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+_QUOTED = re.compile(r'"([^"]+)"|“([^“”]+)”')
 
 
 class OcrReward(Strict):
