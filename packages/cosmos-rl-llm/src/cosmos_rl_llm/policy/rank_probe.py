@@ -88,10 +88,10 @@ def compare_ranks(
     spread = _spread(small, ModelSetup(mesh=mesh, parallel=setup.parallel))
     own = CausalLMPolicy(alone)
     share = replace(mesh.share, multiple=microbatch_multiple(setup.parallel))
-    found = _train(spread, share)
+    computed = _train(spread, share)
     with torch.no_grad():
-        wanted = [own.forward(microbatch).logprobs for microbatch, _ in found]
-    off = max((_largest(mine - right) for (_, mine), right in zip(found, wanted, strict=True)), default=0.0)
+        expected = [own.forward(microbatch).logprobs for microbatch, _ in computed]
+    off = max((_largest(mine - right) for (_, mine), right in zip(computed, expected, strict=True)), default=0.0)
     _train(own, Share())
     return off, *_worst_gradient(_gradients(spread.module), _gradients(own.module))
 
@@ -119,28 +119,28 @@ def _train(policy: Any, share: Share) -> list[tuple[Microbatch, Tensor]]:
     """Add the gradients of a share of the batch; return the microbatches that this rank computed to the end."""
     samples = [replace(sample, advantage=weight) for sample, weight in zip(2 * probe_samples(), (1.0, -0.5, 0.3, 0.7))]
     batch = pack_batch(samples, microbatch_terms=32, share=share, metrics={})
-    found = []
+    computed = []
 
     def loss(outputs: PolicyOutputs, microbatch: Microbatch) -> Tensor:
-        found.append((microbatch, outputs.logprobs.detach()))
+        computed.append((microbatch, outputs.logprobs.detach()))
         return (outputs.logprobs * microbatch.terms.advantages * microbatch.terms.loss_mask).sum()
 
     policy.forward_backward(batch.microbatches, loss=loss, with_entropy=False)
-    return found
+    return computed
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
+    computed = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in computed.items()}
 
 
-def _worst_gradient(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+def _worst_gradient(computed: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
     """The largest error relative to a parameter's largest value, and its name. A stage has some of the parameters."""
-    floor = _SMALLEST * max(_largest(gradient) for gradient in wanted.values())
+    floor = _SMALLEST * max(_largest(gradient) for gradient in expected.values())
     errors = {
-        name: _largest(gradient - wanted[name]) / max(_largest(wanted[name]), floor)
-        for name, gradient in found.items()
-        if name in wanted
+        name: _largest(gradient - expected[name]) / max(_largest(expected[name]), floor)
+        for name, gradient in computed.items()
+        if name in expected
     }
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
