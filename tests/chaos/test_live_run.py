@@ -4,9 +4,6 @@ The run goes on each time. In the end every sample was trained once, at the step
 max_staleness = 0 a sample that was lost, doubled or trained late would be at another step.
 """
 
-import os
-import signal
-
 import faults
 import pytest
 
@@ -49,11 +46,10 @@ def test_a_policy_dies_after_its_vote(live):
     live.strike_policy("after the vote", "policy-1")
 
 
-def test_a_rollout_that_is_stopped_is_removed_and_refused_when_it_goes_on(live, pid_of):
+def test_a_rollout_that_is_stopped_is_removed_killed_and_started_again(live, pid_of):
     live.wait_for_members("rollout", 2)
     stopped = pid_of(live.directory, "rollout-1")
     live.strike_rollout("while it generates", "rollout-1", faults.STOP)
-    os.kill(stopped, signal.SIGCONT)
     live.wait(lambda: pid_of(live.directory, "rollout-1") not in (None, stopped), "its next process")
 
 

@@ -59,13 +59,13 @@ def refused_here(tmp_path, write_recipe, capfd, monkeypatch, one_thread):
     """The same in this process, where torch is loaded already: for what is found in the middle of a run."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def refused(tables, *arguments):
+    def refused(tables, *arguments, has_run=False):
         recipe = write_recipe(tmp_path / "recipe.toml", tables)
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             main(["run", str(recipe), *arguments])
         assert ended.value.code == 2
-        return only_message(capfd.readouterr().err)
+        return only_message(capfd.readouterr().err, has_run=has_run)
 
     return refused
 
@@ -86,7 +86,7 @@ def test_misspelt_keys_are_told_all_at_once_with_what_was_meant(tmp_path, bandit
     [
         ({"run__domain": "lm"}, "no domain is called 'lm'; did you mean 'llm'?"),
         ({"run__domain": "nowhere:TINY"}, "No module named 'nowhere'"),
-        ({"algorithm__name": "gpro"}, "no algorithm is called 'gpro'; did you mean 'gspo'?"),
+        ({"algorithm__name": "gpro"}, "no algorithm is called 'gpro'; did you mean 'grpo'?"),
         ({"reward__functions": [{"name": "hit"}]}, "no reward is called 'hit'"),
         ({"sync__backend": "trasfer"}, "no weight_sync is called 'trasfer'; did you mean 'transfer'?"),
         ({"data__rows": 0}, "data: tiny has no rows"),
@@ -138,7 +138,8 @@ def test_a_reward_has_no_such_option(tmp_path, sums, refused):
     ],
 )
 def test_what_only_the_workers_can_know(change, said, tmp_path, sums, refused_here):
-    assert said in refused_here(sums(tmp_path / "run", run__placement="inline", **change))
+    tables = sums(tmp_path / "run", run__placement="inline", **change)
+    assert said in refused_here(tables, has_run="rollout__options" in change)  # the policy has begun before its engine
 
 
 @pytest.mark.parametrize("length", [{"run__max_steps": 3}, {"prompts__epochs": 1}], ids=["endless", "one epoch"])

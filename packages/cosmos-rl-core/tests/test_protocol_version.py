@@ -7,11 +7,10 @@ from types import ModuleType
 import msgspec
 
 from cosmos_rl_core.control import protocol
-from cosmos_rl_core.rollout import payload
 from cosmos_rl_core.rollout.spool import store
-from cosmos_rl_core.wire import handshake
+from cosmos_rl_core.wire import handshake, payload
 
-DIGEST_OF = {5: "39ef58732cfbd0c9"}
+DIGEST_OF = {6: "3bff385172516cc6"}
 """Digest of the messages of a version. After a change of one raise PROTOCOL_VERSION, and replace this entry."""
 
 

@@ -103,8 +103,7 @@ class Controller:
             ledger, journal=journal, clock=self.clock, dispatch=self._dispatch, fail=self.outcome.fail
         )
         self.check_owner = self._ledger.check_owner
-        self.end_silent: Callable[[str], None] = lambda name: None
-        """Ends a rollout worker that does not answer, if its launcher can, to start it again."""
+        self.end_silent: Callable[[str], None] = lambda name: None  # a launcher that can kills it and starts another
         self._batches = Batches(source=source, supervised=job.supervised, peers=self.peers)
         self._reports = PolicyReports(observer=observer, peers=self.peers)
         self._evaluator = Evaluator(
@@ -134,8 +133,7 @@ class Controller:
             supervised=job.supervised,
             resume_from=job.resume_from,
         )
-        self._succession = Succession(recovery=self._recovery, turns=self.turns)
-        self._rendezvous = Rendezvous()
+        self._succession, self._rendezvous = Succession(recovery=self._recovery, turns=self.turns), Rendezvous()
         self.admission = Admission(
             ledger=ledger,
             feed=self._ledger.feed,
@@ -152,8 +150,6 @@ class Controller:
     def checkpoint(self) -> str:
         """Path of the newest checkpoint reported by a policy replica; empty if there is none."""
         return self._recovery.checkpoint
-
-    # -- the run
 
     def succeed(self, earlier: Predecessor) -> None:
         """Continue the run of a dead controller, whose journal the ledger has replayed. Called before serving."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,15 +18,15 @@ class _OutOfTime(BaseException):
 def within(limit_s: float, work: Callable[[], T], *, otherwise: T) -> T:
     """Return the result of `work`, or `otherwise` when it has taken `limit_s` of the processor.
 
-    Processor time, so that other processes have no influence on a reward. Only the main thread, as that of a reward's
-    process, gets the signal: in another thread there is no limit.
+    Processor time of this thread, so that other processes and threads have no influence on a reward. Only the main
+    thread, as that of a reward's process, gets the signal: in another thread there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    is_running = True
+    is_running, began = True, time.thread_time()
 
     def expire(*_: object) -> None:
-        if is_running:
+        if is_running and time.thread_time() - began >= limit_s:  # the timer counts all threads
             raise _OutOfTime
 
     before = signal.signal(signal.SIGPROF, expire)

@@ -31,13 +31,16 @@ from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share
 from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.model.miniature import NUM_LAYERS, Size, miniature
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.policy.probe import TOLERANCE, first_line, probe_samples
+from cosmos_rl_llm.policy.probe import TOLERANCE, describe, first_line, probe_samples
 
 GRADIENT_TOLERANCE = 1e-2
 """Relative to the largest value of a parameter's gradient. Rounding gives about 1e-5, a part that is missing or counted
 twice 0.3 and more."""
 _SMALLEST = 1e-3
 """A gradient counts as at least this part of the model's largest: that of a bias of keys is 0 but for rounding."""
+
+_CHECKED: set[tuple[object, ...]] = set()
+"""Families, trained parameters and meshes that were found right in this process."""
 
 Prepare = Callable[[PreTrainedModel], None]
 """Freezes parts of a model and adds adapters, in place."""
@@ -46,10 +49,15 @@ Prepare = Callable[[PreTrainedModel], None]
 def check_ranks(model: PreTrainedModel, setup: ModelSetup, *, prepare: Prepare = lambda _: None) -> None:
     """Raise UserError, on every rank, if the family of `model` is not computed correctly over the mesh of `setup`.
 
-    All ranks of the mesh call it together. `model`'s weights are not used and need not be loaded.
+    All ranks of the mesh call it together. `model`'s weights are not used and need not be loaded. A family that is
+    right is not checked again in this process, such as for the reference beside a policy.
     """
     mesh = setup.mesh
     if mesh is None or mesh.dims.world_size == 1:
+        return
+    trained = tuple((name, parameter.requires_grad) for name, parameter in model.named_parameters())
+    subject = (*describe(model), trained, str(mesh.dims), setup.parallel.model_dump_json(), str(mesh.device))
+    if subject in _CHECKED:
         return
     name = type(model).__name__
     try:
@@ -69,6 +77,7 @@ def check_ranks(model: PreTrainedModel, setup: ModelSetup, *, prepare: Prepare =
             f"[policy.parallel] {name} over {mesh.dims.describe()} differs from one process: log-probabilities by "
             f"{off:.2g} nats, a gradient by {slope:.2g} of its largest value ({parameter}); {_advice(mesh)}"
         )
+    _CHECKED.add(subject)
 
 
 def compare_ranks(

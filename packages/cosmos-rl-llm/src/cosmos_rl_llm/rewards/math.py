@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import ClassVar
 
 from pydantic import Field
@@ -116,21 +117,25 @@ def _readable(text: str) -> str:
 
 
 def _same_mathematics(answer: str, reference: str) -> bool:
-    from math_verify import (  # sympy takes a second to import, at the first answer that is not an integer
-        parse,
-        verify,
-    )
+    _load_library()
+    return within(COMPARISON_S, lambda: _verified(answer, reference), otherwise=False)
 
+
+@cache
+def _load_library() -> None:
+    """Import math-verify and compare once, without a limit: sympy imports and caches for more than a second."""
     # It warns once that its timeouts are off; they are of whole seconds, and of a clock that other processes delay.
     for module in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(module).setLevel(logging.ERROR)
+    _verified("(x+1)^2", r"x^2+\frac{2}{1}x+1")
 
-    def compare() -> bool:
-        gold = parse(f"${reference}$", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-        target = parse(f"${answer}$", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-        return verify(gold, target, timeout_seconds=None)
 
-    return within(COMPARISON_S, compare, otherwise=False)
+def _verified(answer: str, reference: str) -> bool:
+    from math_verify import parse, verify
+
+    gold = parse(f"${reference}$", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    target = parse(f"${answer}$", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    return verify(gold, target, timeout_seconds=None)
 
 
 class MathReward(Strict):

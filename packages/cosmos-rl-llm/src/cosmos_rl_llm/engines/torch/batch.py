@@ -142,12 +142,8 @@ class RunningBatch:
         rows = max(max_sequences, MIN_ROWS)
         self.stats = EngineStats()
         self.sequences: list[RunningSequence] = []
-        self._model, self._head, self._decode, self._vision = (
-            model,
-            Head.of(model).without(() if vision is None else tuple(vision.token_ids.values())),
-            decode,
-            vision,
-        )
+        self._model, self._decode, self._vision = model, decode, vision
+        self._head = Head.of(model).without(() if vision is None else tuple(vision.token_ids.values()))
         self._stop_ids = frozenset(stop_ids)
         self._max_sequences, self._cache_terms = max_sequences, cache_terms
         self._span_unit = span_unit(model)
