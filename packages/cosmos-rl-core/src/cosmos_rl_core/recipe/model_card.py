@@ -15,9 +15,9 @@ from typing import Any
 def model_card(recipe: Mapping[str, Any], *, step: int, library: str | None) -> str:
     """Return the card of a model that was trained by a recipe.
 
-    recipe: a checkpoint's, validated, as tables. library: the one that loads the export, in the hub's spelling.
+    recipe: a checkpoint's as tables; one that was saved without a run has few. library: the one that loads the export, in the hub's spelling.
     """
-    algorithm, base = recipe["algorithm"]["name"], recipe["model"].get("path")
+    algorithm, base = recipe.get("algorithm", {}).get("name", "model"), recipe["model"].get("path")
     facts = dict(_facts(recipe, step=step))
     front = {
         "library_name": library,
@@ -43,7 +43,7 @@ def model_card(recipe: Mapping[str, Any], *, step: int, library: str | None) -> 
 
 def _facts(recipe: Mapping[str, Any], *, step: int) -> Iterator[tuple[str, str]]:
     policy, reward = recipe.get("policy", {}), recipe.get("reward", {})
-    places = {"base model": recipe["model"].get("path"), "data": recipe["data"].get("path")}
+    places = {"base model": recipe["model"].get("path"), "data": recipe.get("data", {}).get("path")}
     for name, place in places.items():
         if isinstance(place, str) and place:
             yield name, f"`{place if _is_hub_id(place) else Path(place).name}`"
