@@ -15,7 +15,8 @@ from typing import Any
 def model_card(recipe: Mapping[str, Any], *, step: int, library: str | None) -> str:
     """Return the card of a model that was trained by a recipe.
 
-    recipe: a checkpoint's as tables; one that was saved without a run has few. library: the one that loads the export, in the hub's spelling.
+    recipe: a checkpoint's as tables; one that was saved without a run has few of them. library: the one that loads the
+    export, in the hub's spelling.
     """
     algorithm, base = recipe.get("algorithm", {}).get("name", "model"), recipe["model"].get("path")
     facts = dict(_facts(recipe, step=step))
