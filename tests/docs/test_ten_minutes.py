@@ -53,7 +53,7 @@ def tolerance(line, number):
         return max(0.1, 0.8 * number)
     if line.isdigit() or "<eos>" in line:  # a number that the model generates
         return float("inf")
-    return 0.02 * number
+    return (0.1 if "trained terms" in line else 0.02) * number  # answers are as long as the model makes them
 
 
 def same_numbers(shown, printed):
