@@ -1,5 +1,7 @@
 """A dataset's videos: files that are damaged, cut off or too short are named."""
 
+import struct
+
 import av
 import numpy as np
 import pytest
@@ -68,3 +70,22 @@ def test_frames_of_a_damaged_run_are_named_and_the_others_are_read(tmp_path):
     assert "file-000.mp4: is damaged: not all frames after" in samples.unreadable[10]
     for frame, image in enumerate(samples.images):
         assert round(float(image.mean()), -1) == (0 if frame >= 10 else 10 * frame)
+
+
+@pytest.mark.parametrize(("matrix", "turns"), [((-1, 0, 0, -1), 2), ((1, 0, 0, -1), None)], ids=["turned", "mirrored"])
+def test_frames_are_shown_as_the_display_matrix_says(tmp_path, matrix, turns):
+    """As of a camera that hangs upside down, whose files say so to players and to policies in use."""
+    shown = np.kron(np.array([[20, 90], [160, 230]], np.uint8), np.ones((16, 24), np.uint8))
+    ones, images = np.ones((3, 1), np.float32), np.broadcast_to(shown[None, :, :, None], (3, 32, 48, 3))
+    with DemoWriter(tmp_path, fps=FPS, cameras={"top": (32, 48)}, state_dim=1, action_dim=1, stored="video") as writer:
+        writer.add(Demonstration(task="go", images={"top": images}, states=ones, actions=ones))
+    video = tmp_path / "videos/observation.images.top/chunk-000/file-000.mp4"
+    data = video.read_bytes()
+    a, b, c, d = (number << 16 for number in matrix)
+    at = data.index(b"tkhd") + 4 + 40  # after the box's type, in version 0 (ISO/IEC 14496-12, 8.3.2)
+    video.write_bytes(data[:at] + struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30) + data[at + 36 :])
+    [images] = (
+        Demonstrations.open(VLADataConfig(demos=str(tmp_path))).read([{"episode": 0, "frame": 1}], horizon=1).images
+    )
+    expected = shown[::-1] if turns is None else np.rot90(shown, turns)
+    assert np.abs(images.reshape(32, 48, 3)[..., 0].astype(int) - expected).mean() < 4

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from av.error import FFmpegError
 
-from cosmos_rl_core.data.video import ByteCache, VideoFile, cut_off, open_container
+from cosmos_rl_core.data.video import ByteCache, VideoFile, cut_off, open_container, upright
 from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_vla.data.lerobot import EpisodeAt, Feature, Frames, LeRobotDataset
 from cosmos_rl_vla.data.parquet import AGAIN, open_parquet
@@ -122,7 +122,9 @@ class Videos:
         file = self._file(piece.path)
         images: dict[int, np.ndarray] = {}
         places = range(*(int(place) for place in file.table.runs[piece.number : piece.number + 2]))
-        file.read(places, lambda frame, place: images.update({place: frame.to_ndarray(format="rgb24")}))
+        file.read(
+            places, lambda frame, place: images.update({place: upright(frame).show(frame.to_ndarray(format="rgb24"))})
+        )
         return np.stack([images[place] for place in places])
 
     def _file(self, path: Path) -> VideoFile:
