@@ -1,5 +1,6 @@
 """Text embeddings: read from safetensors and from pickles, which are converted."""
 
+import os
 import pickle
 import struct
 
@@ -27,6 +28,27 @@ def test_an_embedding_is_read_from_any_kind_of_file_and_a_pickle_is_converted(tm
     save_torch({"x": torch.tensor(array).bfloat16()}, tmp_path / "b.safetensors")
     for name in ("p.pickle", "n.safetensors", "b.safetensors", "p.safetensors"):
         np.testing.assert_array_equal(read_embedding(str(tmp_path / name), width=3), array[0])
+
+
+def test_a_pickle_that_changed_is_read_in_place_of_what_was_converted_from_it(tmp_path):
+    """Folders list the safetensors file in place of the pickle."""
+    source, converted = tmp_path / "a.pickle", str(tmp_path / "a.safetensors")
+    for level in (1.0, 2.0, 3.0):
+        source.write_bytes(pickle.dumps(np.full((2, 3), level, np.float32)))
+        os.utime(source, ns=(int(level), int(level)))  # as of a copy that keeps times
+        if level == 1.0:
+            read_embedding(str(source))
+        assert read_embedding(converted)[0, 0] == level
+        assert load_file(converted)["embedding"][0, 0] == level
+    source.unlink()
+    assert read_embedding(converted)[0, 0] == 3.0
+
+
+def test_a_file_of_ones_own_beside_a_pickle_is_read_and_stays(tmp_path):
+    save_file({"x": np.ones((2, 3), np.float32)}, tmp_path / "a.safetensors")
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps(np.zeros((2, 3), np.float32)))
+    assert read_embedding(str(tmp_path / "a.pickle")).max() == 0.0
+    assert read_embedding(str(tmp_path / "a.safetensors")).min() == 1.0
 
 
 def test_a_part_of_a_file_is_an_embedding_too(tmp_path):

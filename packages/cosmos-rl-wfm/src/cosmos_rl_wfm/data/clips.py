@@ -5,13 +5,14 @@ Text embeddings are stored beside the captions: safetensors, or pickles of array
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save
 
 from cosmos_rl_core.data.video import ByteCache
@@ -29,8 +30,12 @@ Row = Mapping[str, Any]
 DECODED_BYTES = 1 << 28
 """Most bytes of decoded clips that a process keeps."""
 
+PICKLES = (".pickle", ".pkl")
 PICKLE = b"\x80"
 """First byte of a pickle of protocol 2 or above."""
+
+CONVERTED = "converted_from"
+"""Key in the metadata of a safetensors file: name, size and time of the pickle that it was converted from."""
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -127,13 +132,17 @@ def read_embedding(
 ) -> np.ndarray:
     """Return a caption's embedding, float32 [L, E].
 
-    A pickle on this machine is written as safetensors beside itself where the folder allows it.
+    A pickle on this machine is written as safetensors beside itself where the folder allows it, and again when it has
+    changed.
 
     Raises:
         EmbeddingError: no such file, a damaged one, a pickle of other objects than arrays, a shape that is not
             [L, E] with E = `width`, or values that are not finite.
         UserError: a store refuses or does not answer.
     """
+    is_file = part is None and not is_remote(location)
+    if is_file and (pickle := _changed_pickle(Path(location))) is not None:
+        location = str(pickle)
     name = location if part is None else f"{location} at byte {part[0]}"
     try:
         data = read_bytes(location, part, timeout_s=timeout_s)
@@ -142,7 +151,7 @@ def read_embedding(
     try:
         if data.startswith(PICKLE) and not _is_safetensors(data):
             array = read_array(data, name=name)
-            if part is None and not is_remote(location):
+            if is_file:
                 _convert(Path(location))
         else:
             array = _first_tensor(data, name=name)
@@ -154,15 +163,35 @@ def read_embedding(
 def convert(path: str | Path) -> Path:
     """Write the first array of a pickle as safetensors beside it, under the name "embedding". Returns the new file.
 
+    The file has the pickle's name, size and time, so that a later pickle is not taken for it.
+
     Raises:
         UserError: as `read_array`.
         OSError: the folder cannot be written.
     """
     source = Path(path)
+    metadata = {CONVERTED: _state_of(source)}  # before its content: a pickle that changes meanwhile is converted again
     array = read_array(source.read_bytes(), name=str(source))
     target = source.with_suffix(".safetensors")
-    write_atomic(target, save({"embedding": np.ascontiguousarray(array)}))
+    write_atomic(target, save({"embedding": np.ascontiguousarray(array)}, metadata=metadata))
     return target
+
+
+def _state_of(path: Path) -> str:
+    state = path.stat()
+    return f"{path.name} {state.st_size} {state.st_mtime_ns}"
+
+
+def _changed_pickle(path: Path) -> Path | None:
+    """Return the pickle that a safetensors file was converted from, if it has changed since."""
+    if path.suffix != ".safetensors":
+        return None
+    with contextlib.suppress(OSError, SafetensorError), safe_open(path, "numpy") as file:
+        converted = (file.metadata() or {}).get(CONVERTED, "")
+        for pickle in map(path.with_suffix, PICKLES):
+            if converted.startswith(f"{pickle.name} ") and pickle.exists() and _state_of(pickle) != converted:
+                return pickle
+    return None
 
 
 def _is_safetensors(data: bytes) -> bool:
@@ -170,9 +199,10 @@ def _is_safetensors(data: bytes) -> bool:
 
 
 def _convert(path: Path) -> None:
-    """Write a pickle's array as safetensors beside it, unless that file exists."""
+    """Write a pickle's array as safetensors beside it, unless that file exists and is not of an earlier pickle."""
+    target = path.with_suffix(".safetensors")
     try:
-        if not path.with_suffix(".safetensors").exists():
+        if not target.exists() or _changed_pickle(target) is not None:
             convert(path)
     except OSError as error:
         log.info("%s: not written as safetensors: %s", path, error)
