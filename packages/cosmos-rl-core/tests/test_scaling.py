@@ -95,6 +95,23 @@ class Run:
                 await asyncio.sleep(0.01)
 
 
+def test_a_worker_that_reconnects_is_asked_again_to_leave():
+    """Or, if the request was lost with its connection, it would stay, and the operator wait for ever."""
+
+    async def go():
+        run = Run("policy-0", "rollout-0", "rollout-1")
+        change = run.scale(rollout=1)
+        await run.until(lambda: run.peers.by_name["rollout-1"].draining)
+        again = run.joins("rollout-1")
+        await run.until(lambda: again.connection.sent)
+        assert again.connection.sent == [p.Drain()]
+        run.leaves("rollout-1")
+        await change
+        assert run.peers.by_name["rollout-0"].connection.sent == []
+
+    asyncio.run(go())
+
+
 def test_the_youngest_leave_and_the_request_waits_until_they_have():
     async def go():
         run = Run("policy-0", "rollout-1", "rollout-0", workers=Workers("rollout-2"))  # rollout-2 has not connected

@@ -131,7 +131,14 @@ class Scaling:
                 peers[name].drain()
             self._workers.dismiss(name, connected=connected)
             report(f"{name} leaves")
-        await self._until_all(names, lambda name: "" if self._exists(name) else f"{name} has left", report)
+
+        def outcome(name: str) -> str:
+            peer = peers.get(name)
+            if peer is not None and not peer.draining:  # the request was lost with an earlier connection
+                peer.drain()
+            return "" if self._exists(name) else f"{name} has left"
+
+        await self._until_all(names, outcome, report)
 
     async def _add(self, more: Mapping[p.Role, int], report: Callable[[str], None]) -> None:
         added = self._workers.add(more)
