@@ -5,6 +5,7 @@ import base64
 import io
 import json
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -122,6 +123,14 @@ def test_boxes_are_matched_one_to_one():
     both = "[20, 0, 30, 10], [0, 0, 10, 8]"
     assert REWARDS["iou"]()(group_of(both, "[0, 0, 10, 10]", boxes=boxes)) == pytest.approx([0.9, 0.5])
     assert REWARDS["iou"](threshold=0.9)(group_of(both, boxes=boxes)) == [0.5]
+
+
+def test_a_response_that_repeats_boxes_without_end_has_no_reward_and_takes_no_time():
+    boxes = [[i, 0, i + 10, 10] for i in range(1000)]
+    began = time.thread_time()
+    assert REWARDS["iou"]()(group_of("[0, 0, 10, 10]" * 20_000, boxes=boxes)) == [0]
+    assert time.thread_time() - began < 1.0  # comparing them takes a minute
+    assert REWARDS["iou"]()(group_of("[0, 0, 10, 10]" * 1000, boxes=boxes))[0] > 0
 
 
 def test_units_of_the_picture_become_pixels():

@@ -25,6 +25,9 @@ _NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}[\])]")
 _POINT = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}[\])]|\bx=\"{_NUMBER}\"\s*y=\"{_NUMBER}\"")
 
+_MOST_BOXES = 1000
+"""Boxes of a response that are compared with those of any row: a response that repeats itself has more."""
+
 
 class _Places(Strict):
     """The units of places in a response."""
@@ -56,7 +59,8 @@ class _Places(Strict):
 
 
 class IouReward(_Places):
-    """Intersection over union of the response's boxes with those of the row, in [0, 1]; 0 without a box.
+    """Intersection over union of the response's boxes with those of the row, in [0, 1]; 0 without a box, and with more
+    than 1000 boxes that are also more than twice as many as the row has.
 
     Boxes are matched one to one, largest overlap first. The reward is the sum over the matches divided by the number of
     boxes, of the response or of the row, whichever is larger.
@@ -73,7 +77,7 @@ class IouReward(_Places):
 
     def _score(self, rollout: Rollout, answer: str, wanted: np.ndarray) -> float:
         found = np.array([match.groups() for match in _BOX.finditer(answer)], np.float64).reshape(-1, 4)
-        if not len(found):
+        if not len(found) or len(found) > max(_MOST_BOXES, 2 * len(wanted)):
             return 0.0
         overlap = overlaps(found * self.units(rollout), wanted)
         total = 0.0
