@@ -527,7 +527,7 @@ def test_a_tokenizer_without_a_chat_template_is_named(walk, words):
     ("text", "reason"),
     [
         ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1=", \n', ":2: not valid JSON: "),
-        ('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1=", "answer": "2"}\n', ":2: no column 'prompt'"),
+        ('{"question": "1+1=", "answer": "2"}\n', ":1: no column 'prompt'"),
         ('{"prompt": 7, "answer": "2"}\n', ":1: "),
         ("", "the dataset is empty; it needs at least one row"),
     ],
@@ -538,6 +538,15 @@ def test_a_wrong_row_is_named_with_its_line(walk, words, tmp_path, text, reason)
     rows.write_text(text)
     code, printed = walk("check", words(data__path=str(rows)))
     assert (code, reason in printed) == (2, True), printed
+
+
+def test_wrong_rows_among_others_are_a_note(walk, words, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3 + '{"prompt": "", "answer": "2"}\n')
+    code, printed = walk("check", "--deep", words(data__path=str(rows)))
+    assert code == 0, printed
+    line = f"data: 1 of 4 rows cannot be used; the first: {rows}:4: the prompt is empty (data.prompt_column); they are"
+    assert line in printed, printed
 
 
 def test_a_file_with_a_similar_name_is_suggested(walk, words, language_model):

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from cosmos_rl_core.data.source import PromptSource, UsableRows
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMDataConfig
 from cosmos_rl_llm.data.rows import load_rows, read_located
 from cosmos_rl_llm.domain import LLM
+from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
 QUESTION = {"question": "What is 6 times 7?", "answer": "6 times 7 is 42.\n#### 42"}
 
@@ -127,7 +129,7 @@ def test_a_missing_column_is_named_with_those_there(tmp_path):
     ("content", "message"),
     [
         ('{"prompt": "a"}\n\n{"prompt": ', r"a.jsonl:3: not valid JSON"),
-        ('{"prompt": "a"}\n[1]', r"a.jsonl:2: a row must be an object"),
+        ("[1]", r"a.jsonl:1: a row must be an object"),
         ('{"prompt": 5}', r"a.jsonl:1: the prompt must be a string or a list of chat messages, not int 5"),
         ('{"prompt": "  "}', r"a.jsonl:1: the prompt is empty"),
         ('{"prompt": []}', r"a.jsonl:1: the prompt must be a string or a list"),
@@ -147,6 +149,40 @@ def test_a_faulty_row_is_named(tmp_path, content, message):
     file.write_text(content)
     with pytest.raises(UserError, match=message):
         load(file)
+
+
+def test_generated_files_may_be_named_by_text(tmp_path):
+    train, _ = write_sums(str(tmp_path / "sums"), below=2, held_out=1)
+    assert len(load(train, answer_column="answer")[0]) == 3
+    assert write_tiny_model(str(tmp_path / "model"), num_layers=1, hidden_size=8) == tmp_path / "model"
+
+
+BAD = [5, "  ", [], [{"role": "user"}], None]
+
+
+def test_bad_rows_are_dropped_and_counted_and_the_others_keep_their_numbers(tmp_path):
+    bad = [{"prompt": prompt} for prompt in BAD]
+    rows, origin = load(write_jsonl(tmp_path / "a.jsonl", {"prompt": "a"}, *bad, {"prompt": "b"}))
+    assert [row["prompt"][0]["content"] for row in rows] == ["a", "b"]
+    assert isinstance(rows, UsableRows)
+    assert re.match(r"5 of 7 rows cannot be used; the first: .*a.jsonl:2: the prompt must be .* not int 5", rows.note)
+    source = PromptSource(rows, origin=origin, skip=1, shuffle=False)
+    assert [source[0].origin, source[1].origin] == ["a.jsonl:7", "a.jsonl:7"]
+
+
+def test_a_dataset_without_enough_good_rows_is_refused(tmp_path):
+    good, bad = {"prompt": "a"}, [{"prompt": ""}] * 9
+    with pytest.raises(UserError, match=r"9 of 10 rows cannot be used; the first: .*a.jsonl:2: the prompt is empty"):
+        load(write_jsonl(tmp_path / "a.jsonl", good, *bad))
+    with pytest.raises(UserError, match=r"b.jsonl:1: the prompt is empty .*none of 9 rows so far can be used"):
+        load(write_jsonl(tmp_path / "b.jsonl", *bad, good))
+
+
+def test_an_endless_search_for_an_answer_drops_its_row(tmp_path):
+    rows = [{"prompt": "p", "a": "a" * 40 + "!"}, {"prompt": "q", "a": "aa"}]
+    rows, _ = load(write_jsonl(tmp_path / "a.jsonl", *rows), answer_column="a", answer_pattern="^((?:a+)+)$")
+    assert [row["answer"] for row in rows] == ["aa"]
+    assert isinstance(rows, UsableRows) and "has searched str 'aaaa" in rows.note
 
 
 @pytest.mark.parametrize(

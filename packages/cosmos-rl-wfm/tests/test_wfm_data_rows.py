@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from cosmos_rl_core.data.source import UsableRows
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.mock import mock_caption, mock_clip, mock_embedding
@@ -180,10 +181,18 @@ def test_another_column_is_the_caption(tmp_path):
     assert row["caption"] == "an ant"
 
 
+def test_a_wrong_prompt_among_others_is_dropped_and_counted(tmp_path):
+    fill(tmp_path, {"p.jsonl": '{"caption": "x"}\n{"text": "y"}\n{"caption": "z"}'})
+    rows, _ = load_rows(config(tmp_path / "p.jsonl"))
+    assert [row["caption"] for row in rows] == ["x", "z"]
+    assert isinstance(rows, UsableRows) and rows.numbers == [1, 3]
+    assert "1 of 3 rows cannot be used; the first: p.jsonl:2: no column 'caption'" in rows.note
+
+
 @pytest.mark.parametrize(
     ("name", "text", "wrong"),
     [
-        ("p.jsonl", '{"caption": "x"}\n{"text": "y"}', r"p\.jsonl:2: no column 'caption'.* there are 'text'"),
+        ("p.jsonl", '{"text": "y"}', r"p\.jsonl:1: no column 'caption'.* there are 'text'"),
         ("p.jsonl", '{"caption": "x"}\n{"caption": ', r"p\.jsonl:2: not valid JSON"),
         ("p.jsonl", '{"caption": 3}', r"p\.jsonl:1: column 'caption' holds a int, not text"),
         ("p.jsonl", '{"caption": "x", "video": 3}', r"p\.jsonl:1: a path is text, not a int"),

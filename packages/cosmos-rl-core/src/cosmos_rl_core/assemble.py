@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
-from cosmos_rl_core.data.source import PromptSource
+from cosmos_rl_core.data.source import PromptSource, UsableRows
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
@@ -45,6 +46,8 @@ if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.train.validation import Validation
+
+log = logging.getLogger(__name__)
 
 
 def with_teachers(domain: Domain) -> HasTeachers:
@@ -369,7 +372,7 @@ def build_validation(
     data = config.eval.data if config.is_sft else config.eval.loss_data
     if data is None:
         return None
-    rows, origin = domain.load_rows(data)
+    rows, origin = _loaded(domain, data)
     return Validation(
         policy,
         source=PromptSource(config.evaluated(rows), origin=origin, shuffle=False, epochs=1),
@@ -377,6 +380,14 @@ def build_validation(
         collate=build_collate_sft(config, domain, policy, share, data=data),
         mesh=mesh,
     )
+
+
+def _loaded(domain: Domain, data: Any) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """Rows that only the policy reads: no check before the start reports those that are dropped."""
+    rows, origin = domain.load_rows(data)
+    if isinstance(rows, UsableRows):
+        log.warning("%s: %s", origin, rows.note)
+    return rows, origin
 
 
 def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Share) -> DataTerm | None:
@@ -387,7 +398,7 @@ def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Sh
     if config.is_sft or not section.coef:
         return None
     data = config.data if section.data is None else section.data
-    rows, origin = domain.load_rows(data)
+    rows, origin = _loaded(domain, data)
     skip = config.num_held_out(rows) if section.data is None else 0
     source = PromptSource(rows, origin=origin, skip=skip, shuffle=section.shuffle, seed=config.run.seed)
     collate = build_collate_sft(config, domain, policy, share, data=data)

@@ -16,7 +16,7 @@ CHARACTERS = "0123456789+="
 """The tokenizer's characters, one token each, in addition to <pad>, <eos> and <unk>."""
 
 
-def write_sums(directory: Path, *, below: int = 100, held_out: int = 200, seed: int = 0) -> tuple[Path, Path]:
+def write_sums(directory: str | Path, *, below: int = 100, held_out: int = 200, seed: int = 0) -> tuple[Path, Path]:
     """Write all sums of two numbers below `below`, such as "47+38=", and return the files (train, test).
 
     Rows have the columns `prompt`, `answer` and, for supervised training, `response`.
@@ -24,6 +24,7 @@ def write_sums(directory: Path, *, below: int = 100, held_out: int = 200, seed: 
     numbers = range(below)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a in numbers for b in numbers]
     random.Random(seed).shuffle(rows)
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     train, test = directory / "train.jsonl", directory / "test.jsonl"
     for path, part in ((test, rows[:held_out]), (train, rows[held_out:])):
@@ -32,7 +33,12 @@ def write_sums(directory: Path, *, below: int = 100, held_out: int = 200, seed: 
 
 
 def write_tiny_model(
-    directory: Path, *, num_layers: int = 4, hidden_size: int = 128, initializer_range: float = 0.02, seed: int = 0
+    directory: str | Path,
+    *,
+    num_layers: int = 4,
+    hidden_size: int = 128,
+    initializer_range: float = 0.02,
+    seed: int = 0,
 ) -> Path:
     """Write a Qwen3 with random weights and a tokenizer of single characters; return the directory.
 
@@ -62,10 +68,10 @@ def write_tiny_model(
     )
     torch.manual_seed(seed)
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
+    return Path(directory)
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: str | Path) -> None:
     """Write a tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -6,8 +6,9 @@ The prompt stream is a pure function from sample id to row, so that the position
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 
@@ -58,7 +59,8 @@ class PromptSource:
         if self._epochs is not None and epoch >= self._epochs:
             raise IndexError(f"sample {sample_id} is after the last epoch ({self._epochs})")
         index = int(self._epoch_order(epoch)[place])
-        return Prompt(sample_id=sample_id, row=self._rows[index], origin=f"{self._origin}:{self._skip + index + 1}")
+        number = self._rows.numbers[index] if isinstance(self._rows, UsableRows) else self._skip + index + 1
+        return Prompt(sample_id=sample_id, row=self._rows[index], origin=f"{self._origin}:{number}")
 
     def upcoming(self, after: int, count: int) -> list[Prompt]:
         """Return the prompts that take long to read among the `count` ones after a sample, or fewer at the end."""
@@ -73,6 +75,62 @@ class PromptSource:
             order = np.random.default_rng([self._seed, epoch]).permutation(rows) if self._shuffle else np.arange(rows)
             self._order = (epoch, order)
         return self._order[1]
+
+
+@dataclass(frozen=True, slots=True)
+class UsableRows(Sequence[Mapping[str, Any]]):
+    """The rows of a dataset without those that cannot be used."""
+
+    rows: Sequence[Mapping[str, Any]]
+    numbers: Sequence[int]
+    """Of each row in the dataset, from 1."""
+    note: str
+    """How many were dropped, and why the first one was."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, place: slice) -> UsableRows: ...
+    def __getitem__(self, place: int | slice) -> Mapping[str, Any] | UsableRows:
+        if isinstance(place, slice):
+            return UsableRows(self.rows[place], self.numbers[place], self.note)
+        return self.rows[place]
+
+
+def usable_rows(
+    located: Iterable[tuple[str, Any]], read: Callable[[str, Any], Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Return what `read` makes of each (location, row), without the rows of which it raises UserError.
+
+    A dataset without such rows is a list.
+
+    Raises:
+        UserError: no row can be used, or more than `TOLERATED` and more than half of them cannot. Errors of `located`
+            are those of a damaged file, of which it is not known how much is lost.
+    """
+    rows: list[Mapping[str, Any]] = []
+    numbers: list[int] = []
+    count, first = 0, ""
+    for count, (where, row) in enumerate(located, 1):
+        try:
+            rows.append(read(where, row))
+            numbers.append(count)
+        except UserError as error:
+            first = first or str(error)
+            if not rows and count > TOLERATED:  # a key is wrong: the rest need not be read
+                break
+    dropped = count - len(rows)
+    if not dropped:
+        return rows
+    if not rows:
+        raise UserError(first if count == 1 else f"{first}; none of {count} rows so far can be used")
+    note = f"{dropped} of {count} rows cannot be used; the first: {first}"
+    if dropped > max(TOLERATED, count / 2):
+        raise UserError(note)
+    return UsableRows(rows, numbers, f"{note}; they are dropped")
 
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, engine_options, left_over, load_engine, look_up_engine
 from cosmos_rl_core.checkpoint.resume import resume_problems
+from cosmos_rl_core.data.source import UsableRows
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.gpus import assignment_text
@@ -159,6 +160,9 @@ def _preflight(
     """Return the problems that the first minute of a run would reveal, as far as the valid sections show them."""
     found = list(machine_problems(config, domain, wrong=wrong))
     rows = () if data is None else data.rows
+    for key, dataset in (("data", data), ("eval.data", held_out)):
+        if dataset is not None and isinstance(dataset.rows, UsableRows):
+            found.append(Problem(key=key, wrong=dataset.rows.note, is_note=True))
     if isinstance(domain, FindsProblems) and not is_wrong(DOMAIN_READS, wrong):
         try:
             found.extend(domain.problems(config, rows, () if held_out is None else held_out.rows))

@@ -4,8 +4,8 @@
 
 `prompt` is a list of chat messages, or a string if no chat template is used; `answer` and `response` are
 strings, set if their columns are named in the config. With `messages_column` there is no `response`, but
-`messages`, a whole chat; `prompt` is the part before the last answer. Any fault raises one UserError with file,
-row and key.
+`messages`, a whole chat; `prompt` is the part before the last answer. Rows with a fault are dropped; a damaged file is
+a UserError.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from cosmos_rl_core.data.source import usable_rows
 from cosmos_rl_core.errors import UserError, closest
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.reward.cpu_limit import within
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
 from cosmos_rl_core.storage.rows import Located, as_json, rows_of
@@ -98,10 +100,7 @@ def _read_file(file: Path, config: LLMDataConfig) -> Iterator[Located]:
                 rows = _read_csv(file)
             case _:
                 rows = _read_parquet(file, config)
-        for where, row in rows:
-            if not isinstance(row, Mapping):
-                raise UserError(f"{where}: a row must be an object with named columns, not {shown(row)}")
-            yield where, row
+        yield from rows
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
 
@@ -181,12 +180,13 @@ def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Read, check and normalise the dataset.
 
     Returns the rows and their origin for messages: the name of the file or directory, the datasets id, or [data] rows.
+    A row with a missing column or a wrong value is dropped, as in `usable_rows`.
 
     Raises:
-        UserError: a file, column or value is missing or wrong; names its location and the remedy.
+        UserError: a file is missing or damaged, or most rows are wrong; names its location and the remedy.
     """
     located = islice(read_located(config), config.limit)
-    rows = [normalise(row, where=where, config=config) for where, row in located]
+    rows = usable_rows(located, lambda where, row: normalise(row, where=where, config=config))
     if not rows:
         key = f"path = {config.path!r}" if config.rows is None else f"rows = {config.rows!r}"
         raise UserError(f"data.{key}: the dataset is empty; it needs at least one row")
@@ -201,7 +201,12 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
 
     A row with pictures or videos also has `LIMITS`, the keys of [data.media] that are set. These names win over columns
     of the same name: with answer_column = "answer" and an answer_pattern, row["answer"] is the match of the pattern.
+
+    Raises:
+        UserError: a column or value is missing or wrong; names its location and the remedy.
     """
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where}: a row must be an object with named columns, not {shown(row)}")
     result = {
         column: value for column, value in row.items() if column != LIMITS and not _holds_bytes(column, value, config)
     }
@@ -331,6 +336,11 @@ def _tools(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> list
     return found
 
 
+_SEARCH_S = 1.0
+"""Maximum time of the processor for a search by `data.answer_pattern`."""
+_LATE = object()
+
+
 def _answer(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str:
     assert config.answer_column is not None
     value = _column(row, config.answer_column, where=where, key="data.answer_column")
@@ -342,7 +352,13 @@ def _answer(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str
     text = str(value)
     if config.answer_pattern is None:
         return text.strip()
-    match = re.search(config.answer_pattern, text)
+    pattern = re.compile(config.answer_pattern)
+    match = within(_SEARCH_S, lambda: pattern.search(text), otherwise=cast("re.Match[str]", _LATE))
+    if match is _LATE:
+        raise UserError(
+            f"{where}: data.answer_pattern = {config.answer_pattern!r} has searched {shown(text)} for more than "
+            f"{_SEARCH_S:g} s (column {config.answer_column!r}); write one without repetitions inside repetitions"
+        )
     if match is None or match[1] is None:
         raise UserError(
             f"{where}: data.answer_pattern = {config.answer_pattern!r} finds nothing in {shown(text)} "

@@ -12,9 +12,11 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
+from cosmos_rl_core.data.source import usable_rows
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import MAX_FILE_BYTES, parse_json, read_json_lines, read_lines
 from cosmos_rl_core.storage.rows import rows_of
@@ -44,6 +46,7 @@ def load_rows(config: WFMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         UserError: there is nothing at `path`, nothing is left, a prompt is wrong, or a store refuses.
     """
     kind = kind_of(config)
+    rows: Sequence[Mapping[str, Any]]
     left_out: list[str] = []
     match kind:
         case "mock":
@@ -81,20 +84,17 @@ def _named(left_out: Sequence[str]) -> str:
     return "; ".join(left_out[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def read_prompts(config: WFMDataConfig) -> list[Row]:
+def read_prompts(config: WFMDataConfig) -> Sequence[Mapping[str, Any]]:
     """Return the rows in their order. `video` and `text_embedding` of a row are relative to the list's folder.
 
+    A row without a caption, or with a wrong value, is dropped, as in `usable_rows`.
+
     Raises:
-        UserError: no such file, a line that is no JSON, or a row without a caption; names the place.
+        UserError: no such file, a line that is no JSON, or most rows are wrong; names the place.
     """
-    rows: list[Row] = []
-    for where, columns in _located_rows(config):
-        if not isinstance(columns, Mapping):
-            raise UserError(f"{where}: a row is an object with named columns, not a {type(columns).__name__}")
-        rows.append(prompt_row(config, columns, where=where, folder=config.path.rpartition("/")[0]))
-        if len(rows) == config.limit:
-            break
-    return rows
+    folder = config.path.rpartition("/")[0]
+    located = islice(_located_rows(config), config.limit)
+    return usable_rows(located, lambda where, columns: prompt_row(config, columns, where=where, folder=folder))
 
 
 def _located_rows(config: WFMDataConfig) -> Iterator[tuple[str, Any]]:
@@ -110,6 +110,8 @@ def _located_rows(config: WFMDataConfig) -> Iterator[tuple[str, Any]]:
 
 def prompt_row(config: WFMDataConfig, columns: Mapping[str, Any], *, where: str, folder: str) -> Row:
     """Return the row of a prompt; paths in it are relative to `folder`. Raises UserError for one without a caption."""
+    if not isinstance(columns, Mapping):
+        raise UserError(f"{where}: a row is an object with named columns, not a {type(columns).__name__}")
     try:
         caption = caption_of(dict(columns), column=config.caption_column)
     except ValueError as error:
