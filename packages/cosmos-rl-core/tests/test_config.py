@@ -301,7 +301,7 @@ def test_an_evaluation_samples_with_its_own_keys_or_those_of_rollouts():
 
 @pytest.mark.parametrize(
     "sections",
-    [{"sync": {"interval": 2}}, {"rollout": {"sampling": {"temperature": 0.0}}}],
+    [{"sync": {"interval": 3}}, {"rollout": {"sampling": {"temperature": 0.0}}}],
 )
 def test_what_is_not_supported_is_an_error(sections):
     assert only_problem(recipe(**sections)).wrong

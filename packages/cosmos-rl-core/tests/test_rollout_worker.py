@@ -122,9 +122,11 @@ class Subscriber:
 
     log: Log
     versions: asyncio.Queue = field(default_factory=asyncio.Queue)
+    afters: list[int] = field(default_factory=list)
     is_closed: bool = False
 
     async def stage(self, *, after):
+        self.afters.append(after)
         found = await self.versions.get()
         if isinstance(found, Exception):
             raise found
@@ -142,7 +144,7 @@ class Subscriber:
 class Stage:
     """A running worker with everything around it."""
 
-    def __init__(self, *, version=0, max_groups=3, spool=None):
+    def __init__(self, *, version=0, max_groups=3, spool=None, interval=1):
         self.log = Log()
         self.engine = GatedEngine(self.log, version=version)
         self.desk = Desk(self.log)
@@ -163,7 +165,7 @@ class Stage:
             self.engine,
             rollouter=rollouter,
             weights=WeightFollower(
-                self.engine, publications=self.publications.get, subscribe=self.subscribe, lineage=0
+                self.engine, publications=self.publications.get, subscribe=self.subscribe, lineage=0, interval=interval
             ),
             leases=self.desk,
             max_groups=max_groups,
@@ -171,8 +173,8 @@ class Stage:
         )
         self.running = asyncio.create_task(self.worker.run())
 
-    def publish(self, address, *, lineage=0):
-        self.publications.put_nowait(Publication(address=address, lineage=lineage))
+    def publish(self, address, *, lineage=0, version=0):
+        self.publications.put_nowait(Publication(address=address, lineage=lineage, version=version))
 
     async def subscribe(self, address):
         self.subscribers[address].is_closed = False
@@ -399,6 +401,29 @@ def test_a_new_address_closes_the_subscriber_and_opens_another_during_generation
         stage.engine.gate(1).set()
         await stage.log.until(("deliver", 1, 1, False, 2))
         await stage.end()
+
+    asyncio.run(go())
+
+
+def test_every_fourth_version_is_loaded_and_the_one_that_is_needed():
+    async def go():
+        stage = Stage(version=-1, interval=4)
+        stage.subscriber.versions.put_nowait(1)
+        await stage.log.until(("request", 1, 3))
+        stage.subscriber.versions.put_nowait(5)
+        await stage.log.until(("request", 5, 3))
+        stage.publish("policy-0", version=7)
+        while stage.subscriber.afters[-1] != 6:
+            await asyncio.sleep(0)
+        stage.subscriber.versions.put_nowait(7)
+        await stage.log.until(("request", 7, 3))
+        stage.publish("policy-0", lineage=1, version=7)
+        while stage.subscriber.afters[-1] != -1:
+            await asyncio.sleep(0)
+        stage.subscriber.versions.put_nowait(2)
+        await stage.log.until(("request", 2, 3))
+        await stage.end()
+        assert list(dict.fromkeys(stage.subscriber.afters)) == [-1, 3, 7, 6]
 
     asyncio.run(go())
 

@@ -4,13 +4,14 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 
 import pytest
 import torch
 
 from cosmos_rl_core import run
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.errors import WorkerFailed
+from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.observe.metrics import metric
 from cosmos_rl_core.observe.record import read_outcome
 from cosmos_rl_core.observe.trace import Timeline
@@ -56,6 +57,28 @@ def test_the_bandit_learns(tmp_path, placement):
     assert {name for line in [*lines, *result.evaluations.values()] for name in line if metric(name) is None} == set()
     assert result.samples["issued"] == sum(n for state, n in result.samples.items() if state != "issued")
     check_records(result.run_dir)
+
+
+def test_with_an_interval_each_step_trains_on_the_last_version_divisible_by_it(tmp_path):
+    tables = recipe(tmp_path, run__placement="inline", run__max_steps=8, policy__prompts_per_step=2)
+    tables["sync"] |= {"interval": 3, "max_staleness": 2}
+    result = run(tables)
+    lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["staleness_max"] for line in lines] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert [line["staleness_mean"] for line in lines] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert set(result.evaluations) == {0, 8}
+    log = (result.run_dir / "logs" / "rollout-0.log").read_text()
+    assert [int(n) for n in re.findall(r"weights of version (\d+)", log)] == [0, 3, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"), [({"interval": 3}, "max_staleness = 2"), ({"interval": 2, "delta": True}, "sync.delta")]
+)
+def test_an_interval_that_the_staleness_forbids_is_refused(tmp_path, change, wrong):
+    tables = recipe(tmp_path)
+    tables["sync"] |= change
+    with pytest.raises(UserError, match=rf"sync\.interval = {change['interval']}: .*{wrong}"):
+        run(tables)
 
 
 def test_a_deterministic_run_trains_with_deterministic_kernels(tmp_path, monkeypatch):

@@ -93,6 +93,23 @@ def test_without_faults_every_group_is_generated_once():
     assert (report.steps, report.rollbacks, report.kills) == (16, 0, 0)
 
 
+def with_interval(seed, *, more_stale):
+    options = Options.for_seed(seed)
+    interval = 2 + seed % 3
+    return replace(options, interval=interval, max_staleness=interval - 1 + more_stale)
+
+
+@pytest.mark.parametrize("more_stale", [0, 1])
+def test_24_runs_end_whose_rollouts_load_every_nth_version(more_stale):
+    reports = [simulate(seed, with_interval(seed, more_stale=more_stale)) for seed in range(24)]
+    assert sum(report.rollbacks for report in reports) and sum(report.kills for report in reports)
+
+
+def test_an_interval_above_the_staleness_stands_still():
+    with pytest.raises(SimulationError, match="too old for step"):
+        simulate(1, Options(interval=3, max_staleness=1))
+
+
 SENT_ONCE = {"repeats": False, "mean_between_pauses_s": 4.0}
 """Requests are sent once on a connection, and processes stop and go on."""
 NO_OTHER_FAULTS = {"mean_between_faults_s": 1e9, "mean_between_losses_s": 1e9}

@@ -61,6 +61,7 @@ EFFECTS: Mapping[str, str] = {
     "run.tf32": TRAINING,
     "sync": BESIDE,
     "sync.dtype": TRAINING,
+    "sync.interval": TRAINING,
     "sync.max_staleness": TRAINING,
     "teacher": TRAINING,
     "tls": BESIDE,

@@ -158,6 +158,8 @@ class Peers:
     rows_scored: bool = False
     """Whether the real rows for the monitor are scored."""
     _scorer: str = ""
+    needed: int = 0
+    """Newest version that rollout replicas need between those of [sync] interval."""
     _announced: p.SyncFrom | None = None
     """The last one sent to all rollout replicas."""
     _with_later: deque[Peer] = field(default_factory=deque)
@@ -224,8 +226,9 @@ class Peers:
             asyncio.get_running_loop().call_soon(self._send_some)
 
     def announce(self, ledger: Ledger, *, ready: Peer | None = None) -> None:
-        """Send the publishing policy's address to all rollout replicas if it has changed, else to `ready` alone."""
-        source = p.SyncFrom(address=self._publisher(ledger.members.mesh), lineage=ledger.lineage)
+        """Send all rollout replicas the source of weights if it has changed, else `ready` alone."""
+        address = self._publisher(ledger.members.mesh)
+        source = p.SyncFrom(address=address, lineage=ledger.lineage, version=self.needed)
         if not source.address:
             return
         if source != self._announced:

@@ -229,6 +229,8 @@ class SyncFrom(Message, frozen=True):
     address: str
     lineage: int = 0
     """Lineage of the weights; versions of another lineage are void."""
+    version: int = 0
+    """Version that is needed whatever [sync] interval says: it is evaluated."""
 
 
 class Remesh(Message, frozen=True):

@@ -55,6 +55,7 @@ class Job:
     eval_by: tuple[str, ...]
     """Columns of the held-out rows to group rewards by."""
     group_size: int
+    sync_interval: int = 1
     newest_checkpoint: Callable[[], tuple[int, str]] = lambda: (0, "")
     """Returns version and location of the newest whole checkpoint; (0, "") is the initial model."""
     policy_wait_s: float = 0.0
@@ -121,6 +122,7 @@ class Controller:
             peers=self.peers,
             evaluator=self._evaluator,
             ends_at=job.ends_at,
+            sync_interval=job.sync_interval,
             awaited=self._batches.awaited,
         )
         self._recovery = Recovery(

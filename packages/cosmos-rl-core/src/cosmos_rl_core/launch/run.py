@@ -376,6 +376,7 @@ class _Run:
                 eval_every_steps=config.eval.every_steps,
                 eval_by=config.eval.by,
                 group_size=config.rollout.group_size,
+                sync_interval=config.sync.interval,
                 newest_checkpoint=self._newest_checkpoint,
                 policy_wait_s=config.elastic.policy_wait_s,
                 external=config.run.placement == "external",

@@ -267,8 +267,9 @@ def _rollouts(old: Migration) -> None:
     else:
         old.move(f"{POLICY}.allowed_outdated_steps", "sync.max_staleness")
     assert outdated is not None
-    if (interval := old.take("train.sync_weight_interval")) != 1:
-        old.refused["train.sync_weight_interval"] = f"{interval}: weights are published after every step"
+    if old.see("train.sync_weight_interval") > old.recipe["sync"]["max_staleness"] + 1:
+        old.refuse("train.sync_weight_interval", because="weights would be older than sync.max_staleness")
+    old.move("train.sync_weight_interval", "sync.interval", lambda value: None if value == 1 else value)
     old.move("train.transfer_dtype", "sync.dtype")
     replicas, shards = (old.take(f"rollout.parallelism.{key}") for key in ("n_init_replicas", "dp_shard_size"))
     note = DEFAULT if not old.has("rollout.parallelism.n_init_replicas") else ""

@@ -123,6 +123,7 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
     yield from _length_conflicts(config)
     yield from _autoscale_conflicts(config)
     yield from _tls_conflicts(config)
+    yield from _sync_conflicts(config)
     yield from _colocate_conflicts(config)
     if config.is_sft and config.run.colocate:
         yield Conflict(key="run.colocate", other="algorithm.name", wrong="has no rollouts to take turns with")
@@ -269,6 +270,23 @@ def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
             other="eval.loss_data",
             wrong="has no rows to score without",
             suggestion="add [eval.loss_data], or set best_of_data",
+        )
+
+
+def _sync_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Check the interval of versions that engines load."""
+    if config.sync.interval > config.sync.max_staleness + 1:
+        yield Conflict(
+            key="sync.interval",
+            other="sync.max_staleness",
+            wrong="lets weights become interval - 1 versions old, which must be at most",
+            suggestion=f"set max_staleness = {config.sync.interval - 1} or more",
+        )
+    if config.sync.interval > 1 and config.sync.delta:
+        yield Conflict(
+            key="sync.interval",
+            other="sync.delta",
+            wrong="must be 1, as changes are those since the version before, with",
         )
 
 

@@ -233,8 +233,8 @@ class SyncSection(Strict):
     """Maximum policy lag of a rollout when it is trained on, in optimizer steps; 0 is on-policy."""
     backend: str = Field(default="transfer", min_length=1)
     """Backend of the weight transfer: "transfer" (cosmos-rl-transfer), or "module:attribute"."""
-    interval: int = 1
-    """Optimizer steps between weight syncs; only 1 is supported."""
+    interval: int = Field(default=1, ge=1)
+    """Engines load the versions that are divisible by it, and those that are evaluated. At most `max_staleness` + 1."""
     transport: str = Field(default="auto", min_length=1)
     """"shm", "tcp", "nixl" or, from GPU to GPU, "cuda_ipc" (one machine) and "nixl_vram"; "auto" selects the fastest
     one available between two processes, those from GPU to GPU excepted."""
@@ -255,13 +255,6 @@ class SyncSection(Strict):
     """Time an optimizer step waits for engines that are still reading, before their missing weights are copied."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Maximum wait for the other side; then the sync fails with an error that names it."""
-
-    @field_validator("interval")
-    @classmethod
-    def _every_step(cls, interval: int) -> int:
-        if interval != 1:
-            raise ValueError("only a push after every step is supported; set it to 1")
-        return interval
 
 
 class TlsSection(Strict):

@@ -31,6 +31,8 @@ class Publication:
     address: str
     """Empty while no policy publishes weights of the lineage."""
     lineage: int = 0
+    version: int = 0
+    """Version that is needed between those of the interval."""
 
 
 def _counts(subscriber: WeightSubscriber) -> dict[str, float]:
@@ -47,7 +49,7 @@ def _counts(subscriber: WeightSubscriber) -> dict[str, float]:
 
 
 class WeightFollower:
-    """Keeps an engine at the newest version of the publisher in charge."""
+    """Keeps an engine at the newest version of the publisher in charge, or at those divisible by an interval."""
 
     def __init__(
         self,
@@ -56,13 +58,16 @@ class WeightFollower:
         publications: Callable[[], Awaitable[Publication | None]],
         subscribe: Callable[[str], Awaitable[WeightSubscriber]],
         lineage: int = 0,
+        interval: int = 1,
         timeline: Timeline | None = None,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
         """publications: returns the next publication, or None when the run is over. lineage: the run's at the start.
 
-        log: receives a line for each version.
+        interval: versions divisible by it are loaded, a later one if they are missed, and those that are needed. log:
+        receives a line for each version.
         """
+        self._interval = interval
         self.lineage = lineage
         """Lineage of the engine's weights."""
         self._engine = engine
@@ -99,7 +104,7 @@ class WeightFollower:
         subscriber = await self._subscribe(publication.address)
         try:
             while not news.done():
-                staging = asyncio.ensure_future(subscriber.stage(after=after))
+                staging = asyncio.ensure_future(subscriber.stage(after=self._next(after, publication) - 1))
                 try:
                     with self._timeline.span("wait for weights", track=WAITS, source=publication.address) as wait:
                         await asyncio.wait([staging, news], return_when=asyncio.FIRST_COMPLETED)
@@ -117,3 +122,8 @@ class WeightFollower:
                 switched()
         finally:
             await subscriber.close()
+
+    def _next(self, version: int, publication: Publication) -> int:
+        """Return the lowest version to load after `version`."""
+        due = (version // self._interval + 1) * self._interval
+        return min(due, publication.version) if version < publication.version else due

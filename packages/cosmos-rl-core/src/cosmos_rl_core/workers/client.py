@@ -119,7 +119,7 @@ class ControllerClient:
                 if not self.connection.unanswered.is_committed(message):
                     self.commits.put_nowait(message)
             case p.SyncFrom() | p.RolledBack():
-                self._publish(message.address if isinstance(message, p.SyncFrom) else "", message.lineage)
+                self._publish(message)
             case p.Drain() | p.Leave():
                 self._may_leave(message)
             case p.Reject():
@@ -133,12 +133,14 @@ class ControllerClient:
         else:
             self.leaves.put_nowait(message)
 
-    def _publish(self, address: str, lineage: int) -> None:
-        if lineage != self.lineage and not self.stopped.is_set():
+    def _publish(self, message: p.SyncFrom | p.RolledBack) -> None:
+        publication = Publication(address="", lineage=message.lineage)
+        if isinstance(message, p.SyncFrom):
+            publication = replace(publication, address=message.address, version=message.version)
+        if publication.lineage != self.lineage and not self.stopped.is_set():
             while not self.grants.empty():  # their leases are over
                 self.grants.get_nowait()
-        self.lineage = lineage
-        publication = Publication(address=address, lineage=lineage)
+        self.lineage = publication.lineage
         if publication != self._published:
             self._published = publication
             self.publications.put_nowait(publication)

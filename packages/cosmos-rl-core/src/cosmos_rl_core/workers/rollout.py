@@ -81,6 +81,7 @@ class RolloutRole:
                     publications=self._client.publications.get,
                     subscribe=partial(self._subscriber, own),
                     lineage=self._client.lineage,
+                    interval=at.config.sync.interval,
                     timeline=at.context.timeline,
                     log=at.context.log,
                 ),

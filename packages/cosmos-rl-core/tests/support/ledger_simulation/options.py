@@ -15,6 +15,8 @@ class Options:
     policies: int = 2
     groups_per_step: int = 4
     max_staleness: int = 1
+    interval: int = 1
+    """Rollout replicas load the versions that are divisible by it, a later one if they were busy."""
     max_steps: int = 16
     capacity: int = 2
     """Groups a rollout replica works on at once."""

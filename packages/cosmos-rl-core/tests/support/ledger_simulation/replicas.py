@@ -218,7 +218,9 @@ class FakeRollout(FakeReplica):
     def load(self) -> None:
         if self.world.published[0] != self.lineage:
             self.running.clear()  # it missed the rollback
-        self.lineage, self.version = self.world.published
+        (lineage, version), interval = self.world.published, self.world.options.interval
+        if lineage != self.lineage or version // interval > self.version // interval:
+            self.lineage, self.version = lineage, version
         self.request()
         self.later(self.world.random.uniform(0.1, 0.6), self.load)
 
