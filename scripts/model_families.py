@@ -110,6 +110,20 @@ that are trained:
 | cp | 89 | 31 | 0 |
 | pp | 71 | 49 | 0 |
 | ep | 39 | 81 | 0 |
+
+## Engine and policy
+
+With the first weights of a start each rollout replica generates 4 responses of up to 16 tokens to a fixed prompt of
+random tokens. Before the first step trains, the policy computes their log-probabilities over the mesh that trains, and
+logs the mean absolute difference (`start_mismatch` of [metrics](metrics.md)). Above 3e-4 nats a token in float32, and
+0.1 if model or engine computes in another dtype, the console and `events.jsonl` have a warning; above 1 nat the run
+ends. The prompt is 64 tokens longer than the window of the model's attention, or the length at which its rotary
+embedding changes; it is as long as `model.max_length` allows where that is less, which the line then says, and has 512
+tokens for a model without a window, or with one above 8,192. Prompts of the data may be shorter than that and agree,
+until responses grow: vLLM's window of cohere2 is one token off from transformers'. A rollout replica that joins later
+is compared if its first group is trained on with the weights that it was sampled with.
+
+## All kinds
 """
 
 

@@ -85,6 +85,13 @@ def test_a_group_comes_back_bit_for_bit(group):
             assert getattr(left, name) == getattr(right, name)
 
 
+@given(groups, groups)
+def test_the_rollouts_to_compare_are_sent_with_a_group_but_not_to_rewards(group, compared):
+    carries = replace(group, compared=replace(compared, compared=group))
+    assert encode_group(decode_group(encode_group(carries)).compared) == encode_group(compared)
+    assert decode_group(encode_group(carries, for_rewards=True)).compared is None
+
+
 @given(groups)
 def test_rewards_get_the_row_too(group):
     assert decode_group(encode_group(group, for_rewards=True)).prompt == group.prompt

@@ -58,7 +58,9 @@ def length(group):
     return [r.num_terms for r in group.rollouts]
 
 
-def rollouter(engine, *, function=length, group_size=3, seed=0, tokens=None, recorder=None, **rules):
+def rollouter(
+    engine, *, function=length, group_size=3, seed=0, tokens=None, recorder=None, long=None, log=print, **rules
+):
     return Rollouter(
         engine,
         rubric=Rubric([WeightedReward(name="length", weight=2.0, function=function)]),
@@ -69,6 +71,8 @@ def rollouter(engine, *, function=length, group_size=3, seed=0, tokens=None, rec
         seed=seed,
         tokens=tokens,
         recorder=recorder,
+        long=long,
+        log=log,
     )
 
 
@@ -100,6 +104,53 @@ def test_a_thread_saves_a_group_that_the_recorder_wants(wants):
 
     group = run(ScriptedEngine(), recorder=Recorder())
     assert saved == ([(group.max_policy_version, group.prompt.sample_id, False)] if wants else [])
+
+
+LONG = Prompt(sample_id=0, row={"question": "!" * 99}, origin="a prompt of 99 tokens"), Sampling(max_terms=2)
+
+
+def test_all_groups_of_the_first_weights_carry_the_rollouts_of_the_long_prompt():
+    engine = ScriptedEngine()
+
+    async def work():
+        worker = rollouter(engine, long=LONG)
+        first = await asyncio.gather(worker.run(PROMPT), worker.run(PROMPT))
+        evaluated = await worker.evaluate(PROMPT)
+        engine.version += 1
+        return first, evaluated, await worker.run(PROMPT)
+
+    first, evaluated, later = asyncio.run(work())
+    assert [group.compared.prompt for group in first] == [LONG[0]] * 2
+    assert first[0].compared is first[1].compared and first[0].compared.num_terms == 6
+    assert (evaluated.compared, later.compared) == (None, None)
+    assert [sampling for _, _, sampling, _ in engine.asked].count(LONG[1]) == 1
+
+
+def test_a_cancelled_group_leaves_the_long_prompt_to_the_next():
+    class Waiting(ScriptedEngine):
+        async def generate(self, prompt, **keys):
+            if prompt is LONG[0] and not self.asked_long.is_set():
+                self.asked_long.set()
+                await asyncio.Event().wait()
+            return await super().generate(prompt, **keys)
+
+    async def work():
+        engine = Waiting()
+        engine.asked_long = asyncio.Event()
+        worker = rollouter(engine, long=LONG)
+        cancelled = asyncio.create_task(worker.run(PROMPT))
+        await engine.asked_long.wait()
+        cancelled.cancel()
+        return await worker.run(PROMPT)
+
+    assert asyncio.run(work()).compared.prompt == LONG[0]
+
+
+def test_an_engine_that_cannot_answer_the_long_prompt_generates_groups_all_the_same():
+    lines = []
+    group = run(ScriptedEngine(), long=(Prompt(sample_id=0, row={}), SAMPLING), log=lines.append)
+    assert group.compared is None and group.num_terms == 6
+    assert lines == ["engine and policy are not compared at the start: KeyError: 'question'"]
 
 
 def test_the_engine_is_asked_for_a_whole_group_under_the_training_sampling():

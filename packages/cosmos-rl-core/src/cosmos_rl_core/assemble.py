@@ -14,10 +14,11 @@ from pydantic import ValidationError
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource, UsableRows
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.optional import (
+    ComparesEngines,
     HasTeachers,
     HasTokens,
     PutsEnginesToSleep,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.data.mixing import DataTerm
     from cosmos_rl_core.interfaces import Policy
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
+    from cosmos_rl_core.train.comparison import EngineComparison
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.train.validation import Validation
 
@@ -231,10 +233,12 @@ def build_rollouter(
     rewards: Mapping[str, Any] | None = None,
     timeline: Timeline | None = None,
     report: Callable[[str, str], None] | None = None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Rollouter:
     """The rollouter of a replica; samples are saved in `run_dir`, if given, under the replica's name.
 
-    rewards: functions by label, for those of [reward] that are not looked up. report: as of `Rubric`.
+    rewards: functions by label, for those of [reward] that are not looked up. report: as of `Rubric`. log: as of
+    `Rollouter`.
     """
     sampling, logging = config.rollout.sampling, config.logging
     recorder = eval_recorder = None
@@ -255,6 +259,44 @@ def build_rollouter(
         timeline=timeline,
         show=partial(with_prompt_media, config, domain),
         tokens=domain.term_tokens if isinstance(domain, HasTokens) else None,
+        long=build_long_prompt(config, domain, log=log),
+        log=log,
+    )
+
+
+def build_long_prompt(config: RunConfig, domain: Domain, *, log: Callable[[str], None]) -> tuple[Prompt, Any] | None:
+    """The prompt on which policy and engine are compared, and its sampling parameters; None if there is none."""
+    if not isinstance(domain, ComparesEngines):
+        return None
+    try:
+        return domain.long_prompt(config)
+    except SampleError as error:
+        log(f"engine and policy are not compared at the start: {error.reason}")
+        return None
+
+
+def build_comparison(
+    config: RunConfig,
+    domain: Domain,
+    policy: Policy,
+    *,
+    share: Share,
+    mesh: ReplicaMesh | None,
+    log: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> EngineComparison | None:
+    """The comparison of engine and policy at the start, in each rank; None in a domain without a prompt for it."""
+    if config.is_sft or not isinstance(domain, ComparesEngines):
+        return None
+    from cosmos_rl_core.train.comparison import EngineComparison
+
+    return EngineComparison(
+        policy,
+        collate=build_collate(config, domain, share),
+        mesh=mesh,
+        tolerance=domain.engine_tolerance(config),
+        log=log,
+        warn=warn,
     )
 
 

@@ -58,6 +58,22 @@ class ShowsTerms(Protocol):
 
 
 @runtime_checkable
+class ComparesEngines(Protocol):
+    """A domain whose engines and policies are compared at the start, on a prompt that is longer than usual ones."""
+
+    def long_prompt(self, config: RunConfig) -> tuple[Prompt, Any]:
+        """Return a prompt, and the sampling parameters of its rollouts. Its `origin` describes it, for messages.
+
+        Raises SampleError if the model has none. Called in each rollout replica.
+        """
+        ...
+
+    def engine_tolerance(self, config: RunConfig) -> float:
+        """Return the mean difference of a term's log-probability that rounding explains, in nats."""
+        ...
+
+
+@runtime_checkable
 class HasTokens(Protocol):
     """A domain whose terms are tokens, so that rollouts of a prompt can have the same first terms."""
 

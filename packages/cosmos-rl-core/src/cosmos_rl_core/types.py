@@ -118,6 +118,8 @@ class RolloutGroup:
     """The prompt as the model saw it."""
     media: Mapping[str, str] = field(default_factory=dict)
     """Locations of the prompt's pictures and videos by their names in `Rollout.media`, for files."""
+    compared: RolloutGroup | None = None
+    """Rollouts of a long prompt that are not trained on: the policy compares the engine with itself by them."""
 
     @property
     def min_policy_version(self) -> int:

@@ -24,9 +24,12 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share,
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
+from cosmos_rl_llm.engines.long_prompt import ComparedOnText
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, no_pictures, shared, spread
 from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import (
+    checkpoint_of,
+    fetch,
     legacy_template,
     read_shape,
     read_specs,
@@ -56,10 +59,8 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.policy.policy import TextPolicy
     from cosmos_rl_llm.teacher.teacher import Teacher
 
-CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
-
-class LLMDomain(DomainBase):
+class LLMDomain(ComparedOnText, DomainBase):
     """Text in, text out: a term is a token. Implements `cosmos_rl_core.interfaces.Domain`."""
 
     name = "llm"
@@ -127,7 +128,7 @@ class LLMDomain(DomainBase):
         from cosmos_rl_llm.policy.truncation import Truncation
 
         phase(READING)
-        source = _checkpoint(model)
+        source = checkpoint_of(model)
         return build_policy(
             model,
             source=source,
@@ -190,7 +191,7 @@ class LLMDomain(DomainBase):
         tokens = rollout.arrays.get("tokens")
         if tokens is None:  # an outline
             return ()
-        text = _text_of(_checkpoint(model))
+        text = _text_of(checkpoint_of(model))
         return [text(token) for token in tokens.tolist()]
 
     def term_tokens(self, rollout: Rollout) -> np.ndarray:
@@ -329,7 +330,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     from cosmos_rl_llm.policy.lora import add_adapters
 
     phase(READING)
-    source, device = _checkpoint(model), own_device()
+    source, device = checkpoint_of(model), own_device()
     _recommend_vllm(device.type, installed=find_spec("vllm") is not None)
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
     module.to(device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
@@ -374,7 +375,7 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
     from cosmos_rl_llm.engines.vllm.start import check_rope, read_config, start
     from cosmos_rl_llm.model.causal_lm import sees
 
-    source = resolve(_checkpoint(model))
+    source = resolve(checkpoint_of(model))
     config, generation = read_config(source)
     pictures = sees(config)
     if pictures and (why := no_pictures(config.model_type)):
@@ -469,31 +470,10 @@ def _vision(source: str, config: PreTrainedConfig | None, data: LLMDataConfig) -
     return None if family is None else Vision(family=family, limits=data.media)
 
 
-def _checkpoint(model: LLMModelConfig) -> str:
-    """The source of model and tokenizer: the path itself, or the files of one revision on the hub."""
-    if model.revision is None:
-        return model.path
-    if Path(model.path).expanduser().is_dir():
-        raise UserError(f"model.revision is for a Hugging Face model id; {model.path} is a directory here")
-    return _fetch(model)
-
-
 def _directory(model: LLMModelConfig) -> Path:
     """The directory of the model's files, fetched from the hub if necessary."""
-    source = Path(resolve(_checkpoint(model)))
-    return source if source.is_dir() else Path(_fetch(model))
-
-
-def _fetch(model: LLMModelConfig) -> str:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(
-            model.path, revision=model.revision, allow_patterns=CHECKPOINT_FILES, ignore_patterns=["consolidated*"]
-        )
-    except (OSError, ValueError) as error:
-        where = f"model.path = {model.path!r} at model.revision = {model.revision!r}"
-        raise UserError(f"{where} cannot be fetched from the hub: {error}") from error
+    source = Path(resolve(checkpoint_of(model)))
+    return source if source.is_dir() else Path(fetch(model))
 
 
 LLM = LLMDomain()

@@ -18,6 +18,8 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 FILTERED = "filtered:zero_variance"
 """Reason of a group that was left out for equal rewards; reasons with "filtered:" are not counted as failures."""
+COMPARED = 4
+"""Rollouts of the long prompt: several, since one may end at once."""
 
 
 class Rollouter:
@@ -42,10 +44,14 @@ class Rollouter:
         timeline: Timeline | None = None,
         show: Callable[[RolloutGroup], RolloutGroup] = lambda group: group,
         tokens: Callable[[Rollout], np.ndarray] | None = None,
+        long: tuple[Prompt, Any] | None = None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         """recorder, eval_recorder: save training and evaluation samples to a gallery. show: adds the prompt's media.
 
-        tokens: rollout -> [T] int, the token of each term, which the rule `mask_prefix_terms` needs.
+        tokens: rollout -> [T] int, the token of each term, which the rule `mask_prefix_terms` needs. long: prompt and
+        sampling parameters of the rollouts that the policy compares with its own log-probabilities. log: receives the
+        reason if there are none.
         """
         self._engine = engine
         self._rubric = rubric
@@ -59,12 +65,16 @@ class Rollouter:
         self._timeline = timeline or Timeline("rollout")
         self._show = show
         self._tokens = tokens
+        self._long = long
+        self._log = log
+        self._compared: RolloutGroup | None = None
+        self._comparing = asyncio.Lock()
 
     async def run(self, prompt: Prompt) -> RolloutGroup:
         scored = await self._scored(prompt, num_samples=self._group_size, sampling=self._sampling, stream=0)
         group = self._with_advantages(scored)
         await self._record(self._recorder, group)
-        return group
+        return replace(group, compared=await self._rollouts_to_compare())
 
     async def evaluate(self, prompt: Prompt) -> RolloutGroup:
         group = await self._scored(prompt, num_samples=1, sampling=self._eval_sampling, stream=1)
@@ -81,6 +91,30 @@ class Rollouter:
         async with self._recording:
             if recorder.wants(group.max_policy_version, group):
                 await asyncio.to_thread(recorder.save, group.max_policy_version, group)
+
+    async def _rollouts_to_compare(self) -> RolloutGroup | None:
+        """Return the rollouts of the long prompt, generated once; None after the weights that they were sampled with.
+
+        Every group of those weights carries them: which of the groups the next step trains on is not known here.
+        """
+        async with self._comparing:  # a cancelled group leaves the work to the next
+            if self._long is not None:
+                self._compared = await self._generate_long(*self._long)
+                self._long = None
+            if self._compared is not None and self._compared.min_policy_version != self._engine.version:
+                self._compared = None
+            return self._compared
+
+    async def _generate_long(self, prompt: Prompt, sampling: Any) -> RolloutGroup | None:
+        seed = request_seed(self._seed, stream=2, sample_id=prompt.sample_id)
+        try:
+            with self._timeline.span("generate", sample=prompt.sample_id):
+                _, rollouts = await self._engine.generate(prompt, num_samples=COMPARED, sampling=sampling, seed=seed)
+        except Exception as error:  # any: an engine of others may want columns that this row has not
+            self._log(f"engine and policy are not compared at the start: {type(error).__name__}: {error}")
+            return None
+        group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+        return group if group.num_terms else None
 
     async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Any, stream: int) -> RolloutGroup:
         seed = request_seed(self._seed, stream=stream, sample_id=prompt.sample_id)

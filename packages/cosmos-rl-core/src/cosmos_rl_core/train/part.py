@@ -88,7 +88,7 @@ def outline(group: RolloutGroup, *, with_text: bool) -> RolloutGroup:
         )
         for rollout in group.rollouts
     )
-    return replace(group, rollouts=rollouts, prompt_text=group.prompt_text if with_text else "")
+    return replace(group, rollouts=rollouts, prompt_text=group.prompt_text if with_text else "", compared=None)
 
 
 def _untrained(group: RolloutGroup) -> RolloutGroup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -67,6 +68,8 @@ class _Group(msgspec.Struct, frozen=True, array_like=True):
     row: dict[str, Any] = {}
     shared_media: dict[str, _Array] = {}
     """Media of each rollout, such as the prompt's pictures."""
+    compared: bytes = b""
+    """Another group, encoded; empty if there is none."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -96,6 +99,7 @@ def encode_group(group: RolloutGroup, *, for_rewards: bool = False) -> bytes:
         media=dict(group.media),
         row=dict(prompt.row) if for_rewards else {},
         shared_media=_pack_all(shared_media),
+        compared=b"" if for_rewards or group.compared is None else encode_group(group.compared),
     )
     try:
         return _encode(message)
@@ -118,10 +122,19 @@ def decode_group(payload: bytes | memoryview) -> RolloutGroup:
 
     Raises ValueError if the bytes are not a group, or if an array's size does not match its dtype and shape.
     """
+    group = _parse(payload)
+    compared = _unpack_group(_parse(group.compared)) if group.compared else None
+    return replace(_unpack_group(group), compared=compared)
+
+
+def _parse(payload: bytes | memoryview) -> _Group:
     try:
-        group = _decode(payload)
+        return _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"these bytes are not a rollout group: {error}") from error
+
+
+def _unpack_group(group: _Group) -> RolloutGroup:
     shared, shared_media = _unpack_all(group.shared), _unpack_all(group.shared_media)
     return RolloutGroup(
         prompt=Prompt(sample_id=group.sample_id, row=group.row, origin=group.origin),

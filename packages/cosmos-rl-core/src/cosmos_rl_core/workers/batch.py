@@ -27,6 +27,7 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.train.batcher import Batcher
+from cosmos_rl_core.train.comparison import EngineComparison
 from cosmos_rl_core.train.part import Part
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import Prompt, Share, TrainBatch
@@ -62,15 +63,18 @@ class BatchMaker:
         of_replica: Share,
         files: RolloutFiles,
         writes: bool,
+        compare: EngineComparison | None = None,
     ) -> None:
         """Set up collation.
 
         share: of this rank among those of all policy replicas. of_replica: among those of its own. writes: whether this
-        rank writes the files of the step; the others send it the texts of their groups.
+        rank writes the files of the step; the others send it the texts of their groups. compare: engine and policy, by
+        rollouts that groups carry.
         """
         self._at = assignment
         self._files = files
         self._writes = writes
+        self._compare = compare
         config = assignment.config
         self._policy = policy
         self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
@@ -102,6 +106,7 @@ class BatchMaker:
 
     def _of_groups(self, message: p.Batch, payloads: Payloads, replicas: ReplicaGroup | None) -> TrainBatch:
         groups = [decode_group(encoded) for encoded in payloads.encoded]
+        compared = {} if self._compare is None else self._compare(groups, step=message.step)
         if message.part is None:
             batch = self._batcher(groups, step=message.step)
         else:
@@ -109,7 +114,7 @@ class BatchMaker:
             part = Part(groups, replicas, with_text=self._files.has(message.step))
             assert part.samples == message.samples, f"the parts of step {message.step} are not the batch"
             batch = self._batcher(part.groups, step=message.step, part=part)
-        return replace(batch, metrics={**batch.metrics, **payloads.metrics})
+        return replace(batch, metrics={**batch.metrics, **payloads.metrics, **compared})
 
     def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
         rows = zip(message.samples, map(bytes, payloads.encoded), strict=True)

@@ -194,11 +194,15 @@ class PolicyRole:
         at, link = self._at, self._link
         policy, share = learner.trainer.policy, batch_share(at.config, mesh)
         payloads_of, files = self._payloads(), rollout_files(at)
+        warn = partial(_warn, asyncio.get_running_loop(), link)
+        compare = assemble.build_comparison(
+            at.config, at.domain, policy, share=share, mesh=mesh, log=at.context.log, warn=warn
+        )
 
         @cache
         def maker(place: int, count: int) -> BatchMaker:
             own, writes = share.of_replica(place, count), place == 0 and at.context.leads
-            return BatchMaker(at, policy, share=own, of_replica=share, files=files, writes=writes)
+            return BatchMaker(at, policy, share=own, of_replica=share, files=files, writes=writes, compare=compare)
 
         async def join(message: p.Remesh) -> int:
             try:
@@ -316,6 +320,10 @@ def _saved(at: Assignment, loop: asyncio.AbstractEventLoop, link: ControllerLink
 
 def _failed(at: Assignment, loop: asyncio.AbstractEventLoop, link: ControllerLink, text: str) -> None:
     at.context.log(text)
+    _post(loop, link, p.Alarm(message=text))
+
+
+def _warn(loop: asyncio.AbstractEventLoop, link: ControllerLink, text: str) -> None:
     _post(loop, link, p.Alarm(message=text))
 
 

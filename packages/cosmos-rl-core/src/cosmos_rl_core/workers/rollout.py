@@ -212,6 +212,7 @@ class RolloutRole:
                 rewards=at.context.rewards,
                 timeline=at.context.timeline,
                 report=self._report,
+                log=at.context.log,
             )
 
     def _report(self, complaint: str, detail: str) -> None:

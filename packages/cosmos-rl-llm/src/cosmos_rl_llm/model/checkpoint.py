@@ -26,6 +26,7 @@ from cosmos_rl_llm.model.bin_weights import convert_bin_weights
 from cosmos_rl_llm.model.parts import part_of
 from cosmos_rl_llm.model.tower_memory import engine_parts
 
+CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 
 
@@ -253,3 +254,25 @@ def legacy_template(directory: Path) -> str | None:
         return None
     found = read_json_object(file, hint="see model.path").get("chat_template")
     return found if isinstance(found, str) else None
+
+
+def checkpoint_of(model: LLMModelConfig) -> str:
+    """The source of model and tokenizer: the path itself, or the files of one revision on the hub."""
+    if model.revision is None:
+        return model.path
+    if Path(model.path).expanduser().is_dir():
+        raise UserError(f"model.revision is for a Hugging Face model id; {model.path} is a directory here")
+    return fetch(model)
+
+
+def fetch(model: LLMModelConfig) -> str:
+    """Fetch the files of a model from the hub; return their directory. Raises UserError."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(
+            model.path, revision=model.revision, allow_patterns=CHECKPOINT_FILES, ignore_patterns=["consolidated*"]
+        )
+    except (OSError, ValueError) as error:
+        where = f"model.path = {model.path!r} at model.revision = {model.revision!r}"
+        raise UserError(f"{where} cannot be fetched from the hub: {error}") from error

@@ -76,6 +76,11 @@ _SIZES: Mapping[str, int] = {
     **{"encoder_hash_byte_group_vocab": 64, "num_layers_per_stack": 2, "moe_layer_end_index": 3},
 }
 """Key -> new value, unless it is 0 or missing."""
+WINDOWS = (
+    *("sliding_window", "attention_window_size", "window_size", "sliding_window_size"),
+    *("local_attention", "swa_window_size", "keep_window_size", "local_window_size"),
+)
+"""Names of the number of tokens that an attention with a window sees."""
 _AT_MOST: Mapping[str, int] = {
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num_query_groups"), 2),
     **dict.fromkeys(("num_global_key_value_heads", "num_kv_shared_layers", "max_window_layers"), 2),
@@ -83,8 +88,7 @@ _AT_MOST: Mapping[str, int] = {
     **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "o_groups": 2},
     **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     # Windows
-    **dict.fromkeys(("sliding_window", "attention_window_size", "window_size", "sliding_window_size"), 6),
-    **dict.fromkeys(("local_attention", "swa_window_size", "keep_window_size", "local_window_size"), 6),
+    **dict.fromkeys(WINDOWS, 6),
     **{"sliding_window_pattern": 2, "attention_chunk_size": 8, "rel_extent": 8},
     **{
         "indexer_budget": 8,

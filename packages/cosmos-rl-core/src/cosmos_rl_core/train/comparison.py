@@ -1,0 +1,93 @@
+"""Whether engine and policy compute the same, known before the first step.
+
+engine: rollouts of a long prompt, with their log-probabilities -> policy: its own of the same terms, all ranks together
+        -> mean difference: a line of the log; above the tolerance a warning; above `GROSS` the end of the run
+
+Small models are compared with transformers at start; here it is this model, engine and mesh, beyond the windows of its
+attention, which the prompts of the first steps may not fill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.parallel.metrics import sum_metrics
+from cosmos_rl_core.types import RolloutGroup, TrainBatch
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.parallel.mesh import ReplicaMesh
+
+GROSS = 1.0
+"""Mean difference in nats above which a run ends: probabilities differ by a factor of e, term after term."""
+METRIC = "start_mismatch"
+
+
+class EngineComparison:
+    """Compares an engine's log-probabilities with the policy's.
+
+    metrics = comparison(groups, step=0)      # {"start_mismatch": 2e-7}; empty without rollouts to compare
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        collate: Callable[[Sequence[RolloutGroup]], TrainBatch],
+        mesh: ReplicaMesh | None,
+        tolerance: float,
+        log: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """collate: of this rank's share among those of its replica. tolerance: mean difference in nats without a
+        warning. log, warn: receive one line."""
+        self._policy = policy
+        self._collate = collate
+        self._mesh = mesh
+        self._tolerance = tolerance
+        self._log, self._warn = log, warn
+
+    def __call__(self, groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
+        """Compare the first rollouts that `groups` carry for it, if they are of the weights of `step`.
+
+        All ranks of the replica call it with the same groups. Raises UserError for a gross difference.
+        """
+        carried = (group.compared for group in groups if group.compared is not None)
+        sampled = next((one for one in carried if one.min_policy_version == one.max_policy_version == step), None)
+        if sampled is None:
+            return {}
+        difference = self._measure(sampled)
+        text = (
+            f"engine and policy differ by {difference:.2g} nats a term, over {sampled.num_terms} terms after "
+            f"{sampled.prompt.origin}"
+        )
+        self._log(text)
+        if not difference <= GROSS:
+            raise UserError(
+                f"{text}: what the engine samples is not what the policy trains; choose another [rollout] engine, or "
+                "another model (docs/families.md)"
+            )
+        if difference > self._tolerance:
+            self._warn(
+                f"{text}, and rounding explains {self._tolerance:.2g}: sequences as long as these are trained off the "
+                'policy; choose another [rollout] engine, or set algorithm.old_logprobs = "policy" with a correction'
+            )
+        return {METRIC: difference}
+
+    @torch.no_grad()
+    def _measure(self, group: RolloutGroup) -> float:
+        """Return the mean absolute difference of a term's log-probability; infinite if one is not finite."""
+        batch = self._collate([group])
+        total = torch.zeros((), dtype=torch.float64)
+        for microbatch in batch.microbatches:
+            terms, logprobs = microbatch.terms, self._policy.forward(microbatch).logprobs.cpu()
+            off = (terms.rollout_logprobs.cpu() - logprobs).abs().masked_fill(terms.loss_mask.cpu() == 0, 0.0)
+            total += off.sum(dtype=torch.float64)
+        summed = float(total) if self._mesh is None else sum_metrics({METRIC: total}, self._mesh)[METRIC]
+        difference = summed / batch.num_terms
+        return difference if math.isfinite(difference) else math.inf
