@@ -40,6 +40,10 @@ def searches(group):
     import re
     return [float(re.search("<answer>(.*)</answer>", rollout.text).group(1)) for rollout in group.rollouts]
 
+def searches_for_ever(group):
+    import re
+    return [float(bool(re.search("(a+)+$", "a" * 60 + "b"))) for _ in group.rollouts]
+
 def subscripts(group):
     import re
     return [float(re.search("<answer>(.*)</answer>", rollout.text)[1]) for rollout in group.rollouts]
@@ -385,7 +389,15 @@ def test_a_reward_that_ends_the_process_of_the_checks_is_refused(small, tmp_path
     process = start("check", "--deep", small(), "reward.functions.0.name=newcomers_rewards:ends_the_process")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2 and "has ended the process of the checks with status 3" in errors, errors
-    assert "rewards: ends_the_process" in errors
+    assert 'reward.functions.0.name = "newcomers_rewards:ends_the_process"' in errors
+
+
+def test_a_reward_that_keeps_the_lock_of_python_ends_no_check(small, tmp_path, start):
+    (tmp_path / "newcomers_rewards.py").write_text(REWARDS)
+    process = start("check", "--deep", small(), "reward.functions.0.name=newcomers_rewards:searches_for_ever")
+    told, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert 'searches_for_ever": was not called, as it took longer than 8 s' in told
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,10 @@ import os
 import re
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, engine_options, left_over, load_engine, look_up_engine
@@ -27,7 +26,7 @@ from cosmos_rl_core.launch.preflight.machine import (
     transport_problems,
 )
 from cosmos_rl_core.launch.preflight.parts import part_problems
-from cosmos_rl_core.launch.preflight.rewards import reward_problems
+from cosmos_rl_core.launch.preflight.rewards import FAILED, report, reward_problems
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.optional import ChecksModels, FindsProblems, TakesRows, Warns
 from cosmos_rl_core.recipe.load import Loaded, load_domain
@@ -36,8 +35,6 @@ from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, each_once, is_wrong, problems_of
 from cosmos_rl_core.settings.source import Source
 
-FAILED = 1
-"""Exit status of a process of checks that met an error of their own."""
 DOMAIN_READS = frozenset(
     {
         "algorithm",
@@ -216,7 +213,8 @@ def check_in_child(recipe: Loaded, *, resume: str | None = None, overwrite: bool
     sys.stderr.flush()
     if not (child := os.fork()):
         os.close(ours)
-        _report_check(partial(check, recipe, deep=True, resume=resume, overwrite=overwrite), theirs)
+        deep_check = partial(check, recipe, deep=True, resume=resume, overwrite=overwrite)
+        report(partial(_reported, deep_check), theirs)
     os.close(theirs)
     with open(ours, "rb") as answer:
         reported = answer.read()
@@ -238,24 +236,12 @@ def check_in_child(recipe: Loaded, *, resume: str | None = None, overwrite: bool
     return tuple(notes)
 
 
-def _report_check(deep_check: Callable[[], Checked], pipe: int) -> NoReturn:
-    """Write error and notes of a deep check as JSON, and exit."""
-    status = FAILED
+def _reported(deep_check: Callable[[], Checked]) -> bytes:
+    """Return error and notes of a deep check as JSON."""
     try:
-        error, notes = "", []
-        try:
-            notes = list(deep_check().notes)
-        except UserError as found:
-            error = str(found)
-        with open(pipe, "wb") as answer:
-            answer.write(json.dumps([error, notes]).encode())
-        status = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return json.dumps(["", list(deep_check().notes)]).encode()
+    except UserError as error:
+        return json.dumps([str(error), []]).encode()
 
 
 def _parts(recipe: RunConfig | Loaded) -> tuple[RunConfig, Domain | None, frozenset[str], Source | None]:

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import re
+import select
+import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +22,9 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import msgspec
 
 from cosmos_rl_core.assemble import build_reward, with_prompt_media
 from cosmos_rl_core.errors import SampleError, UserError
@@ -32,6 +38,8 @@ from cosmos_rl_core.types import RolloutGroup
 
 CALL_S = 8.0
 """Maximum time to make a reward and call it once; a slower one is left to the run."""
+FAILED = 1
+"""Exit status of a process of checks that met an error of their own."""
 MISTAKES = (NameError, ImportError, SyntaxError, SystemExit)
 NOT_FINITE = re.compile(r" returned \S*(nan|inf)\S* for rollout ")
 EXAMPLE = "def my_reward(group): return [1.0 if 'yes' in rollout.text else 0.0 for rollout in group.rollouts]"
@@ -51,12 +59,8 @@ def reward_problems(
     for place, section in enumerate(config.reward.functions):
         make = partial(build_reward, section.name, domain, options=section.options, given=given.get(section.title))
         wrong = Problem(key=f"reward.functions.{place}.name", given=as_toml(section.name), wrong="")
-        found += _within(CALL_S, partial(_problems, make, section.title, group, wrong), otherwise=_unanswered(wrong))
+        found += _within(CALL_S, partial(_problems, make, section.title, group, wrong), wrong=wrong)
     return found
-
-
-def _unanswered(wrong: Problem) -> Problem:
-    return replace(wrong, wrong=f"was not called, as it took longer than {CALL_S:g} s", is_note=True)
 
 
 def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, wrong: Problem) -> list[Problem]:
@@ -112,8 +116,53 @@ def _arguments(function: Any) -> str:
     return ""
 
 
-def _within(limit_s: float, work: Callable[[], list[Problem]], *, otherwise: Problem) -> list[Problem]:
-    """Return the result of work in a thread and raise what it raises, or return `otherwise` if it takes longer."""
+def _within(limit_s: float, work: Callable[[], list[Problem]], *, wrong: Problem) -> list[Problem]:
+    """Return the result of work and raise what it raises, or the problem that it takes longer or ends its process.
+
+    A forked process, where that is possible, ends at the limit in any call, also in one that keeps Python's lock.
+    """
+    late = replace(wrong, wrong=f"was not called, as it took longer than {CALL_S:g} s", is_note=True)
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return _in_thread(limit_s, work, otherwise=late)
+    ours, theirs = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not (child := os.fork()):
+        os.close(ours)
+        report(lambda: msgspec.json.encode(work()), theirs)
+    os.close(theirs)
+    with open(ours, "rb") as answer:
+        if is_late := not select.select([answer], [], [], limit_s)[0]:
+            os.kill(child, signal.SIGKILL)
+        reported = b"" if is_late else answer.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if reported:
+        return msgspec.json.decode(reported, type=list[Problem])
+    if is_late:
+        return [late]
+    if status == FAILED:
+        raise RuntimeError("a check of a reward has failed itself, with the traceback above")
+    ended = f"has ended the process of the checks with status {status}, as it would end each worker"
+    return [replace(wrong, wrong=ended)]
+
+
+def report(work: Callable[[], bytes], pipe: int) -> NoReturn:
+    """Write the result of work into a pipe, from a forked process, and exit."""
+    status = FAILED
+    try:
+        result = work()
+        with open(pipe, "wb") as answer:
+            answer.write(result)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _in_thread(limit_s: float, work: Callable[[], list[Problem]], *, otherwise: Problem) -> list[Problem]:
     done: Future[list[Problem]] = Future()
 
     def answer() -> None:
