@@ -85,7 +85,7 @@ class UsableRows(Sequence[Mapping[str, Any]]):
     numbers: Sequence[int]
     """Of each row in the dataset, from 1."""
     note: str
-    """How many were dropped, and why the first one was."""
+    """Number of rows that were dropped, and the reason of the first."""
 
     def __len__(self) -> int:
         return len(self.rows)
