@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -106,6 +107,17 @@ def test_workers_survive_their_server_which_then_forks_no_more(serving, started,
     child.kill()
     assert child.wait(30) == "unknown, its fork server had ended"
     assert child.exit_code == 1
+
+
+@pytest.mark.ci
+def test_a_rollout_that_does_not_notice_the_end_of_its_run_is_killed(serving, started, quiet):
+    server = serving()
+    child = started(server, controller=quiet)
+    waits(child.pid)
+    os.kill(child.pid, signal.SIGSTOP)  # as in a call that keeps Python's lock, nothing of it runs
+    server._socket.close()  # of a run that was killed
+    assert server._process.wait(60) == "exit code 0"
+    assert child.wait(60) == "unknown, its fork server had ended"
 
 
 def test_a_worker_killed_before_the_fork_is_not_forked(serving, started, tmp_path, quiet):

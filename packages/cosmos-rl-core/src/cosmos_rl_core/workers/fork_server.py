@@ -10,7 +10,8 @@
           <--process id, exit status: on the worker's status socket--
 
 At a fork the server has one thread, no event loop and no GPU: otherwise it ends, and workers are started as commands.
-It is the parent of the workers and reports how they end. They do not end with it.
+It is the parent of the workers and reports how they end. They do not end with it. After the run it waits for them and
+kills rollouts that stay: a call that keeps Python's lock hides the end of the run from its worker.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +43,8 @@ EVERY_RUN = (WORKER_MODULE, *(f"cosmos_rl_core.workers.{name}" for name in ("pol
 """Modules of the workers of every run."""
 LONGEST_COMMAND = 4096
 """Bytes for a worker's command line, as `ps` shows it."""
+ROLLOUT_S = 10.0
+"""Maximum seconds that a rollout worker lives on after the run. Others may save."""
 _MOST_DESCRIPTORS = 16
 _NUMBER = struct.Struct("i")
 
@@ -311,16 +315,20 @@ def _descriptors(server: socket.socket) -> list[int]:
 def _serve(server: socket.socket) -> None:
     """Fork on request and report ends, until the run closes its end of the socket."""
     running: dict[int, tuple[int, socket.socket]] = {}
+    rollouts: set[int] = set()
     poll = select.poll()
     poll.register(server, select.POLLIN)
     while True:
         for descriptor, _ in poll.poll():
             if descriptor in running:
                 poll.unregister(descriptor)
+                rollouts.discard(descriptor)
                 _report_end(descriptor, *running.pop(descriptor))
                 continue
             if not (received := _descriptors(server)):
-                return
+                poll.unregister(server)
+                return _end_rollouts(running, poll, rollouts)
+            is_rollout = "rollout" in _asked(received[1])["arguments"]  # --role rollout
             status, pid = socket.socket(fileno=received[0]), os.fork()
             if pid == 0:
                 server.close()
@@ -332,11 +340,29 @@ def _serve(server: socket.socket) -> None:
                 os.close(each)
             handle = os.pidfd_open(pid)
             running[handle] = pid, status
+            if is_rollout:
+                rollouts.add(handle)
             poll.register(handle, select.POLLIN)
             try:
                 status.send(_NUMBER.pack(pid), socket.MSG_NOSIGNAL)
             except OSError:  # killed before it was forked
                 os.kill(pid, signal.SIGKILL)
+
+
+def _end_rollouts(running: dict[int, tuple[int, socket.socket]], poll: select.poll, rollouts: set[int]) -> None:
+    """Kill rollout workers that have not ended `ROLLOUT_S` after the run."""
+    deadline = time.monotonic() + ROLLOUT_S
+    while rollouts and (left_s := deadline - time.monotonic()) > 0:
+        for handle, _ in poll.poll(1000 * left_s):
+            poll.unregister(handle)
+            rollouts.discard(handle)
+    for handle in rollouts:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running[handle][0], signal.SIGKILL)
+
+
+def _asked(request: int) -> dict[str, Any]:
+    return json.loads(os.pread(request, os.fstat(request).st_size, 0))
 
 
 def _report_end(handle: int, pid: int, status: socket.socket) -> None:
@@ -355,7 +381,7 @@ def _become_worker(status: socket.socket, *, request: int, log: int) -> None:
         os.setsid()
         os.dup2(log, 1)
         os.dup2(log, 2)
-        asked: dict[str, Any] = json.loads(os.pread(request, os.fstat(request).st_size, 0))
+        asked = _asked(request)
         os.close(request)
         os.close(log)
         os.environ.clear()
