@@ -27,11 +27,15 @@ class Play:
         """Replicas in the order of their removal."""
         self.silent: list[str] = []
         """Those of them that did not answer."""
+        self.positions = {self.ledger.version: self.ledger.position()}
+        """Version -> its stream position, as a checkpoint has it."""
 
     def on(self, event: events.Event, *, after: float = 0.0) -> list[events.Output]:
         self.now += after
         decided, said = self.ledger.on(self.now, event)
         self.journal += decided
+        if any(isinstance(record, records.Commit) for record in decided):
+            self.positions[self.ledger.version] = self.ledger.position()
         counts = self.ledger.counts()
         assert counts.pop("issued") == sum(counts.values())
         assert Ledger.restore(self.ledger.config, self.base, self.journal) == self.ledger
@@ -87,6 +91,9 @@ class Play:
 
     def checkpoint(self, version: int, *, lineage: int = 0):
         return self.send("policy-0", m.CheckpointDone(version, lineage=lineage))
+
+    def roll_back(self, version: int) -> list[events.Output]:
+        return self.on(events.Rollback(self.positions[version]))
 
     def tick(self, *, after: float) -> list[events.Output]:
         return self.on(events.Tick(), after=after)
@@ -865,18 +872,32 @@ def test_a_checkpoint_settles_the_steps_below_its_version():
     assert kinds(p.deliver("rollout-0", 0)) == ["Ack"]
 
 
-def test_losing_all_policies_rolls_back_without_generating_again():
+def test_losing_all_policies_rolls_back_to_the_checkpoint():
     p = play(max_staleness=1)
     p.train(steps=3)
     p.checkpoint(1)
     assert p.send("policy-0", m.Goodbye()) == [events.PoliciesLost(1)]
     assert p.removed == ["policy-0"]
     assert "rollback to version 1" in p.ledger.waits()[0]
-    p.on(events.Rollback(1))
+    p.roll_back(1)
     assert (p.ledger.version, p.ledger.lineage) == (1, 1)
     p.join("policy-0")
+    again = granted(p.ask("rollout-0", version=1, lineage=1))
+    assert [lease.sample for lease in again] == [2, 3, 4, 5]
+    for lease in again:
+        p.deliver("rollout-0", lease.sample, attempt=lease.attempt, version=1, lineage=1)
     first = p.batch()[0].message
     assert isinstance(first, m.Batch) and (first.step, first.samples) == (1, (2, 3))
+
+
+def test_losing_all_policies_right_after_a_checkpoint_keeps_the_groups():
+    p = play(max_staleness=1)
+    p.train(steps=1)
+    p.checkpoint(1)
+    p.batch()
+    assert p.ledger.counts()["assigned"] == 2
+    p.roll_back(1)
+    assert p.ledger.counts() == {**dict.fromkeys(p.ledger.counts(), 0), "issued": 4, "ready": 2, "checkpointed": 2}
 
 
 def test_one_policy_continues_after_the_loss_of_all():
@@ -885,7 +906,7 @@ def test_one_policy_continues_after_the_loss_of_all():
         p.join(name)
     for name in ("policy-0", "policy-1"):
         p.send(name, m.Goodbye())
-    p.on(events.Rollback(0))
+    p.roll_back(0)
     assert p.ledger.waits()[0] == "the run waits for policy replicas: 0 of 1 ready"
     assert [message for message in p.join("policy-1") if isinstance(message.message, m.Remesh)]
     assert p.ledger.members.mesh == ("policy-1",)
@@ -922,17 +943,57 @@ def test_a_newcomer_has_the_weights_after_a_commit():
     assert p.ledger.members.mesh == ("policy-1",)
 
 
-def test_a_rollback_without_payloads_generates_again():
+def test_a_rollback_behind_steps_issues_their_samples_again():
     p = play()
     p.train(steps=1)
-    p.on(events.Rollback(0, payloads_kept=False))
-    assert p.ledger.counts()["pending"] == 2
+    p.roll_back(0)
+    assert p.ledger.counts() == dict.fromkeys(p.ledger.counts(), 0)
+    assert [(lease.sample, lease.attempt) for lease in granted(p.ask("rollout-0", lineage=1))] == [(0, 2), (1, 2)]
+
+
+def test_samples_dropped_after_a_checkpoint_are_issued_again_and_those_before_are_not():
+    p = play()
+    for version in (0, 1):
+        [dropped, trained] = granted(p.ask("rollout-0", version=version))
+        p.fail("rollout-0", dropped.sample, final=True)
+        p.deliver("rollout-0", trained.sample, version=version)
+        p.train(steps=1)
+        p.checkpoint(1)
+    assert (p.ledger.version, p.ledger.counts()["dropped"]) == (2, 2)
+    p.roll_back(1)
+    assert p.ledger.counts() | {"dropped": 1, "checkpointed": 2, "pending": 0} == p.ledger.counts()
+    assert [lease.sample for lease in granted(p.ask("rollout-0", version=1, lineage=1))] == [3, 4]
+
+
+@pytest.mark.parametrize("rollouts", [True, False], ids=["RL", "supervised"])
+def test_without_checkpoints_the_ledger_does_not_grow_with_the_steps(rollouts):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, rollouts=rollouts))
+    p = Play(ledger=ledger)
+    p.join("policy-0")
+    p.join("rollout-0")
+
+    def sizes_after(steps: int) -> tuple[int, int]:
+        for step in range(ledger.version, ledger.version + steps):
+            request = events.From("rollout-0", 1, m.RequestLeases(step, 2))
+            for lease in granted(ledger.on(0.0, request)[1]) if rollouts else []:
+                group = m.Deliver(lease.sample, lease.attempt, step, step, 10)
+                ledger.on(0.0, events.From("rollout-0", 1, group))
+            for message in (m.RequestBatch(step, ledger.members.epoch), m.Vote(step, ledger.members.epoch)):
+                ledger.on(0.0, events.From("policy-0", 1, message))
+        return len(ledger.samples.active), len(ledger.snapshot())
+
+    few, many = sizes_after(300), sizes_after(3000)
+    assert ledger.counts()["committed"] == 6600
+    assert many[0] == few[0] <= 2
+    assert many[1] <= few[1] + 50  # larger numbers, not more of them
+    ledger.on(0.0, events.Rollback(records.Position(version=0, next_sample=0)))
+    assert ledger.counts() == dict.fromkeys(ledger.counts(), 0)
 
 
 def test_weights_of_an_abandoned_lineage_get_no_leases():
     p = play()
     p.train(steps=2)
-    p.on(events.Rollback(0, payloads_kept=False))
+    p.roll_back(0)
     assert p.ask("rollout-0", version=2, lineage=0) == []
     assert "it holds weights of lineage 0" in p.ledger.waits()[0]
     assert len(granted(p.ask("rollout-0", version=0, lineage=1))) == 2
@@ -942,31 +1003,13 @@ def test_groups_in_work_during_a_rollback_are_generated_again():
     p = play()
     p.train(steps=2)
     p.checkpoint(1)
-    [four, five] = granted(p.ask("rollout-0", version=2))
-    p.on(events.Rollback(1, payloads_kept=False))
+    [four, _] = granted(p.ask("rollout-0", version=2))
+    p.roll_back(1)
     assert p.ledger.counts()["leased"] == 0
     late = p.deliver("rollout-0", four.sample, version=2)
-    assert [output.message.reason for output in late] == ["sampled from weights of lineage 0; the run is on lineage 1"]
+    assert kinds(late) == ["Reject"]
     again = granted(p.ask("rollout-0", version=1, lineage=1))
     assert [(lease.sample, lease.attempt) for lease in again] == [(2, 2), (3, 2)]
-    assert p.ledger.samples.active[five.sample].failures == 0
-
-
-def test_a_group_of_a_later_version_waits_until_the_new_lineage_has_reached_it():
-    p = play()
-    p.train(steps=1)
-    for lease in granted(p.ask("rollout-0", version=1)):
-        p.deliver("rollout-0", lease.sample, version=1)
-    p.on(events.Rollback(0, payloads_kept=False))
-    assert p.ledger.counts()["ready"] == 2  # a step's worth, but of version 1
-    p.batch()
-    assert p.ledger.assignment is None
-    for lease in granted(p.ask("rollout-0", version=0, lineage=1)):
-        p.deliver("rollout-0", lease.sample, attempt=lease.attempt, lineage=1)
-    assert p.ledger.assignment.samples == (0, 1)
-    p.vote()
-    p.batch()
-    assert p.ledger.assignment.samples == (2, 3)
 
 
 def test_a_process_that_has_ended_is_not_waited_for():
@@ -980,7 +1023,7 @@ def test_a_process_that_has_ended_is_not_waited_for():
 def test_a_checkpoint_of_an_abandoned_lineage_covers_nothing():
     p = play()
     p.train(steps=2)
-    p.on(events.Rollback(0))
+    p.roll_back(0)
     p.checkpoint(0, lineage=0)
     assert p.ledger.counts()["checkpointed"] == 0
 
@@ -990,7 +1033,7 @@ def test_a_rollback_behind_the_checkpoint_is_refused():
     p.train(steps=2)
     p.checkpoint(2)
     with pytest.raises(ValueError, match="older checkpoint"):
-        p.on(events.Rollback(1))
+        p.roll_back(1)
 
 
 def test_a_resumed_run_goes_on_where_the_checkpoint_stands():
@@ -1094,9 +1137,9 @@ class AnyOrder(RuleBasedStateMachine):
     def checkpointed(self, version):
         self.p.checkpoint(version, lineage=self.p.ledger.lineage)
 
-    @rule(kept=st.booleans())
-    def rollback(self, kept):
-        self.p.on(events.Rollback(self.p.ledger.checkpoint_version, kept))
+    @rule()
+    def rollback(self):
+        self.p.roll_back(self.p.ledger.checkpoint_version)
 
     @invariant()
     def staleness_is_bounded(self):

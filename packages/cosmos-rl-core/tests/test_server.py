@@ -18,6 +18,7 @@ from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.liveness import ON_ITS_WAY_S
 from cosmos_rl_core.control.ledger.membership import MemberState
+from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.peers import IN_USE_S, STARTING_S
 from cosmos_rl_core.control.server import Controller, Job
@@ -246,7 +247,8 @@ async def test_a_grant_has_the_number_of_rollouts_that_share_the_work(tmp_path):
 
 @in_a_loop
 async def test_a_supervised_run_refuses_a_rollout_worker(tmp_path):
-    async with running(tmp_path, supervised=True) as (controller, _):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, rollouts=False))
+    async with running(tmp_path, supervised=True, ledger=ledger) as (controller, _):
         rollout = Worker(controller, "rollout", "a-spot-machine")
         assert (await rollout.hears(p.Refused)).reason == "a supervised run has no rollout workers"
         assert not controller.peers.by_name
@@ -431,7 +433,7 @@ async def test_the_last_report_of_a_policy_that_leaves_is_kept_although_the_firs
     """The first one dies after the commit and before its report, and is suspect when the other one leaves."""
     observer = Observer()
     ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, policy_members=2, suspect_grace_s=0.5))
-    job = {"newest_checkpoint": lambda: (1, "step_1"), "policy_wait_s": 0.05, "external": external}
+    job = {"newest_checkpoint": lambda: (Position(1, 2), "step_1"), "policy_wait_s": 0.05, "external": external}
     async with running(tmp_path, observer=observer, ledger=ledger, **job) as (controller, task):
         (zero, one), rollout = await two_policies_and_a_rollout(controller)
         first, second = (await rollout.hears(p.Grant)).prompts[:2]
@@ -478,7 +480,7 @@ async def test_rollouts_are_sent_to_another_policy_when_the_publishing_one_dies(
 async def test_after_the_loss_of_all_policies_a_new_one_trains_the_undone_steps_again(tmp_path):
     observer = Observer()
     ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, max_staleness=1, suspect_grace_s=0.1))
-    checkpoints = {"newest_checkpoint": lambda: (0, "step_0"), "policy_wait_s": 30.0}
+    checkpoints = {"newest_checkpoint": lambda: (Position(0, 0), "step_0"), "policy_wait_s": 30.0}
     async with running(tmp_path, observer=observer, ledger=ledger, **checkpoints) as (controller, _):
         policy, rollout = await join(controller)
         rollout.says(p.RequestLeases(version=0, capacity=3))

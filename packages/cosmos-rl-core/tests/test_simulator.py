@@ -237,11 +237,8 @@ class RollbackKeepsSteps(Ledger):
 
     def decide(self, record):
         if isinstance(record, records.RolledBack):
-            committed, self.samples.committed = self.samples.committed, {}
-            super().decide(record)
-            self.samples.committed = committed
-        else:
-            super().decide(record)
+            record = msgspec.structs.replace(record, position=self.position())
+        super().decide(record)
 
 
 class OldLineagesDeliver(Ledger):
@@ -253,14 +250,6 @@ class OldLineagesDeliver(Ledger):
 
 
 OldLineagesDeliver.rules = {**Ledger.rules, p.Deliver: OldLineagesDeliver.deliver}
-
-
-class TrainsOnLaterVersions(Ledger):
-    """After a rollback every ready group may be trained at once."""
-
-    def decide(self, record):
-        super().decide(record)
-        self.newest_version = 0
 
 
 class RestartTrustsOldConnections(Ledger):
@@ -332,7 +321,6 @@ MUTANTS = [
     NoGrace,
     RollbackKeepsSteps,
     OldLineagesDeliver,
-    TrainsOnLaterVersions,
     EveryEpochItsOwnBatch,
     RestartTrustsOldConnections,
     LossesKeepTheEpoch,

@@ -6,7 +6,7 @@ import pytest
 
 from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.ledger import events
-from cosmos_rl_core.control.ledger.samples import ASSIGNED, READY, Sample
+from cosmos_rl_core.control.ledger.samples import ASSIGNED, READY, Sample, Samples
 from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.control.recovery import RunParts
 from cosmos_rl_core.control.succession import Succession
@@ -18,7 +18,8 @@ STEP, IN_WORK = 8, (30, 31)
 def restarted():
     """Samples 30 and 31 are in the batch in work; 32 and 33 are ready. Those of odd number are rollout-1's."""
     active = {s: Sample(ASSIGNED if s in IN_WORK else READY, replica=f"rollout-{s % 2}") for s in range(30, 34)}
-    samples = SimpleNamespace(active=active, ready={STEP + 1: {32, 33}})
+    samples = Samples()
+    samples.active, samples.ready = active, {STEP + 1: {32, 33}}
     batches = Batches(source=None, supervised=False, peers=Peers())
     fed, requested = [], []
     recovery = SimpleNamespace(

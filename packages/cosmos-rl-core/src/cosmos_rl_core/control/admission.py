@@ -162,7 +162,7 @@ class Admission:
         """Return why a connection is refused; empty if it is not."""
         if incarnation and not self.ledger.members.is_current(name, incarnation):
             return f"{name} was away for too long: others have its work"
-        if role == "rollout" and self.recovery.supervised:
+        if role == "rollout" and not self.ledger.config.rollouts:
             return "a supervised run has no rollout workers"
         if not incarnation and self.peers.is_in_use(name, now=self.clock()):
             return f"a live worker has the name {name}: give this one another by --name, or stop that one first"

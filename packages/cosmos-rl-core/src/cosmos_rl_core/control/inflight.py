@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -153,12 +153,11 @@ class Batches:
         self.awaited.difference_update(samples)
         return before > len(self.awaited) == 0
 
-    def roll_back(self, version: int, *, payloads_kept: bool) -> None:
-        """Forget the batches of the steps from `version` on; unless kept, release their groups."""
-        undone = [self._assigned.pop(step) for step in sorted(self._assigned) if step >= version]
-        if not payloads_kept:
-            for samples in undone:
-                self._drop(samples)
+    def roll_back(self, version: int, *, ready: Set[int]) -> None:
+        """Forget the batches of the steps from `version` on, and release the groups of samples that are not `ready`."""
+        self._assigned = {step: samples for step, samples in self._assigned.items() if step < version}
+        self.awaited &= ready
+        self._drop(self._held.keys() - ready)
 
     def kept(self, replica: str) -> list[str]:
         """Return the files of a replica that are still needed."""

@@ -18,7 +18,7 @@ from cosmos_rl_core.control.evaluation import Evaluator
 from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.ledger.records import Position, Record
 from cosmos_rl_core.control.outcome import Outcome
 from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.control.reports import Observer, PolicyReports
@@ -45,13 +45,12 @@ class Recovery:
     feed: Callable[[events.Event], list[Record]]
     """Passes an event to the ledger."""
     parts: RunParts
-    newest_checkpoint: Callable[[], tuple[int, str]]
-    """Returns version and location of the newest whole checkpoint; (0, "") is the initial model. Called in a thread."""
+    newest_checkpoint: Callable[[], tuple[Position, str]]
+    """Returns stream position and location of the newest whole checkpoint; the location "" is the initial model. Called
+    in a thread."""
     outcome: Outcome
     policy_wait_s: float
     """Maximum wait for another policy; 0: the run fails at once."""
-    supervised: bool
-    """True: the payload of a sample is its row, which is never lost."""
     resume_from: str
     """Checkpoint that a new policy loads; empty: the initial model."""
     checkpoint: str = ""
@@ -111,8 +110,8 @@ class Recovery:
 
     async def _run(self) -> None:
         try:
-            version, path = await asyncio.to_thread(self.newest_checkpoint)
-            self._roll_back(version, path)
+            position, path = await asyncio.to_thread(self.newest_checkpoint)
+            self._roll_back(position, path)
             self._rolled_back.set()
             await self._wait()
         except ValueError as error:
@@ -129,10 +128,10 @@ class Recovery:
             text = f"{POLICIES_LOST}, and no other one has come within {self.policy_wait_s:g} s"
             self.outcome.policy_lost(WorkerFailed(text))
 
-    def _roll_back(self, version: int, checkpoint: str) -> None:
+    def _roll_back(self, position: Position, checkpoint: str) -> None:
         """Continue from a checkpoint on a new lineage. Raises ValueError for a version that is not available.
 
-        Groups that were released with their step are generated again. A policy that had connected before the loss has
+        If steps are undone, all groups are generated again. A policy that had connected before the loss has
         a checkpoint or weights of the old lineage: it ends with its connection, and may be started again.
         """
         batches, reports, evaluator, observer, peers = self.parts
@@ -141,11 +140,10 @@ class Recovery:
                 self.feed(events.Gone(name, member.incarnation))
                 if (peer := peers.by_name.get(name)) is not None:
                     peer.connection.close()
-        undone = self.ledger.version - version
-        kept = self.supervised or undone == 0
-        self.feed(events.Rollback(version, payloads_kept=kept))
+        version, undone = position.version, self.ledger.version - position.version
+        self.feed(events.Rollback(position))
         self.resume_from = self.checkpoint = checkpoint
-        batches.roll_back(version, payloads_kept=kept)
+        batches.roll_back(version, ready=self.ledger.samples.all_ready())
         reports.roll_back(version)
         evaluator.roll_back(version, lineage=self.ledger.lineage)
         observer.rolled_back(version)

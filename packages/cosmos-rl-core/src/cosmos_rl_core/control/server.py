@@ -23,7 +23,7 @@ from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.ledger.records import Position, Record
 from cosmos_rl_core.control.outcome import Outcome, worker_error
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.recovery import Recovery, RunParts
@@ -56,7 +56,7 @@ class Job:
     """Columns of the held-out rows to group rewards by."""
     group_size: int
     sync_interval: int = 1
-    newest_checkpoint: Callable[[], tuple[int, str]] = lambda: (0, "")
+    newest_checkpoint: Callable[[], tuple[Position, str]] = lambda: (Position(0, 0), "")
     """Returns version and location of the newest whole checkpoint; (0, "") is the initial model."""
     policy_wait_s: float = 0.0
     """Maximum wait for another policy after the loss of all; 0: the run fails at once."""
@@ -132,7 +132,6 @@ class Controller:
             newest_checkpoint=job.newest_checkpoint,
             outcome=self.outcome,
             policy_wait_s=job.policy_wait_s,
-            supervised=job.supervised,
             resume_from=job.resume_from,
         )
         self._succession, self._rendezvous = Succession(recovery=self._recovery, turns=self.turns), Rendezvous()

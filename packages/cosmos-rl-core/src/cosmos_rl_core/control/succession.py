@@ -59,7 +59,7 @@ class Succession:
             return outcome.finish()
         self.recovery.lost()
         assigned = ledger.assignment.samples if ledger.assignment is not None else ()
-        batches.restarted(self._ready(), step=ledger.version, assigned=assigned)
+        batches.restarted(ledger.samples.all_ready(), step=ledger.version, assigned=assigned)
         asyncio.get_running_loop().call_later(
             ledger.config.restart_grace_s, lambda: self._give_up(set(batches.awaited))
         )
@@ -67,9 +67,6 @@ class Succession:
             f"the controller has restarted (generation {ledger.generation}) at step {ledger.version}; "
             f"{len(ledger.members.live())} workers and {len(batches.awaited)} groups are expected to return"
         )
-
-    def _ready(self) -> set[int]:
-        return {sample for samples in self.recovery.ledger.samples.ready.values() for sample in samples}
 
     def returned(self, replica: str, holding: Collection[int]) -> None:
         """A replica has returned, or another process of it, and holds these samples; its other groups are lost."""
@@ -83,7 +80,7 @@ class Succession:
         if not lost:
             return
         batches.awaited.difference_update(lost)
-        if missing := tuple(sorted(lost & self._ready())):
+        if missing := tuple(sorted(lost & self.recovery.ledger.samples.all_ready())):
             self.recovery.feed(events.Unheld(missing))
             observer.note(f"groups lost with their workers and generated again: {len(missing)}")
         if not batches.awaited:

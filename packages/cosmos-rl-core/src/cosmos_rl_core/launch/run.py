@@ -389,10 +389,12 @@ class _Run:
             observer=watch,
         )
 
-    def _newest_checkpoint(self) -> tuple[int, str]:
-        """Return version and location of the checkpoint that a new policy starts from; (0, "") without one."""
+    def _newest_checkpoint(self) -> tuple[Position, str]:
+        """Return position and location of a new policy's checkpoint; without one the start of the stream, and ""."""
         found = find_resumption(self._config, self._directory, "auto") or self._resumption
-        return (0, "") if found is None else (found.state.step, str(found.folder))
+        if found is None:
+            return Position(0, 0), ""
+        return Position(found.state.step, found.state.next_sample, found.state.unfinished), str(found.folder)
 
     @contextlib.asynccontextmanager
     async def _placed(self, controller: Controller, address: str):  # noqa: ANN202

@@ -83,9 +83,11 @@ class FakeController:
             self._world.after(SYNC_S / 2, self.crash, self._life)
 
     def _count(self, decided: list[records.Record]) -> None:
-        self._world.report.steps += sum(isinstance(record, records.Commit) for record in decided)
         for record in decided:
-            if isinstance(record, records.Delivered):
+            if isinstance(record, records.Commit):
+                self._world.report.steps += 1
+                self._world.positions[self.ledger.version] = self.ledger.position()
+            elif isinstance(record, records.Delivered):
                 self._world.unreadable.discard(record.sample)
             elif isinstance(record, records.PayloadsLost):
                 self._world.report.losses += len(record.samples)
@@ -189,9 +191,8 @@ class FakeController:
 
     def _roll_back(self) -> None:
         if self.is_up and self.ledger.is_orphaned:
-            kept = self._world.random.random() < 0.8
             self._world.report.rollbacks += 1
-            self.take(events.Rollback(self.ledger.checkpoint_version, kept))
+            self.take(events.Rollback(self._world.positions[self.ledger.checkpoint_version]))
 
     def _tick(self) -> None:
         self._world.after(TICK_S, self._tick)

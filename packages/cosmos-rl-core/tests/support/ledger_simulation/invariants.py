@@ -135,13 +135,25 @@ class History:
 
     def _roll_back(self, record: records.RolledBack) -> None:
         assert record.lineage == self.lineage + 1
-        undone = [sample for batch in self.batches[record.version :] for sample in batch]
-        undone += self.assigned.samples if self.assigned is not None else ()
-        if record.payloads_kept:
-            self.ready.update(undone)
-        self.trained.difference_update(undone)
+        assert not self.leased, f"leases outlive the rollback: {self.leased}"
+        if record.version == len(self.batches):
+            self.ready.update(self.assigned.samples if self.assigned is not None else ())
+        else:
+            self._return_to(record)
         self.batches, self.weights = self.batches[: record.version], self.weights[: record.version + 1]
         self.assigned, self.lineage, self.epoch = None, record.lineage, self.epoch + 1
+
+    def _return_to(self, record: records.RolledBack) -> None:
+        """Everything is issued again but what was trained on, or dropped, before the checkpoint."""
+        position = record.position
+        assert position is not None and position.version == record.version
+        finished = set(range(position.next_sample)).difference(position.unfinished)
+        self.trained = {sample for batch in self.batches[: record.version] for sample in batch}
+        assert self.trained <= finished, f"trained on before the checkpoint and issued again: {self.trained - finished}"
+        lost = finished - self.trained - self.dropped
+        assert not lost, f"neither trained on nor dropped before the checkpoint, but not issued again: {lost}"
+        self.dropped = finished - self.trained
+        self.ready.clear()
 
 
 def trained(weights: str, samples: tuple[int, ...]) -> str:
@@ -191,8 +203,8 @@ class Invariants:
                         assert (voter, record.step, record.epoch) in self._votes, f"{voter} never voted"
                 case records.PayloadsLost() | records.Unheld():
                     self._acknowledged.difference_update(record.samples)
-                case records.RolledBack(payloads_kept=False):
-                    self._acknowledged.clear()
+                case records.RolledBack():
+                    self._acknowledged = {sample for sample in self._acknowledged if self.history.is_settled(sample)}
 
     def sent(self, message: p.FromLedger) -> None:
         """Note a message to a replica."""

@@ -74,7 +74,7 @@ class Payloads:
     def restarted(self, ledger: Ledger) -> None:
         """Expect the groups that were in the memory of the controller before."""
         assigned = ledger.assignment.samples if ledger.assignment is not None else ()
-        self._batches.restarted(_ready(ledger), step=ledger.version, assigned=assigned)
+        self._batches.restarted(ledger.samples.all_ready(), step=ledger.version, assigned=assigned)
 
     def give_up(self, ledger: Ledger) -> tuple[int, ...]:
         """Return the samples whose groups have not returned."""
@@ -88,7 +88,7 @@ class Payloads:
 
     def _lost(self, samples: set[int], ledger: Ledger) -> tuple[int, ...]:
         self._batches.awaited.difference_update(samples)
-        return tuple(sorted(samples & _ready(ledger)))
+        return tuple(sorted(samples & ledger.samples.all_ready()))
 
     def follow(self, event: events.Event, decided: list[records.Record], ledger: Ledger) -> None:
         """Keep and release groups as the ledger has decided."""
@@ -104,7 +104,7 @@ class Payloads:
             case events.From(message=p.PayloadsLost()):
                 self._batches.lose(decided)
             case events.Rollback():
-                self._batches.roll_back(event.version, payloads_kept=event.payloads_kept)
+                self._batches.roll_back(event.position.version, ready=ledger.samples.all_ready())
 
     def missing(self, message: p.Batch) -> tuple[int, ...]:
         return self._batches.missing(message.samples)
@@ -158,7 +158,3 @@ def _read(world: World, payload: p.Payload) -> str | None:
     owner = world.replicas.get(payload.address)
     found = world.files[payload.address].get(payload.path) if owner is not None and owner.is_alive else None
     return found if found == payload.digest.decode() else None
-
-
-def _ready(ledger: Ledger) -> set[int]:
-    return {sample for samples in ledger.samples.ready.values() for sample in samples}

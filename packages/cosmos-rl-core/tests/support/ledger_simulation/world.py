@@ -11,6 +11,7 @@ from random import Random
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from ledger_simulation.controller import FakeController
 from ledger_simulation.options import Options, Report
@@ -33,6 +34,8 @@ class World:
         self._planned = 0
         self.published = (0, 0)
         """(lineage, version) of the newest weights rollout replicas can load."""
+        self.positions = {0: Position(0, 0)}
+        """Version -> its stream position, as a checkpoint has it."""
         self.files: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """Replica -> path -> content of the groups that its machine stores."""
         self.unreadable: set[int] = set()

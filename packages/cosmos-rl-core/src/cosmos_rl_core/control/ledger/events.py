@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger.records import Position
 
 
 class From(msgspec.Struct, frozen=True):
@@ -45,11 +46,9 @@ class Gone(msgspec.Struct, frozen=True):
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """Training goes back to `version`: the last checkpoint, or a later version that a policy still has."""
+    """Training goes back to the position of a checkpoint, not before the last one that the ledger knows."""
 
-    version: int
-    payloads_kept: bool = True
-    """Whether the groups of the undone steps are still stored; otherwise they are generated again."""
+    position: Position
 
 
 class Restart(msgspec.Struct, frozen=True):

@@ -105,7 +105,8 @@ def _grant_in_turns(ledger: LedgerState, wanted: dict[str, int], deadline: int, 
 def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt:
     """Lease the lowest pending sample, or the stream's next one."""
     sample = ledger.samples.first_pending()
-    attempt = 1 if sample is None else ledger.samples.active[sample].attempt + 1
+    attempts = ledger.samples.attempts_before if sample is None else ledger.samples.active[sample].attempt
+    attempt = attempts + 1
     lease = p.LeasedPrompt(ledger.samples.next_sample if sample is None else sample, attempt, deadline)
     ledger.decide(records.Leased(lease.sample, replica, attempt, deadline))
     ledger.sessions.renew([lease.sample], ledger.now)

@@ -138,6 +138,9 @@ class RolledBack(Record, frozen=True):
     version: int
     lineage: int
     payloads_kept: bool = True
+    """Not read: of earlier releases."""
+    position: Position | None = None
+    """The stream position of `version`."""
 
 
 class Restarted(Record, frozen=True):

@@ -3,12 +3,14 @@
     PENDING -> LEASED -> READY -> ASSIGNED(step) -> COMMITTED(step) -> CHECKPOINTED
        ^---------|         |  \\-> also directly from PENDING: a late result, or supervised data
                  \\-> DROPPED(reason)
-    rollback: ASSIGNED, COMMITTED -> READY (PENDING if the payload is gone)
+    rollback to the newest step: ASSIGNED -> READY
+    rollback behind it: the states at the checkpoint's position, all that is unfinished there PENDING
     payloads lost: ASSIGNED -> PENDING, the others of the batch -> READY
     unheld after a restart of the controller: READY -> PENDING
 
 Samples are issued lazily: ids 0 .. next_sample - 1 exist, and issued = sum of the counts over all states. Only the
-counts of CHECKPOINTED and DROPPED samples are kept.
+counts of COMMITTED, CHECKPOINTED and DROPPED samples are kept, so that memory does not grow with the steps: a
+checkpoint has the position in the stream, which says which samples to issue again after a rollback to it.
 """
 
 from __future__ import annotations
@@ -58,9 +60,14 @@ class SampleTable(msgspec.Struct, array_like=True):
 
     next_sample: int
     active: dict[int, Sample]
-    committed: dict[int, tuple[int, ...]]
+    committed: int | dict[int, tuple[int, ...]]
+    """Number of COMMITTED samples; snapshots of earlier releases have their ids by step."""
     drop_reasons: dict[str, int]
     num_checkpointed: int
+    num_dropped: int | None = None
+    """None: all of `drop_reasons`."""
+    highest_attempt: int = 0
+    attempts_before: int = 0
 
 
 class Samples:
@@ -69,16 +76,18 @@ class Samples:
     def __init__(self) -> None:
         self.next_sample = 0
         self.active: dict[int, Sample] = {}
-        """Issued samples by id, without CHECKPOINTED and DROPPED ones."""
+        """Issued samples by id, without COMMITTED, CHECKPOINTED and DROPPED ones."""
         self.outstanding: dict[int, int] = {}
         """Number of LEASED + READY samples by deadline, no zeros."""
         self.ready: dict[int, set[int]] = {}
         """READY samples by deadline, no empty sets."""
         self.held: dict[str, set[int]] = {}
         """LEASED samples by replica, no empty sets."""
-        self.committed: dict[int, tuple[int, ...]] = {}
-        """COMMITTED samples by step."""
         self.drop_reasons: Counter[str] = Counter()
+        """Number of drops by reason, those on undone steps included."""
+        self.attempts_before = 0
+        """Highest attempt of any sample before the last reset; later attempts have higher numbers."""
+        self._highest_attempt = 0
         self._counts = dict.fromkeys(SampleState, 0)
         self._pending: list[int] = []  # heap; may hold ids that are no longer PENDING
 
@@ -88,6 +97,9 @@ class Samples:
 
     def count(self, state: SampleState) -> int:
         return self._counts[state]
+
+    def all_ready(self) -> set[int]:
+        return {sample for samples in self.ready.values() for sample in samples}
 
     @property
     def num_outstanding(self) -> int:
@@ -120,31 +132,34 @@ class Samples:
         return entry is not None and entry.state is PENDING
 
     def position(self, version: int) -> Position:
-        """Return the stream position for a checkpoint of `version`."""
-        covered = {s for step, samples in self.committed.items() if step < version for s in samples}
-        return Position(version, self.next_sample, tuple(sorted(self.active.keys() - covered)))
+        """Return the present stream position, for a checkpoint of `version`, the newest one."""
+        return Position(version, self.next_sample, tuple(sorted(self.active)))
 
     def dump(self) -> SampleTable:
         """Return the complete state in canonical order."""
         return SampleTable(
             self.next_sample,
             dict(sorted(self.active.items())),
-            dict(sorted(self.committed.items())),
+            self._counts[COMMITTED],
             dict(sorted(self.drop_reasons.items())),
             self._counts[CHECKPOINTED],
+            self._counts[DROPPED],
+            self._highest_attempt,
+            self.attempts_before,
         )
 
     @classmethod
     def load(cls, table: SampleTable) -> Samples:
         """Return the samples of a dump."""
         samples = cls()
-        samples.next_sample, samples.committed = table.next_sample, table.committed
-        samples.drop_reasons = Counter(table.drop_reasons)
-        samples._counts[CHECKPOINTED] = table.num_checkpointed
-        samples._counts[DROPPED] = samples.drop_reasons.total()
+        samples.next_sample, samples.drop_reasons = table.next_sample, Counter(table.drop_reasons)
+        samples.attempts_before, samples._highest_attempt = table.attempts_before, table.highest_attempt
+        num_dropped = samples.drop_reasons.total() if table.num_dropped is None else table.num_dropped
+        samples._counts |= {CHECKPOINTED: table.num_checkpointed, DROPPED: num_dropped}
         for sample, entry in table.active.items():
-            samples.active[sample] = entry
-            samples._index(sample, entry)
+            samples._enter(sample, entry, entry.state)
+        if isinstance(table.committed, int):  # else they were among the active ones
+            samples._counts[COMMITTED] = table.committed
         return samples
 
     def resume(self, position: Position) -> None:
@@ -163,6 +178,7 @@ class Samples:
             self.issue()
         entry = self._leave(sample, PENDING)
         entry.replica, entry.attempt, entry.deadline = replica, attempt, deadline
+        self._highest_attempt = max(self._highest_attempt, attempt)
         self._enter(sample, entry, LEASED)
 
     def return_lease(self, sample: int, failed: bool) -> None:
@@ -206,35 +222,42 @@ class Samples:
         for sample in samples:
             self._enter(sample, self._leave(sample, READY), PENDING)
 
-    def commit(self, step: int, samples: tuple[int, ...]) -> None:
+    def commit(self, samples: Iterable[int]) -> None:
         for sample in samples:
             self._enter(sample, self._leave(sample, ASSIGNED), COMMITTED)
-        self.committed[step] = samples
 
-    def cover(self, version: int) -> None:
-        """Delete the samples of steps below `version`."""
-        for step in [step for step in self.committed if step < version]:
-            for sample in self.committed.pop(step):
-                self._enter(sample, self._leave(sample, COMMITTED), CHECKPOINTED)
+    def cover(self, num: int) -> None:
+        """A checkpoint contains the first `num` COMMITTED samples."""
+        self._counts[COMMITTED] -= num
+        self._counts[CHECKPOINTED] += num
 
-    def undo(self, version: int, assigned: tuple[int, ...], payloads_kept: bool) -> None:
-        """Undo the current batch and the steps from `version` on."""
-        undone = [s for step in self.committed if step >= version for s in self.committed[step]]
-        self.committed = {step: s for step, s in self.committed.items() if step < version}
-        for sample in (*undone, *assigned):
-            entry = self._leave(sample, COMMITTED, ASSIGNED)
-            self._enter(sample, entry, READY if payloads_kept else PENDING)
+    def reset(self, position: Position, *, num_undone: int) -> None:
+        """Return to a position: the last `num_undone` COMMITTED samples are undone, the unfinished ones PENDING.
+
+        Samples that were dropped or issued after it are issued again. Attempts go on counting: a late message of an
+        attempt from before must not be taken for one of an attempt from now.
+        """
+        num_trained = self._counts[CHECKPOINTED] + self._counts[COMMITTED] - num_undone
+        num_dropped = position.next_sample - len(position.unfinished) - num_trained
+        assert 0 <= num_dropped <= self._counts[DROPPED], f"{num_dropped} dropped samples at {position}"
+        counts = {CHECKPOINTED: self._counts[CHECKPOINTED], COMMITTED: self._counts[COMMITTED] - num_undone}
+        self._counts = dict.fromkeys(SampleState, 0) | counts | {DROPPED: num_dropped}
+        for index in (self.active, self.outstanding, self.ready, self.held, self._pending):
+            index.clear()
+        self.attempts_before, self.next_sample = self._highest_attempt, position.next_sample
+        for sample in position.unfinished:
+            self._add(sample)
 
     def _add(self, sample: int) -> None:
-        entry = self.active[sample] = Sample()
-        self._enter(sample, entry, PENDING)
+        self._enter(sample, Sample(attempt=self.attempts_before), PENDING)
 
     def _enter(self, sample: int, entry: Sample, state: SampleState) -> None:
         entry.state = state
-        if state is CHECKPOINTED or state is DROPPED:
+        if state is COMMITTED or state is DROPPED:
             self._counts[state] += 1
-            del self.active[sample]
+            self.active.pop(sample, None)
         else:
+            self.active[sample] = entry
             self._index(sample, entry)
 
     def _index(self, sample: int, entry: Sample) -> None:

@@ -16,6 +16,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.membership import Members, MemberTable, Sessions
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, READY, Samples, SampleTable
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.rollout.staleness import StalenessWindow
 
 UNBOUNDED = 2**62
@@ -74,8 +75,6 @@ class LedgerState:
         self.version = 0
         """Number of committed steps on the lineage."""
         self.lineage = 0
-        self.newest_version = 0
-        """Highest version that was undone by a rollback."""
         self.checkpoint_version = 0
         """Version of the last durable checkpoint."""
         self.assignment: records.Assigned | None = None
@@ -225,7 +224,6 @@ class LedgerTable(msgspec.Struct, array_like=True, kw_only=True):
     generation: int
     num_lost: int
     losses_in_a_row: int
-    newest_version: int = 0
 
 
 _SCALARS = LedgerTable.__struct_fields__[2:]
@@ -303,22 +301,29 @@ def _voted(ledger: LedgerState, record: records.Voted) -> None:
 
 def _commit(ledger: LedgerState, record: records.Commit) -> None:
     assert ledger.assignment is not None and ledger.assignment.step == record.step == ledger.version
-    ledger.samples.commit(record.step, ledger.assignment.samples)
+    ledger.samples.commit(ledger.assignment.samples)
     ledger.members.have_weights()
     ledger.version += 1
     ledger.assignment, ledger.votes = None, ()
     ledger.losses_in_a_row = 0
 
 
+def _num_samples(ledger: LedgerState, num_steps: int) -> int:
+    return num_steps * ledger.config.groups_per_step
+
+
 def _covered(ledger: LedgerState, record: records.Covered) -> None:
-    ledger.samples.cover(record.version)
+    ledger.samples.cover(_num_samples(ledger, record.version - ledger.checkpoint_version))
     ledger.checkpoint_version = record.version
 
 
 def _rolled_back(ledger: LedgerState, record: records.RolledBack) -> None:
-    assigned = ledger.assignment.samples if ledger.assignment is not None else ()
-    ledger.samples.undo(record.version, assigned, record.payloads_kept)
-    ledger.newest_version = max(ledger.newest_version, ledger.version)
+    if record.version < ledger.version:
+        if record.position is None:
+            raise UserError("the journal is of an earlier release; continue its run from a checkpoint with --resume")
+        ledger.samples.reset(record.position, num_undone=_num_samples(ledger, ledger.version - record.version))
+    elif ledger.assignment is not None:
+        ledger.samples.unassign(ledger.assignment.samples, lost=())
     ledger.version, ledger.lineage = record.version, record.lineage
     ledger.members.epoch += 1  # gradients of the undone steps are void
     ledger.assignment, ledger.votes = None, ()

@@ -5,7 +5,7 @@ A step is committed when every member of the mesh voted for it in the same epoch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
@@ -52,22 +52,7 @@ def pick(ledger: LedgerState) -> tuple[int, ...] | None:
         _supply(ledger)
     if samples.count(READY) < ledger.config.groups_per_step:
         return None
-    return ledger.window.select(_trainable(ledger), samples.outstanding, next_step=ledger.next_step)
-
-
-def _trainable(ledger: LedgerState) -> Mapping[int, Collection[int]]:
-    """Return the ready samples by deadline, after a rollback without those sampled from later versions.
-
-    These wait until the new lineage has reached their version: no step trains on terms of weights that are newer than
-    its own.
-    """
-    samples, version = ledger.samples, ledger.version
-    if version >= ledger.newest_version:
-        return samples.ready
-    return {
-        deadline: [sample for sample in ready if samples.active[sample].max_version <= version]
-        for deadline, ready in samples.ready.items()
-    }
+    return ledger.window.select(samples.ready, samples.outstanding, next_step=ledger.next_step)
 
 
 def _supply(ledger: LedgerState) -> None:
@@ -149,7 +134,7 @@ def commit(ledger: LedgerState, batch: records.Assigned) -> None:
 
 
 def _send_committed(ledger: LedgerState, replicas: Iterable[str], step: int) -> None:
-    position = ledger.position()  # visits all active samples
+    position = ledger.position()
     message = p.Committed(step, position.next_sample, position.unfinished)
     for replica in replicas:
         ledger.send(replica, message)
@@ -162,18 +147,20 @@ def checkpointed(ledger: LedgerState, replica: str, message: p.CheckpointDone) -
 
 
 def rollback(ledger: LedgerState, event: events.Rollback) -> None:
-    """Begin a new lineage at `version`. Raises ValueError for a version that no checkpoint or policy has.
+    """Begin a new lineage at a checkpoint. Raises ValueError for a version that no checkpoint or policy has.
 
-    All leases return: groups in work are sampled from weights of the old lineage.
+    All leases return: groups in work are sampled from weights of the old lineage. If steps are undone, ready groups are
+    generated again too: most of them are sampled from weights that are undone.
     """
-    if not ledger.checkpoint_version <= event.version <= ledger.version:
+    version = event.position.version
+    if not ledger.checkpoint_version <= version <= ledger.version:
         raise ValueError(
-            f"cannot roll back to version {event.version}: only {ledger.checkpoint_version} (the last "
+            f"cannot roll back to version {version}: only {ledger.checkpoint_version} (the last "
             f"checkpoint) to {ledger.version} are left; resume a new run from an older checkpoint instead"
         )
     for name in list(ledger.samples.held):
-        return_leases(ledger, name, reason=f"rolled back to version {event.version}")
-    ledger.decide(records.RolledBack(event.version, ledger.lineage + 1, event.payloads_kept))
+        return_leases(ledger, name, reason=f"rolled back to version {version}")
+    ledger.decide(records.RolledBack(version, ledger.lineage + 1, position=event.position))
     ledger.sessions.batch_requests.clear()
     for name in ledger.members.live():
         ledger.send(name, p.RolledBack(ledger.lineage, ledger.version))
