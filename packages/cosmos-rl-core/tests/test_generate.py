@@ -120,13 +120,23 @@ def test_figures_are_those_of_the_runs_own_evaluation(finished, tmp_path):
     means = {line["policy_version"]: line["eval/reward_mean"] for line in in_run}
     last = Request(checkpoint=str(run_dir), out=tmp_path / "last", instances=TWO)
     measured = evaluate(recipe, request=last)
+    assert (measured.rows, measured.failed, measured.interrupted) == (7, {}, False)
     assert measured.metrics["reward"].mean == pytest.approx(means[3], rel=1e-12)
     untrained = evaluate(recipe, request=Request(out=tmp_path / "untrained"))
+    assert (untrained.rows, untrained.failed, untrained.interrupted) == (7, {}, False)
     assert untrained.metrics["reward"].mean == pytest.approx(means[0], rel=1e-12)
     assert measured.metrics["reward"].mean > untrained.metrics["reward"].mean
     written = json.loads((tmp_path / "last" / "eval.json").read_text())
     assert (written["step"], written["rows"], written["failed"]) == (3, 7, 0)
     assert written["metrics"]["reward/hits"]["low"] < means[3] < written["metrics"]["reward/hits"]["high"]
+
+
+def test_a_process_that_ends_before_its_rows_are_done_is_an_error(recipe, tmp_path):
+    """Also if it ends as one that is done: here a reward ends it."""
+    (tmp_path / "quits.py").write_text("import os\n\n\ndef quits(group):\n    os._exit(0)\n")
+    reward = 'reward.functions=[{name="quits:quits"}]'
+    with pytest.raises(WorkerFailed, match=r"instance-0 died .*, 7 rows are left"):
+        evaluate(recipe, [reward], request=Request(out=tmp_path / "out"), python_path=[str(tmp_path)])
 
 
 def test_the_step_can_be_chosen(finished, tmp_path):

@@ -189,9 +189,10 @@ async def _collect(pool: Pool, file: RolloutsFile, *, total: int, say: Callable[
 
     on_interrupt(interrupt)
     await asyncio.wait([work])
-    error = None if work.cancelled() else work.exception()
-    if error is not None and not interrupted:
-        raise error
+    if not interrupted:
+        work.result()
+    elif not work.cancelled():
+        work.exception()  # retrieved: after an interrupt it is not reported
     return interrupted
 
 

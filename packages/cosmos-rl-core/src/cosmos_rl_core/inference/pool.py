@@ -155,7 +155,7 @@ class Pool:
 
     async def _serve(self, instance: _Instance, received: asyncio.Queue[Answer | BaseException | None]) -> None:
         """Send an instance its task and queue its answers, until it ends."""
-        name = instance.task.name
+        name, num_left = instance.task.name, len(instance.task.rows)
         try:
             await instance.connection.send(instance.task)
             while True:
@@ -164,11 +164,14 @@ class Pool:
                     where = f"{name}: {reply.message}"
                     raise UserError(where) if reply.user else WorkerFailed(f"{where}. See {self._log(name)}")
                 received.put_nowait(reply)
+                num_left -= 1
         except ConnectionClosed:
             status = await instance.process.ended()
-        if instance.process.exit_code:
+        if instance.process.exit_code or num_left:
             log = self._log(name)
-            raise WorkerFailed(f"{name} died ({status}). The end of {log}:\n{last_lines(log)}")
+            raise WorkerFailed(
+                f"{name} died ({status}), {num_left} rows are left. The end of {log}:\n{last_lines(log)}"
+            )
 
     async def _start(self, task: Task, gpus: Sequence[str]) -> _Instance:
         with self._log(task.name).open("wb") as log:
