@@ -146,6 +146,27 @@ def test_a_resumed_run_remembers_its_start_and_its_last_healthy_step(tmp_path, w
     assert [(line["step"], line["action"]) for line in lines] == [(0, None), (1, None), (2, "stop")]
 
 
+@pytest.mark.parametrize("wrong", [{"ratio_mean": 0.9, "mismatch_kl": 0.03}, {"ratio_mean": 1.0, "mismatch_kl": 0.2}])
+def test_an_engine_that_disagrees_with_the_policy_is_named_at_the_first_step_on_its_weights(watch, wrong):
+    """As with top_p, by which an engine renormalises and a policy does not."""
+    watched, seen, _ = watch()
+    watched.step(0, {"staleness_max": 1.0, **wrong})
+    assert not seen.notes, "older weights explain it"
+    watched.step(1, {"staleness_max": 0.0, **wrong})
+    watched.step(2, {"staleness_max": 0.0, **wrong})
+    (note,) = seen.notes
+    assert "engine and policy disagree on rollouts of the same weights: ratio_mean is " in note
+    assert "[rollout.sampling]" in note and "dtype" in note and "docs/families.md" in note
+
+
+@pytest.mark.parametrize("policy", [{}, {"minibatches": 2}, {"epochs": 2}], ids=["one update", "minibatches", "epochs"])
+def test_rounding_and_several_updates_a_step_are_no_disagreement(watch, policy):
+    watched, seen, _ = watch(policy={"prompts_per_step": 2, **policy})
+    ratio = 0.7 if policy else 1.02
+    watched.step(0, {"staleness_max": 0.0, "ratio_mean": ratio, "mismatch_kl": 0.01})
+    assert not seen.notes
+
+
 def test_a_judge_has_to_be_a_reward_of_weight_zero():
     with pytest.raises(ConfigError, match=r"monitor.judges.*weight = 0"):
         load_config({**RECIPE, "monitor": {"judges": ["hits"]}})

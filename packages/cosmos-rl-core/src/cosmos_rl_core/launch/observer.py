@@ -36,7 +36,16 @@ from collections.abc import Callable, Iterator, Sequence
 from cosmos_rl_core.control.reports import Observer
 from cosmos_rl_core.monitor.config import DIVERSITY
 from cosmos_rl_core.monitor.data_rewards import BEST
-from cosmos_rl_core.monitor.monitor import HackMonitor, History, Metrics, TrainingSteps, Verdict, beyond, read_alarms
+from cosmos_rl_core.monitor.monitor import (
+    HackMonitor,
+    History,
+    Metrics,
+    TrainingSteps,
+    Verdict,
+    beyond,
+    first_mismatch,
+    read_alarms,
+)
 
 METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
 _REASONS_SHOWN = 3
@@ -328,6 +337,7 @@ class Watch:
         self._diversity: float | None = None
         self._training = TrainingSteps()
         self._every = 0 if config.is_sft else config.monitor.every_steps
+        self._compares_engines = config.policy.epochs * config.policy.minibatches == 1  # the metrics are of one update
         self._is_evaluated = partial(config.eval.due, last=config.run.max_steps)
         self._needs_loss = config.eval.loss_data is not None
         self._checks_rewards = config.eval.data is not None and not config.is_sft
@@ -343,6 +353,7 @@ class Watch:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._observer.step(step, metrics)
         self._stepped(metrics)
+        self._check_first(metrics)
         early = {"entropy": "entropy", "response_length": "response_length_mean"}
         self._monitor.begin(**{name: metrics[source] for name, source in early.items() if source in metrics})
         self._diversity = metrics.get(f"reward/{DIVERSITY}")
@@ -351,6 +362,13 @@ class Watch:
         self._training.add(metrics)
         if self._every and len(self._training) >= self._every and not self._is_evaluated(step + 1):
             self._observe(Metrics(step=step + 1, reward=None, training=self._training.metrics()))
+
+    def _check_first(self, metrics: Mapping[str, float]) -> None:
+        """Compare engine and policy at the first step whose terms are all of the weights that it trains."""
+        if self._compares_engines and metrics.get("staleness_max") == 0.0:
+            self._compares_engines = False
+            if text := first_mismatch(metrics):
+                self.note(text)
 
     def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None:
         if BEST in metrics:
