@@ -50,7 +50,7 @@ from cosmos_rl_core.launch.preflight.parts import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
 from cosmos_rl_core.launch.supervised.link import Supervised
-from cosmos_rl_core.launch.takeover import Takeover, open_directory, open_journal, replay, take_over
+from cosmos_rl_core.launch.takeover import Takeover, open_directory, open_journal, position_of, replay, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.record import record_start
@@ -359,8 +359,7 @@ class _Run:
             return replay(ledger_config, self._journal)
         if self._resumption is None:
             return Ledger(ledger_config)
-        state = self._resumed
-        ledger, record = Ledger.resume(ledger_config, Position(state.step, state.next_sample, state.unfinished))
+        ledger, record = Ledger.resume(ledger_config, position_of(self._resumed))
         self._journal.append(record)
         return ledger
 
@@ -392,9 +391,7 @@ class _Run:
     def _newest_checkpoint(self) -> tuple[Position, str]:
         """Return position and location of a new policy's checkpoint; without one the start of the stream, and ""."""
         found = find_resumption(self._config, self._directory, "auto") or self._resumption
-        if found is None:
-            return Position(0, 0), ""
-        return Position(found.state.step, found.state.next_sample, found.state.unfinished), str(found.folder)
+        return (Position(0, 0), "") if found is None else (position_of(found.state), str(found.folder))
 
     @contextlib.asynccontextmanager
     async def _placed(self, controller: Controller, address: str):  # noqa: ANN202

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import msgspec
 
+from cosmos_rl_core.checkpoint.manifest import TrainState
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import check_generation, claim_generation, read_controller_file
 from cosmos_rl_core.control.journal.files import JournalError
 from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.succession import SECOND, Predecessor
 from cosmos_rl_core.errors import UserError
@@ -128,3 +130,8 @@ def _newest(path: Path, *, having: str = "step") -> int:
     """Return the newest step of the whole lines of a file that have a value; -1 without any."""
     lines = map(json.loads, path.read_bytes().split(b"\n")[:-1]) if path.exists() else ()
     return max((line["step"] for line in lines if having in line), default=-1)
+
+
+def position_of(state: TrainState) -> Position:
+    """Return the stream position of a checkpoint."""
+    return Position(state.step, state.next_sample, state.unfinished)
