@@ -12,8 +12,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cosmos_rl_core.kernel_choice import processor
-
 OUT = Path(__file__).resolve().parent / "out"
 
 
@@ -37,18 +35,6 @@ class Figure:
         if sign not in ("<=", ">="):
             raise ValueError(f"{self.metric}: target {self.target!r} should read '<= number' or '>= number'")
         return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
-
-
-def is_intel() -> bool:
-    """Whether the processor is one of Intel's."""
-    return "Intel" in processor()["name"]
-
-
-def has_avx512() -> bool:
-    """Whether the processor has AVX-512, and no environment variable keeps libraries from it."""
-    found = processor()
-    limits = " ".join(value for name, value in found.items() if name.isupper()).lower()
-    return "avx512f" in found["flags"].split() and ("avx512" in limits or not limits)
 
 
 def report(name: str, metrics: Sequence[Figure]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 from _wfm_ours import OurLoop, recipe
@@ -15,25 +14,15 @@ from torch import Tensor
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
-from cosmos_rl_wfm.models.codec import Codec
-from cosmos_rl_wfm.models.eager import speed_up
 
 AWAY = 1e-2
 """How far the trained weights are from those that drew the rollouts, in parts of each tensor's own size: ratios are not
 1 then, and some are clipped."""
 
 
-def plain_loop(
-    model: Model, folder: Path, *, text: TextName, work: Work, checkpointing: bool = False, our_kernels: bool = False
-) -> PlainLoop:
-    """The plain loop around the folder's model; with `our_kernels` its network has our kernels."""
+def plain_loop(model: Model, folder: Path, *, text: TextName, work: Work, checkpointing: bool = False) -> PlainLoop:
+    """The plain loop around the folder's model."""
     loaded = build_model(model.config(folder, text), parts=("network", "codec", "text"))
-    if our_kernels:
-        speed_up(loaded.network)
-    else:
-        for autoencoder in cast(Codec, loaded._codec).modules:  # as diffusers builds it, without our norms
-            for module in autoencoder.modules():
-                module.__dict__.pop("forward", None)
     loop = PlainLoop(loaded, size=Size(**model.size), work=work)
     if checkpointing:
         loop.network.enable_gradient_checkpointing()

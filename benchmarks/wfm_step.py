@@ -25,7 +25,7 @@ from statistics import median
 
 import _wfm_overlap
 import torch
-from _metrics import Figure, has_avx512, report
+from _metrics import Figure, report
 from _wfm_ours import OurLoop, recipe
 from _wfm_overlap import Phases
 from _wfm_parity import gradient_difference, plain_loop
@@ -38,10 +38,10 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache" / "wfm_step"
 NOTE = (
     "the plain loop takes 8 samples at one step to a forward pass, as flow_grpo's recipe for Wan2.1 does, ours 32 "
     "steps of any samples (16 with --quick); neither recomputes activations, log-probabilities of rollouts, or "
-    "guidance that is off. Its products go through MKL, torch's choice, ours through oneDNN"
+    "guidance that is off"
 )
-LEAST = ">= 1.5" if has_avx512() else ">= 1.3"
-"""Samples a second over those of the plain loop, whose products oneDNN and MKL compute with what the processor has."""
+LEAST = ">= 1"
+"""Samples a second over those of the plain loop."""
 RUN = f"rollouts may be {_wfm_overlap.MAX_STALENESS} versions old; the plain loop's never are, as nothing overlaps"
 CHECKPOINTED = "flow_grpo's script for Wan2.1 always recomputes activations in the backward pass"
 WAITS = "the reward of each group takes as long as the rollouts of a step, and none of the cores"
@@ -79,12 +79,10 @@ async def step_figures(
     sides = {"plain loop": _awaited(plain_loop(model, folder, text=text, work=work)), "ours": loops[0].step}
     if variants:
         whole = plain_loop(model, folder, text=text, work=replace(work, batch=work.num_samples))
-        same_kernels = plain_loop(model, folder, text=text, work=work, our_kernels=True)
         checkpointed = plain_loop(model, folder, text=text, work=work, checkpointing=True)
         loops.append(await OurLoop.make(recipe(model, folder, text=text, work=replace(work, terms=work.batch))))
         sides |= {
             "plain loop, all samples at once": _awaited(whole),
-            "plain loop, our kernels": _awaited(same_kernels),
             "plain loop, activations recomputed": _awaited(checkpointed),
             "ours, 8 steps at once": loops[1].step,
         }

@@ -63,10 +63,15 @@ def same_bits(left, right):
     return not differing
 
 
-@pytest.mark.parametrize("domain", ["bandit", "sums"])
-def test_a_run_on_policy_has_the_bits_of_the_synchronous_loop(domain, request, tmp_path, one_thread):
+@pytest.mark.parametrize(
+    ("domain", "engine"),
+    [("bandit", {}), ("sums", {"rollout__options": {"batch_invariant": True}})],
+    ids=["bandit", "sums"],
+)
+def test_a_run_on_policy_has_the_bits_of_the_synchronous_loop(domain, engine, request, tmp_path, one_thread):
     recipe = request.getfixturevalue(domain)
-    tables = recipe(tmp_path / "run", run__max_steps=STEPS, run__placement="inline", sync__max_staleness=0)
+    changes = {"run__max_steps": STEPS, "sync__max_staleness": 0, **engine}
+    tables = recipe(tmp_path / "run", run__placement="inline", **changes)
     by_hand = weights_by_hand(load_config(tables))
     after_one_step = weights_by_hand(load_config(tables, ["run.max_steps=1"]))
     assert not same_bits(by_hand, after_one_step), "nothing was learnt, so that equality would prove nothing"
@@ -78,9 +83,8 @@ def test_a_run_on_policy_has_the_bits_of_the_synchronous_loop(domain, request, t
 
     in_processes = recipe(
         tmp_path / "in_processes",
-        run__max_steps=STEPS,
         run__placement="local",
-        sync__max_staleness=0,
+        **changes,
         rollout__spool={"threshold_bytes": 0},
         eval__every_steps=4,
         eval__data=tables.get("data", {}),

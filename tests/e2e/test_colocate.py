@@ -17,6 +17,7 @@ from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 
 STEPS = 5
+INVARIANT = {"rollout__options": {"batch_invariant": True}}
 ci = pytest.mark.ci
 slow = [pytest.mark.ci, pytest.mark.slow]
 
@@ -57,8 +58,8 @@ def assert_alternating(directory, *, steps):
 @pytest.mark.parametrize(
     ("domain", "changes"),
     [
-        pytest.param("sums", {"run__placement": "inline"}, id="inline"),
-        pytest.param("sums", {"run__placement": "local"}, id="processes", marks=ci),
+        pytest.param("sums", {"run__placement": "inline", **INVARIANT}, id="inline"),
+        pytest.param("sums", {"run__placement": "local", **INVARIANT}, id="processes", marks=ci),
         pytest.param("bandit", {"policy__parallel__dp_shard": 2, "rollout__replicas": 2}, id="ranks", marks=slow),
     ],
 )

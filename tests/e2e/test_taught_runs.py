@@ -48,7 +48,7 @@ def taught(sums, teacher):
     """A recipe with [teacher]: `taught(directory, {"beta": 0.5}, run__max_steps=3)`."""
 
     def recipe(directory, keys, **changes):
-        tables = sums(directory, **changes)
+        tables = sums(directory, rollout__options={"batch_invariant": True}, **changes)
         return {**tables, "teacher": {"path": str(teacher), **keys}}
 
     return recipe

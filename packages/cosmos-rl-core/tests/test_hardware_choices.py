@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel import device as devices
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.data.collate import collate
@@ -56,6 +57,9 @@ FAMILIES = {
         "first_k_dense_replace": 1,
     },
 }
+
+SPARSE = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+"""Families with experts."""
 
 
 def tiny(family):
@@ -133,19 +137,27 @@ def test_the_engine_draws_from_the_policys_distribution(family):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SPARSE])
 def test_a_rollout_has_the_same_bits_alone_and_beside_others(family, threads):
     prompts, before = prompts_of(5, 1, 30, 13), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = generate(tiny(family), prompts, sampling=Sampling(max_terms=6))
-        alone = [generate(tiny(family), [prompt], sampling=Sampling(max_terms=6))[0] for prompt in prompts]
+        together, *alone = (
+            generate(tiny(family), chosen, sampling=Sampling(max_terms=6), batch_invariant=True)
+            for chosen in (prompts, *[[prompt] for prompt in prompts])
+        )
     finally:
         torch.set_num_threads(before)
-    for left, right in zip(together, alone, strict=True):
+    for left, right in zip(together, [group for (group,) in alone], strict=True):
         for one, other in zip(left.rollouts, right.rollouts, strict=True):
             assert np.array_equal(one.arrays["tokens"], other.arrays["tokens"])
             assert np.array_equal(one.rollout_logprobs, other.rollout_logprobs)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_experts_are_refused_where_bits_must_not_depend_on_the_batch(family):
+    with pytest.raises(UserError, match=r"rollout\.options\.batch_invariant: .* has experts"):
+        generate(tiny(family), prompts_of(5), sampling=Sampling(max_terms=2), batch_invariant=True)
 
 
 def prompts_of(*lengths):
@@ -153,7 +165,7 @@ def prompts_of(*lengths):
     return [Prompt(sample_id=i, row={"tokens": rng.integers(2, VOCAB, length)}) for i, length in enumerate(lengths)]
 
 
-def generate(model, prompts, *, sampling):
+def generate(model, prompts, *, sampling, batch_invariant=False):
     async def whole():
         engine = TorchEngine(
             model,
@@ -161,6 +173,7 @@ def generate(model, prompts, *, sampling):
             decode=lambda tokens: " ".join(map(str, tokens)),
             stop_ids=[1],
             max_sequences=16,
+            batch_invariant=batch_invariant,
         )
         try:
             calls = (engine.generate(p, num_samples=2, sampling=sampling, seed=p.sample_id) for p in prompts)

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.imports import pip_install
-from cosmos_rl_core.kernel_choice import log_choice
 from cosmos_rl_core.parallel.axes import expert
 from cosmos_rl_core.parallel.axes.expert import grouped_linear
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection

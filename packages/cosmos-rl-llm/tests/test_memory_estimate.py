@@ -10,7 +10,6 @@ from llm_parity import FAMILIES, make_tiny
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cosmos_rl_core.parallel.axes.norm import use_rms_norms
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate
@@ -124,16 +123,6 @@ def check(expected, found: Mapping[str, Any], *, still_gathered: bool = False) -
         waiting = expected.activations + expected.logits + (expected.gathered if still_gathered else 0)
         assert waiting == pytest.approx(float(found["forward"]), rel=0.1)
     assert expected.total == pytest.approx(float(found["total"]), rel=0.1)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_plan_knows_the_families_whose_norms_keep_less(tmp_path, family):
-    model = make_tiny(family, num_layers=LAYERS)
-    model.save_pretrained(tmp_path)
-    kinds = {type(module) for module in model.modules() if "RMSNorm" in type(module).__name__}
-    use_rms_norms(model)
-    changed = kinds.isdisjoint(map(type, model.modules()))
-    assert read_shape(tmp_path, LLMModelConfig(path=str(tmp_path))).lean_norms == ("all" if changed else "none")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

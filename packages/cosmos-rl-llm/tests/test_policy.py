@@ -158,23 +158,6 @@ def test_shared_prompts_run_through_the_decoder_once():
 EXPERTS = {**BASE, "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens", "wanted"),
-    [
-        (CONFIGS["qwen3"], 127, 127),
-        (CONFIGS["qwen3"], 129, 130),
-        (CONFIGS["qwen3"], 257, 260),
-        (CONFIGS["qwen3"], 1001, 1008),
-        (EXPERTS, 1001, 1001),  # the number of an expert's rows never repeats
-    ],
-)
-def test_rows_on_a_cpu_are_padded_to_lengths_that_repeat(config, tokens, wanted):
-    module = CausalLMPolicy(make_model(config, dtype=torch.float32, seed=0)).module
-    row = module.row(packed(sequences([(1, tokens - 1)])).inputs)
-    assert row.tokens.shape == row.positions.shape == (1, wanted)
-    assert len(row.term_rows) == tokens - 1 and row.term_rows.max() < tokens
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_chunks_of_terms_change_nothing(kind, with_entropy):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transfer_samples import TOKEN, blank, weights_at
 
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.publish.publisher import Publisher

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transfer_samples import weights_at
 
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.wire.frames import HEADER_BYTES
 from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, make_preamble
 from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError

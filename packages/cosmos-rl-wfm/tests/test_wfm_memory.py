@@ -15,7 +15,6 @@ from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy
-from cosmos_rl_wfm.models import eager
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.codec import clips_at_once, to_clips, to_video
@@ -62,9 +61,8 @@ def parts_of(config, *, rollout=False):
 
 @pytest.mark.parametrize("tiling", [False, True])
 @pytest.mark.parametrize("frames", [5, 29])
-def test_an_autoencoder_takes_the_planned_memory(monkeypatch, frames, tiling):
+def test_an_autoencoder_takes_the_planned_memory(frames, tiling):
     """Peaks of the same code with and without values; of long clips the plan measures a few frames."""
-    monkeypatch.setattr(eager, "sum_of_squares_wins", lambda channels, threads: False)
     model = tiny_model(codec_tiling=tiling)
     vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
     size = Size(frames=frames, height=64, width=272)  # two tiles
@@ -94,9 +92,8 @@ def test_frames_larger_than_a_tile_take_less_memory_in_tiles(width, differs):
     assert torch.equal(*videos) != differs
 
 
-def test_clips_without_memory_take_what_real_ones_do(monkeypatch):
+def test_clips_without_memory_take_what_real_ones_do():
     """Peaks of the same code with and without values; a pass over more layers keeps no more."""
-    monkeypatch.setattr(eager, "sum_of_squares_wins", lambda channels, threads: False)
     model = tiny_model()
     vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
     size = Size(frames=5, height=32, width=32)

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from cosmos_rl_core.hardware_log import log_choice
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +43,6 @@ _LIBRARIES = ("torch", "numpy", "numba")
 
 _lock = threading.Lock()
 _choices: dict[str, str] = {}
-
-
-@cache
-def log_choice(text: str) -> None:
-    """Write a choice that depends on the hardware, such as "float8: emulated", to rank 0's log, once a process."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)  # noqa: T201  a worker's stderr is its log
 
 
 def fastest(name: str, candidates: Mapping[str, Callable[[], object]], *, code: Sequence[str] = ()) -> str:

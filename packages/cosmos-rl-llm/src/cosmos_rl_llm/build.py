@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.axes.linear import bound_caches
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.dtensor import fill_own_part, materialise
 from cosmos_rl_core.parallel.lora import base_name, fill_adapters
@@ -56,7 +55,6 @@ def build_policy(
 
     Raises UserError for a model that cannot be loaded or sharded that way.
     """
-    bound_caches()  # packed rows: nearly every microbatch has a length of its own
     dtype, compute_dtype = _dtypes(model, setup)
     if setup.mesh is None:
         whole, weights = load_model(source, dtype=dtype), None

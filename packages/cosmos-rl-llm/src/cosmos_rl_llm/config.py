@@ -221,3 +221,6 @@ class TorchEngineOptions(Strict):
     """Maximum memory for the keys and values of running sequences."""
     record_routes: bool = False
     """Record the experts of each token, and replay them in training (mixtures of experts only)."""
+    batch_invariant: bool = False
+    """Give a rollout the same bits whatever runs beside it, so that runs can be equal to the bit. Slower: each prompt
+    is read in a pass of its own, and a decode step always has `max_sequences` rows. Not for mixtures of experts."""

@@ -353,6 +353,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
         max_length=chat.max_length,
         cache_bytes=options.cache_bytes,
         record_routes=options.record_routes,
+        batch_invariant=options.batch_invariant,
         vision=None if chat.vision is None else chat.vision.family,
         version=-1,  # nothing is served before the policy's weights have arrived
     )
@@ -360,7 +361,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
 
 def _recommend_vllm(device: str, *, installed: bool) -> None:
     """Log once that "torch" is the slow engine of a GPU."""
-    from cosmos_rl_core.kernel_choice import log_choice
+    from cosmos_rl_core.hardware_log import log_choice
 
     if device == "cuda":
         how = "which is installed here" if installed else pip_install("cosmos-rl-llm[vllm]")

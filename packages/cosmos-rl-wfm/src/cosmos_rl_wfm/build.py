@@ -21,11 +21,10 @@ from cosmos_rl_wfm.data.loader import ClipLoader
 from cosmos_rl_wfm.data.storage import cache_folder
 from cosmos_rl_wfm.ema import Follower, average_decay
 from cosmos_rl_wfm.engines.torch import FlowEngine, TorchEngineOptions
-from cosmos_rl_wfm.models import codec, eager
+from cosmos_rl_wfm.models import codec
 from cosmos_rl_wfm.models.base import Condition, Size
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.eager import speed_up
 from cosmos_rl_wfm.models.model import DiffusersModel
 from cosmos_rl_wfm.objectives.formulas import OLD_WEIGHT_DECAYS
 from cosmos_rl_wfm.parallel.parallelize import parallelize
@@ -36,7 +35,7 @@ from cosmos_rl_wfm.supervised import Clips
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ENCODING = (decoding, video, mock, codec, eager)
+_ENCODING = (decoding, video, mock, codec)
 """Modules that compute the pixels of clips and their latents."""
 
 
@@ -95,7 +94,6 @@ def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: TorchE
     size = size_of(data)
     model.check(size)
     model.network.requires_grad_(False).eval()
-    speed_up(model.network)
     captions = CaptionCache(max_bytes=config.text.cache_bytes)
     return FlowEngine(model, size=size, conditions=_conditions(model, config, data, captions), options=options)
 

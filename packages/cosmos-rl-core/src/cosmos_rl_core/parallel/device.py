@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 
 
 def own_device() -> torch.device:

@@ -33,8 +33,6 @@ class ModelShape:
     """Norms of a layer over the whole width."""
     head_norms: bool = False
     """Queries and keys are normalised in each head."""
-    lean_norms: Literal["none", "heads", "all"] = "none"
-    """Norms that keep in float32 their input alone, and not the normalised values too (`axes/norm.py`)."""
     latent: int = 0
     """Width of the latent that queries, keys and values are made from (latent attention); 0: from the stream."""
     sinks: bool = False

@@ -160,7 +160,7 @@ class Assignment:
         """Set GPU, precision, threads and seed. First call in the compute thread: the current GPU is per thread."""
         import torch
 
-        from cosmos_rl_core.kernel_choice import log_choice
+        from cosmos_rl_core.hardware_log import log_choice
         from cosmos_rl_core.parallel.device import keep_freed_memory, use_device
 
         if use_device().type == "cuda":

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.pickles import Array

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +28,6 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.axes.linear import product
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import parameters_on_meta
 from cosmos_rl_core.parallel.lora import adapter_weights, whole_weights
@@ -230,7 +230,7 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden] -> logits [..., V] float32, or float64 of such hidden states."""
-        logits = product(hidden, self.weight, self.bias)
+        logits = F.linear(hidden, self.weight, self.bias)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = logits if self.scale == 1 else logits.mul_(self.scale)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

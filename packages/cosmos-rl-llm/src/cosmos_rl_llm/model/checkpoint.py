@@ -80,13 +80,6 @@ def read_context(directory: Path) -> int | None:
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _GATE_COPIES = {"gpt_oss": 7}
 """Families whose gated activation is not activation(gate) * up: gpt-oss clamps both and scales the gate."""
-_OTHER_NORMS = frozenset(
-    (
-        *("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "nanochat"),
-        *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    )
-)
-"""Families whose norms multiply by 1 + weight, or by none: `use_rms_norms` leaves them as they are."""
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Keys of config.json under which families have the number of routed experts."""
 
@@ -126,7 +119,6 @@ def read_shape(
             if layer_of(spec.name) == 0 and spec.name not in tower
         ),
         head_norms=any("q_norm" in spec.name for spec in weights),
-        lean_norms="none" if config.get("model_type") in _OTHER_NORMS else "all",
         latent=(config.get("q_lora_rank") or 0) + config.get("kv_lora_rank", 0) if latent_head else 0,
         sinks=any(spec.name.endswith(".sinks") for spec in weights),
         gate_copies=_GATE_COPIES.get(config.get("model_type", ""), 4) - are_frozen("down_proj"),

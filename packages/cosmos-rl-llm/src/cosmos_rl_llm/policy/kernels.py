@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_llm.policy.attention import Scoring, causal_attention, two_way_attention
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cosmos_rl_core.parallel.axes.linear import outer, product
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
 from cosmos_rl_llm.model.causal_lm import Head
 
@@ -234,9 +233,9 @@ class _TermLogprobs(torch.autograd.Function):
             grad = _grad_logits(probabilities, own, grad_logprobs[part], d_entropy, entropy[part])
             grad = (grad if slope is None else grad.mul_(slope)).mul_(scale / temperature).to(hidden.dtype)
             if d_hidden is not None:
-                d_hidden[part] = product(grad, weight.t())
+                d_hidden[part] = grad @ weight
             if needs_weight:
-                of_part = outer(grad, hidden[part])
+                of_part = grad.t() @ hidden[part]
                 d_weight = of_part.float() if d_weight is None else d_weight.add_(of_part)
             if d_bias is not None:
                 d_bias.add_(grad.sum(0))

@@ -1,6 +1,6 @@
 """Shards a model, or a stage of it, over the ranks of its replica, in this order (each step needs the previous one):
 
-    float8 -> oneDNN -> experts (ep) -> matrices (tp) -> recomputation, offload, compile -> fully_shard
+    float8 -> experts (ep) -> matrices (tp) -> recomputation, offload, compile -> fully_shard
 
 A single process runs only the steps that need no other rank.
 
@@ -29,8 +29,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
-from cosmos_rl_core.parallel.axes.linear import use_onednn
-from cosmos_rl_core.parallel.axes.norm import use_rms_norms
 from cosmos_rl_core.parallel.axes.tensor import (
     TensorAxis,
     cut_columns,
@@ -262,11 +260,8 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
         _check_compiled_experts(terms)
     skipped = [head, *adapter_layers(terms)]
     use_float8(terms, setup.precision.fp8, device=setup.device, skip=skipped, compiled=compiled)
-    if compiled:  # torch.compile calls oneDNN itself
+    if compiled:
         install_attention(terms.causal_lm, traced=False)
-    else:
-        use_onednn(terms)
-        use_rms_norms(terms)
     experts = []
     if mesh is not None:
         check_heads(terms.config, tp=mesh.dims.tp, cp=mesh.dims.cp)

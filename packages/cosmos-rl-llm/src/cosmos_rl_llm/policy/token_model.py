@@ -15,7 +15,6 @@ pipeline is the same module: the first stage takes tokens, all but the last retu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -40,7 +39,7 @@ from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
-from cosmos_rl_llm.policy.routing import check_replay, install_replay, routers
+from cosmos_rl_llm.policy.routing import check_replay, install_replay
 from cosmos_rl_llm.policy.truncation import SUPERVISED, Truncation
 
 Compare = Callable[[Tensor, Head, "Row"], Mapping[str, Tensor]]
@@ -132,7 +131,6 @@ class TermModel(nn.Module):
         if vision is not None and mesh is not None:
             cut_at_entrance(language_model(model), self.axis)
         self.temperature, self.truncation = temperature or 1.0, truncation
-        self._rounds_lengths = self.device.type == "cpu" and not routers(model)
         self.returns_hidden = False
         """Return hidden states of terms [t, H], not log-probabilities."""
         self.compare: Compare | None = None
@@ -195,7 +193,7 @@ class TermModel(nn.Module):
         rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
-        if missing := -len(kept) % math.lcm(_num_parts(self), _length_unit(len(kept)) if self._rounds_lengths else 1):
+        if missing := -len(kept) % _num_parts(self):
             # An additional sequence as padding: its tokens are the first of text, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
             text = int((inputs["item_index"] < 0).int().argmax()) if "item_index" in inputs else 0
@@ -341,14 +339,6 @@ def _num_parts(terms: TermModel) -> int:
     """Number of ranks that share a row."""
     context = _context(terms)
     return (1 if context is None else context.size()) * (terms.axis.size if terms.axis and terms.axis.sequence else 1)
-
-
-def _length_unit(length: int) -> int:
-    """A power of two, at most 1/64 of `length`: a row on a CPU is padded to a multiple of it, so that lengths repeat.
-
-    oneDNN compiles its products for each length, and a process keeps few of them (`linear.bound_caches`).
-    """
-    return 1 << max(0, length.bit_length() - 7)
 
 
 def outputs_of(passed: Any) -> PolicyOutputs:

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cosmos_rl_core.algorithms.distill import divergence, kl_divergence, log_mixture
-from cosmos_rl_core.parallel.axes.linear import outer, product
 from cosmos_rl_llm.model.causal_lm import Head
 from cosmos_rl_llm.policy.logprobs import Vocabulary, parts, scaled_logits
 
@@ -197,9 +196,9 @@ class _TermDivergence(torch.autograd.Function):
                 grad = kept
             grad = (grad * (grad_values[part, None] * (scale / temperature))).to(hidden.dtype)
             if d_hidden is not None:
-                d_hidden[part] = product(grad, weight.t())
+                d_hidden[part] = grad @ weight
             if d_weight is not None:
-                d_weight.add_(outer(grad, hidden[part]))
+                d_weight.add_(grad.t() @ hidden[part])
             if d_bias is not None:
                 d_bias.add_(grad.sum(0))
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)

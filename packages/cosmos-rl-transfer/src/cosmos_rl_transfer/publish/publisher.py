@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, GPU_BUCKET_BYTES, RankExchange
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content import passes

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.transports.base import TransportUnavailable

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.processes import rdma_devices
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport, TransportUnavailable

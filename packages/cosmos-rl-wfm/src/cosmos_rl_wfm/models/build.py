@@ -31,7 +31,6 @@ from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class
 from cosmos_rl_wfm.models.codec import Codec, PixelCodec, make_codec
 from cosmos_rl_wfm.models.config import WFMLoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.dry_run import try_forward
-from cosmos_rl_wfm.models.eager import speed_up_autoencoder
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, network_of, open_source, vae_of
 from cosmos_rl_wfm.models.model import DiffusersModel, Traits
 from cosmos_rl_wfm.models.networks.families import make_family
@@ -197,7 +196,6 @@ def _codec(
     else:
         vae = empty_network(name, values, dtype=dtype)
         fill(vae, folder.weights("vae"))
-    speed_up_autoencoder(vae)
     return make_codec(torch.nn.Module.to(vae, device), tiling=config.codec_tiling)
 
 

@@ -1,6 +1,6 @@
 """Parallelises a diffusers transformer over the ranks of its replica. Each step needs the previous ones:
 
-    float8 -> eager -> tokens (cp) -> recomputation, offload, compile -> fully_shard (dp_shard x cp, dp_replicate)
+    float8 -> tokens (cp) -> recomputation, offload, compile -> fully_shard (dp_shard x cp, dp_replicate)
 
 One process takes only the steps that need no other rank.
 """
@@ -20,7 +20,6 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.memory.float8 import use_float8
 from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_wfm.models.eager import speed_up
 from cosmos_rl_wfm.parallel.context import cut_tokens
 
 _TIMES = "timestep"
@@ -46,8 +45,6 @@ def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.d
     compiled = setup.compiles()
     skipped = _kept_whole(network, blocks)
     use_float8(network, setup.precision.fp8, device=setup.device, skip=skipped, compiled=compiled)
-    if not compiled:  # the compiler does the same
-        speed_up(network)
     if mesh is not None and (axis := mesh.axis("cp")) is not None:
         cut_tokens(network, blocks, axis)
     save_memory(blocks, setup.memory, compiled=compiled)

@@ -97,7 +97,6 @@ def model_shape(
         adapter_parameters=_adapter_parameters(shapes, rank=lora_rank, targets=lora_targets),
         stream_norms=2 if joint else 3,
         head_norms=any(name.endswith("norm_q.weight") for name in shapes),
-        lean_norms="heads",
         gate_copies=_FEED_FORWARD_COPIES - _is_frozen(shapes, "net.2", rank=lora_rank, targets=lora_targets),
         unread_inputs=_unread_inputs(shapes, hidden, rank=lora_rank, targets=lora_targets),
         latent=3 * hidden // 4 if joint else 2 * hidden,

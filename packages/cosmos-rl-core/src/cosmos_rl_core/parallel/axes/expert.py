@@ -22,7 +22,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

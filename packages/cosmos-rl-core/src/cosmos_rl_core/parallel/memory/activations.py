@@ -5,7 +5,6 @@ counted anew for gated feed-forward layers, RMS norms, grouped-query attention i
 c the bytes of the compute type, H hidden, q = heads x head_dim, v = kv_heads x head_dim and I intermediate:
 
     norms        2 (4 + 2c) H            the input in float32, normalised and scaled values; some families have 4;
-                 2 (4 + c) H             in float32 where `axes/norm.py` computes them
     attention    c (3 q + 2 v)           queries, keys, values, the output, and the output in the packed row
     feed-forward 4 c I                   gate, its activation, up, their product; some families keep more
     experts      k c (2 H + 4 I_e)       the same for each chosen expert, and its input and output
@@ -58,10 +57,9 @@ def stream_bytes(shape: ModelShape, dims: ParallelDims) -> int:
     return BYTES["float32"] if dims.world_size == 1 else BYTES[shape.compute_dtype]
 
 
-def norm_bytes(shape: ModelShape, normalised: int, *, of_heads: bool = False) -> int:
+def norm_bytes(shape: ModelShape, normalised: int) -> int:
     """Return the bytes that a norm keeps of each number beside its output; `normalised`: of a normalised one."""
-    lean = shape.compute_dtype == "float32" and shape.lean_norms in ("all", "heads" if of_heads else "all")
-    return 4 if lean or shape.adapter_parameters else 4 + normalised  # a frozen scale needs its input no more
+    return 4 if shape.adapter_parameters else 4 + normalised  # a frozen scale needs its input no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +87,7 @@ class _Sizes:
         norms += 2 * c * (shape.hidden - along)  # products keep the gathered rows instead of this rank's
         attention = c * (3 * query + 2 * value) + 4 * heads
         if shape.head_norms:
-            attention += norm_bytes(shape, c, of_heads=True) * (query + value) + 4 * (heads + kv_heads)
+            attention += norm_bytes(shape, c) * (query + value) + 4 * (heads + kv_heads)
         attention += (4 + 2 * c) * shape.latent + (4 * c * query if shape.sinks else 0)
         attention -= c * shape.unread_inputs / dims.tp
         inner = _feed_forward(shape, dims, layer=layer)

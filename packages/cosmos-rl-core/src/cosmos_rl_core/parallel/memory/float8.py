@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.imports import pip_install
-from cosmos_rl_core.kernel_choice import log_choice
 
 MULTIPLE = 16
 """Divides both dims of a weight: the size of the hardware's tiles."""

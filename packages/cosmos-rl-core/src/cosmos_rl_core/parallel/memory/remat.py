@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.kernel_choice import log_choice
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.parallel.config import MemorySection
 from cosmos_rl_core.parallel.memory.offload import offload_activations
 
@@ -38,7 +38,6 @@ _KEPT = frozenset(
         ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
         ("torch_attn", "_varlen_attn"),
         ("flash_attn", "_flash_attn_forward", "_flash_attn_varlen_forward"),
-        ("mkldnn", "_linear_pointwise"),
         ("_c10d_functional", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"),
     )
     for name in names

@@ -6,6 +6,9 @@ both    record the sampled terms and remove finished sequences
 
 On a GPU a pass sends its inputs in one copy from pinned memory, and waits once, for the sampled terms; rows with top-k
 or top-p, and recorded routes, wait once more.
+
+The order in which a matrix product sums depends on its number of rows. With `batch_invariant` no number depends on the
+other sequences: a prompt is prefilled alone, and a decode step has always `max_sequences` rows.
 """
 
 from __future__ import annotations
@@ -16,17 +19,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.parallel.axes.linear import MIN_ROWS, use_onednn
-from cosmos_rl_core.parallel.axes.norm import use_rms_norms
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.rollout.engine_thread import EngineRequest
 from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
-from cosmos_rl_llm.engines.torch.exact import use_steady_activations, use_steady_experts
 from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.causal_lm import Head
@@ -129,40 +128,37 @@ class RunningBatch:
         max_sequences: int,
         cache_terms: int,
         record_routes: bool = False,
+        batch_invariant: bool = False,
         vision: VisionFamily | None = None,
     ) -> None:
         install_attention(model)
         self._rope = SequenceRope(model)
-        use_onednn(model, generates=True)
-        use_rms_norms(model)
-        use_steady_experts(model)
-        use_steady_activations(model)
         _shorten_lookups(model)
         model.eval().requires_grad_(False)
-        rows = max(max_sequences, MIN_ROWS)
         self.stats = EngineStats()
         self.sequences: list[RunningSequence] = []
         self._model, self._decode, self._vision = model, decode, vision
         self._head = Head.of(model).without(() if vision is None else tuple(vision.token_ids.values()))
         self._stop_ids = frozenset(stop_ids)
         self._max_sequences, self._cache_terms = max_sequences, cache_terms
+        self._min_rows = max_sequences if batch_invariant else 1
         self._span_unit = span_unit(model)
         self._cache_argument = cache_argument(model.base_model)
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
         self._recorder = RouteRecorder(model) if record_routes else None
         self._sampler: Sampler | None = None
         # One entry per row: token and place of the last term, its position minus the place, and the random counter.
-        self._token = np.zeros(rows, dtype=np.int64)
-        self._place = np.zeros(rows, dtype=np.int64)
-        self._shift = np.zeros(rows, dtype=np.int64)
-        self._seed = np.zeros(rows, dtype=np.uint64)
-        self._sample = np.zeros(rows, dtype=np.int64)
-        self._term = np.zeros(rows, dtype=np.int64)
+        self._token = np.zeros(max_sequences, dtype=np.int64)
+        self._place = np.zeros(max_sequences, dtype=np.int64)
+        self._shift = np.zeros(max_sequences, dtype=np.int64)
+        self._seed = np.zeros(max_sequences, dtype=np.uint64)
+        self._sample = np.zeros(max_sequences, dtype=np.int64)
+        self._term = np.zeros(max_sequences, dtype=np.int64)
 
     def samples_at_a_time(self, num_terms: int) -> int:
         """Maximum number of concurrent sequences of `num_terms`, prompt included; 0 if none fits."""
         room = self._cache_terms // self._whole_spans(num_terms)
-        return min(room, self._max_sequences) if room >= MIN_ROWS else 0
+        return min(room, self._max_sequences) if room >= self._min_rows else 0
 
     def fits(self, requests: Sequence[Request]) -> bool:
         """Whether `requests` fit next to the running sequences."""
@@ -176,7 +172,7 @@ class RunningBatch:
         for request in requests:
             self._add(request)
         self._cache.reserve(
-            slots=max(len(self.sequences), MIN_ROWS),
+            slots=max(len(self.sequences), self._min_rows),
             capacity=self._whole_spans(max(sequence.request.num_terms for sequence in self.sequences)),
         )
         lengths = [len(request.prompt_tokens) for request in requests]
@@ -187,14 +183,14 @@ class RunningBatch:
         new = slice(first, len(self.sequences))
         owner = np.arange(len(requests)).repeat([request.num_samples for request in requests])
         last, each, uniform = self._sent(np.cumsum(lengths) - 1, owner, self._uniform(new))
-        logits = self._logits(hidden[0].index_select(0, last)).index_select(0, each)
+        logits = self._head.logits(hidden[0].index_select(0, last)).index_select(0, each)
         return self._sample_terms(logits, uniform, new, version)
 
     def step(self, *, version: int) -> list[Request]:
         """Sample one term for every running sequence and return finished requests."""
         count = len(self.sequences)
-        self._place[count:MIN_ROWS] = 0  # padding rows write into unused slots
-        rows = slice(0, max(count, MIN_ROWS))
+        self._place[count : self._min_rows] = 0  # padding rows write into unused slots
+        rows = slice(0, max(count, self._min_rows))
         token, place, position, uniform = self._sent(
             self._token[rows], self._place[rows], self._place[rows] + self._shift[rows], self._uniform(slice(0, count))
         )
@@ -204,7 +200,7 @@ class RunningBatch:
         hidden = self._forward(token[:, None], position[:, None], layout, lengths=lengths[:, None])
         self.stats.decode_terms += count
         self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
-        return self._sample_terms(self._logits(hidden[:count, 0]), uniform, slice(0, count), version)
+        return self._sample_terms(self._head.logits(hidden[:, 0])[:count], uniform, slice(0, count), version)
 
     def drop(self, request: Request) -> None:
         """Remove the sequences of a request."""
@@ -243,23 +239,21 @@ class RunningBatch:
         self._cache.begin_prefill(*self._sent(*(np.concatenate(column) for column in columns)))
 
     def _prefill(self, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
-        """Last hidden states [1, L, hidden] of the requests' prompts, padded to `MIN_ROWS` rows."""
+        """Last hidden states [1, L, hidden] of the requests' prompts."""
         tokens = np.concatenate([request.prompt_tokens for request in requests])
-        views, sizes = [request.view for request in requests], list(lengths)
-        if spare := max(0, MIN_ROWS - len(tokens)):
-            views, sizes = [*views, EMPTY_VIEW], [*sizes, spare]
+        views = [request.view for request in requests]
         items = [item for view in views for item in view.items]
         two_way = bool(items) and self._vision is not None and self._vision.two_way
-        shown = np.concatenate([view.index_of(size) for view, size in zip(views, sizes)]) if two_way else None
+        shown = np.concatenate([view.index_of(size) for view, size in zip(views, lengths)]) if two_way else None
         given = (
-            torch.from_numpy(np.pad(tokens, (0, spare)).astype(np.int64))[None],
-            torch.from_numpy(positions_of(views, sizes))[..., None, :],
-            PackedLayout.of(sizes, padding=False, shown=shown),
+            torch.from_numpy(tokens.astype(np.int64))[None],
+            torch.from_numpy(positions_of(views, lengths))[..., None, :],
+            PackedLayout.of(lengths, padding=False, shown=shown),
         )
         tokens, positions, layout = to_device(given, self._model.device)
         media = self._vision.inputs(items) if items and self._vision is not None else {}
         media = media_to_device(media, self._model.device)
-        return self._forward(tokens, positions, layout, media, lengths=np.repeat(sizes, sizes)[None])
+        return self._forward(tokens, positions, layout, media, lengths=np.repeat(lengths, lengths)[None])
 
     def _sent(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         """Copies of arrays on the model's device, in one transfer."""
@@ -299,11 +293,6 @@ class RunningBatch:
         for start, end, sequences in zip(ends - lengths, ends, owners, strict=True):
             for sequence in sequences:
                 sequence.routes.append(routes[start:end])
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] -> logits [n, V] float32."""
-        missing = max(0, MIN_ROWS - len(hidden))
-        return self._head.logits(F.pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
 
     def _uniform(self, rows: slice) -> np.ndarray:
         """float64 in (0, 1) [n]: the random numbers of the next terms."""

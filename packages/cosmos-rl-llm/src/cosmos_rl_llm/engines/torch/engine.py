@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import PromptError, UserError
-from cosmos_rl_core.parallel.axes.linear import MIN_ROWS
 from cosmos_rl_core.parallel.device import exact_products
 from cosmos_rl_core.parallel.memory.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
@@ -28,6 +27,7 @@ from cosmos_rl_llm.engines.torch.cache import bytes_per_term
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights, trained_weights
 from cosmos_rl_llm.model.rope import original_length
+from cosmos_rl_llm.policy.experts import is_experts
 from cosmos_rl_llm.policy.probe import (
     TOLERANCE,
     describe,
@@ -76,7 +76,7 @@ def _largest_error(kind: type[PreTrainedModel], config: str, device: str) -> flo
             model,
             decode=lambda _: "",
             stop_ids=(),
-            max_sequences=MIN_ROWS,
+            max_sequences=len(requests),
             cache_terms=_CACHE_BYTES // bytes_per_term(model),
         )
         batch.admit(requests, version=0)
@@ -113,6 +113,7 @@ class TorchEngine(ThreadedEngine[Request]):
         max_length: int | None = None,
         cache_bytes: int = 4 * 1024**3,
         record_routes: bool = False,
+        batch_invariant: bool = False,
         version: int = 0,
         vision: VisionFamily | None = None,
     ) -> None:
@@ -128,18 +129,27 @@ class TorchEngine(ThreadedEngine[Request]):
             cache_bytes: maximum memory for keys and values.
             record_routes: record the experts of each input token in `Rollout.arrays["routes"]`
                 [prompt + T - 1, layers, k]; UserError for a model without experts.
+            batch_invariant: give a sequence the same bits whatever runs beside it: a pass for each prompt, and
+                `max_sequences` rows in each decode step. UserError for a model with experts, whose number of rows
+                depends on the batch.
             version: policy version of the current weights.
             vision: family of a vision-language model; None: prompts are text.
 
         Raises UserError for a family that this engine does not support.
         """
         check_generation(model)
+        if batch_invariant and any(is_experts(module) for module in model.modules()):
+            raise UserError(
+                f"rollout.options.batch_invariant: {type(model).__name__} has experts, whose number of rows depends on "
+                "the other sequences; set it to false"
+            )
         super().__init__("torch-engine", version=version)
         self._model, self._trained = model, trained_weights(model).keys()
         self._swap = Swap(lambda: tensors_of(model))
         self._encode, self._decode = PromptEncoder(encode), decode
         self._decode_prompt = decode_prompt or decode
         self._max_length = max_length or context_length(model)
+        self._one_prompt_a_pass = batch_invariant
         self._batch = RunningBatch(
             model,
             decode=decode,
@@ -147,6 +157,7 @@ class TorchEngine(ThreadedEngine[Request]):
             max_sequences=max_sequences,
             cache_terms=cache_bytes // bytes_per_term(model),
             record_routes=record_routes,
+            batch_invariant=batch_invariant,
             vision=vision,
         )
 
@@ -261,7 +272,7 @@ class TorchEngine(ThreadedEngine[Request]):
         prefill = 0
         while self._waiting and self._batch.fits([*chosen, self._waiting[0]]):
             prefill += len(self._waiting[0].prompt_tokens)
-            if chosen and prefill > PREFILL_TERMS:
+            if chosen and (self._one_prompt_a_pass or prefill > PREFILL_TERMS):
                 break
             chosen.append(self._waiting.popleft())
         if chosen:
