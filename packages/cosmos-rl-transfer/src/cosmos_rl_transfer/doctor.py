@@ -26,11 +26,9 @@ import numpy as np
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.doctor.report import Check
-from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.processes import rdma_devices
-from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.testing.sample_exchange import WINDOW, PublisherProcess, SampleReader, Serve
@@ -84,7 +82,7 @@ def diagnose(*, mib: int = 64, rounds: int = 5) -> list[Finding]:
         _measured("nixl", "", mib, rounds),
         _measured(NIXL_OVER_TCP, "what NIXL does where reading another process is forbidden", mib, rounds),
     ]
-    return [*found, _collective(), _one_pass(), *_hardware(), _versions()]
+    return [*found, _collective(), *_hardware(), _versions()]
 
 
 def checks() -> Iterator[Check]:
@@ -153,12 +151,6 @@ def _collective() -> Finding:
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     has = ", ".join(name for name, there in built.items() if there) or "no backend"
     return Finding("collective", any(built.values()), f"needs a process group of your own; torch has {has}")
-
-
-def _one_pass() -> Finding:
-    if digest.compiled() is None:
-        return Finding("one pass", False, f"copies and hashes take several: {pip_install('cosmos-rl-transfer[fast]')}")
-    return Finding("one pass", True, "what is copied is hashed by compiled code on the way")
 
 
 def _hardware() -> list[Finding]:

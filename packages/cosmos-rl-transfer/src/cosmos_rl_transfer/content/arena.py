@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from cosmos_rl_transfer.content.digest import tensor_sum
-from cosmos_rl_transfer.content.passes import Part
-from cosmos_rl_transfer.content.proof import Proof, copy_proof
+from cosmos_rl_transfer.content.proof import Part, Proof, copy_proof
 from cosmos_rl_transfer.content.raw import Raw, Run, raw_view, same_width
 from cosmos_rl_transfer.content.staging import as_torch, host_memory
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest

@@ -246,7 +246,7 @@ def inward(positions: Raw, box: Box, shape: Sequence[int]) -> tuple[slice | Raw,
     inside = positions[low:high].astype(np.int64)
     if box.is_contiguous(shape):
         return slice(low, high), inside - start
-    *inner, outermost = reversed(_cut(box, shape))
+    *inner, outermost = reversed(box.merged(shape))
     kept, flat, weight = np.ones(len(inside), bool), np.zeros(len(inside), np.int64), 1
     for size, offset, extent in inner:
         inside, at = _divided(inside, size)
@@ -276,18 +276,3 @@ def _merged(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int
         else:
             dims.append((size, stride))
     return dims
-
-
-def _cut(box: Box, shape: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (size, offset, extent) of each dim, outermost first, with dims the box holds whole as part of the next."""
-    dims: list[tuple[int, int, int]] = []
-    inner = 1
-    for size, offset, extent in zip(reversed(shape), reversed(box.offset), reversed(box.shape)):
-        if extent == size:
-            inner *= size
-        else:
-            dims.append((size * inner, offset * inner, extent * inner))
-            inner = 1
-    if inner > 1:
-        dims.append((inner, 0, inner))
-    return dims[::-1]

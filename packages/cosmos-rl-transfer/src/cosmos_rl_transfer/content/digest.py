@@ -10,63 +10,60 @@ a tensor add up to H, whoever holds them and however it was cut. Every change of
 since mix(k) is odd. Of a word's last element only mix(k)'s low bits count: two swapped bfloat16 values escape
 with a chance of at most 2^-16, which the buckets' hashes make up for. Neither hash guards against an attacker.
 
-Rows of whole words take one pass, by compiled.py where numba is installed; everything else takes several of numpy.
-Both hashes of a bucket, while it is copied: passes.py.
+One function of numba takes boxes of any shape and rows at any address; gpu.py has the same sum in torch, for a device.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-import math
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 import xxhash
-from numpy.lib.stride_tricks import sliding_window_view
+from numba import njit, types
+from numpy.lib.stride_tricks import as_strided
 
-from cosmos_rl_transfer.content.raw import Raw, Rows
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.layout.manifest import Box
-
-log = logging.getLogger(__name__)
-
-_MASK = (1 << 64) - 1
-Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 BLOCK = 1 << 11
 """Words under one R: a table of 16 KiB stays in the first-level cache."""
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
-
-def odd(index: Words) -> Words:
-    """Return splitmix64's finalizer of uint64 `index`, made odd (Steele, Lea, Flood 2014)."""
-    z = (index + np.uint64(1)) * np.uint64(STEP)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(FIRST)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(SECOND)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+uint64: Any = numba.uint64
+"""All arithmetic is unsigned: it wraps mod 2^64, and loops over signed indices do not become vector instructions."""
+_BLOCK = uint64(BLOCK)
 
 
-def factors(first: int, count: int) -> Words:
-    """Return R(first) ... R(first + count - 1), from a table for tensors up to 1 GiB."""
-    if first + count <= len(_FACTORS):
-        return _FACTORS[first : first + count]
-    return odd(np.arange(first, first + count, dtype=np.uint64))
+def _array(dtype: Any) -> Any:
+    return types.Array(dtype, 1, "C", readonly=True)
 
 
-TABLE = odd(np.arange(1 << 40, (1 << 40) + BLOCK, dtype=np.uint64))
-_FACTORS = odd(np.arange(1 << 16, dtype=np.uint64))
+def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function at import, or load it from numba's cache on disk."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        try:
+            return njit(signature, cache=True, **options)(function)
+        except RuntimeError:  # neither this folder nor the user's cache can be written: a second more at every start
+            return njit(signature, **options)(function)
+
+    return compiled
 
 
-@functools.cache
-def compiled() -> ModuleType | None:
-    """Return compiled.py, or None where numba cannot be had."""
-    try:
-        return importlib.import_module("cosmos_rl_transfer.content.compiled")
-    except ImportError as error:
-        log.info("weights are hashed in several passes: %s", error)
-        return None
+@_compiled(uint64(uint64))
+def odd(index: Any) -> Any:
+    """Return splitmix64's finalizer of `index`, made odd (Steele, Lea, Flood 2014): R of a block."""
+    z = (index + uint64(1)) * uint64(STEP)
+    z = (z ^ (z >> uint64(30))) * uint64(FIRST)
+    z = (z ^ (z >> uint64(27))) * uint64(SECOND)
+    return (z ^ (z >> uint64(31))) | uint64(1)
+
+
+TABLE = np.array([odd((1 << 40) + i) for i in range(BLOCK)], np.uint64)
+"""T."""
 
 
 def bucket_hash(data: Raw) -> int:
@@ -81,11 +78,46 @@ def tensor_sum(array: Raw, box: Box, shape: tuple[int, ...]) -> int:
     """
     if not box.numel:
         return 0
-    code, rows = compiled(), Rows.of(box, shape, array.itemsize)
-    found = None if rows is None else rows.words_in(array)
-    if code is None or rows is None or found is None:
-        return box_sum(array, box, shape)
-    return int(code.sum_rows(*found, rows.count, rows.width, rows.first, rows.stride))
+    *outer, (size, offset, run) = box.merged(shape)
+    rows = array.reshape(-1, run)  # a view of most arrays, else a copy
+    if not rows[0].flags.c_contiguous:
+        rows = np.ascontiguousarray(rows)
+    starts = np.zeros(1, np.uint64)  # index of each row's first element in the tensor, at last
+    for outer_size, outer_offset, extent in outer:
+        indices = np.arange(outer_offset, outer_offset + extent, dtype=np.uint64)
+        starts = (starts[:, None] * np.uint64(outer_size) + indices).reshape(-1)
+    starts = (starts * np.uint64(size) + np.uint64(offset)) * np.uint64(array.itemsize)
+    width, step = run * array.itemsize, rows.strides[0]
+    memory = as_strided(rows[0].view(np.uint8), ((len(rows) - 1) * step + width,), (1,), writeable=False)
+    return int(_sum_rows(memory, step, starts, width))
+
+
+@_compiled(uint64(_array(types.uint8), uint64, _array(uint64), uint64))
+def _sum_rows(memory: Any, step: Any, starts: Any, width: Any) -> Any:
+    """Return the part of H of rows of `width` bytes.
+
+    The r-th row is at memory[r * step] and begins with byte starts[r] of the tensor.
+    """
+    total = uint64(0)
+    for row in range(uint64(len(starts))):
+        here, byte = row * step, starts[row]
+        end = here + width
+        while here < end:
+            word, lane = byte // uint64(8), byte % uint64(8)
+            at, part = word % _BLOCK, uint64(0)
+            if lane or end - here < uint64(8):  # a byte of a word that the row holds in part
+                num_bytes = uint64(1)
+                part = (uint64(memory[here]) << (uint64(8) * lane)) * TABLE[at]
+            else:  # whole words, to the row's end or the block's; x86-64 and arm64 read them at any address
+                count = min((end - here) // uint64(8), _BLOCK - at)
+                num_bytes = uint64(8) * count
+                words = memory[here : here + num_bytes].view(np.uint64)
+                for i in range(count):
+                    part += words[i] * TABLE[at + i]
+            total += part * odd(word // _BLOCK)
+            here += num_bytes
+            byte += num_bytes
+    return total
 
 
 def sum_change(positions: Raw, old: Raw, new: Raw) -> int:
@@ -93,134 +125,20 @@ def sum_change(positions: Raw, old: Raw, new: Raw) -> int:
 
     `positions`: int64 [k], row-major in the whole tensor. `old`, `new`: their values, unsigned integers [k].
     """
-    if not len(positions):
-        return 0
-    lanes = 8 // new.itemsize
-    word = positions // lanes
-    gain = new.astype(np.uint64) - old.astype(np.uint64)  # wraps, and so does H
-    gain <<= ((positions & (lanes - 1)) * (64 // lanes)).view(np.uint64)
-    gain *= TABLE[word & (BLOCK - 1)]
-    word //= BLOCK
-    first, last = int(word.min()), int(word.max())
-    gain *= factors(first, last - first + 1)[word - first]
-    return int(gain.sum(dtype=np.uint64))
+    gains = new.astype(np.uint64) - old.astype(np.uint64)  # wraps, and so does H
+    return int(_sum_elements(np.ascontiguousarray(positions).view(np.uint64), gains, 8 // new.itemsize))
+
+
+@_compiled(uint64(_array(uint64), _array(uint64), uint64))
+def _sum_elements(positions: Any, values: Any, lanes: Any) -> Any:
+    """Return the part of H of `values` [k] at `positions` [k]; lanes: elements of a word."""
+    total, bits = uint64(0), uint64(64) // lanes
+    for i in range(len(positions)):
+        word, lane = positions[i] // lanes, positions[i] % lanes
+        total += (values[i] << (lane * bits)) * TABLE[word % _BLOCK] * odd(word // _BLOCK)
+    return total
 
 
 def add(left: int, right: int) -> int:
     """Add two parts of H."""
-    return (left + right) & _MASK
-
-
-# The additive hash in passes of numpy, for arrays of any strides and alignment.
-
-_GATHER_WORDS = 1 << 15
-_LONG_RUN_BYTES = 8192
-
-
-def box_sum(array: Raw, box: Box, shape: tuple[int, ...]) -> int:
-    """Return the part of H of `array`, unsigned integers [*box.shape]."""
-    if array.flags.c_contiguous and box.is_contiguous(shape):
-        return run_sum(array.reshape(-1), box.start(shape))
-    rows, starts = _rows(array, box, shape)
-    if rows.shape[1] * rows.itemsize >= _LONG_RUN_BYTES:
-        return sum(run_sum(np.ascontiguousarray(r), int(s)) for r, s in zip(rows, starts)) & _MASK
-    return _gathered_sum(rows, starts)
-
-
-def run_sum(run: Raw, start: int) -> int:
-    """Return the part of H of elements `start` ... of the row-major tensor; `run` is contiguous [n]."""
-    raw, first = run.view(np.uint8), start * run.itemsize
-    if first % 8 or raw.ctypes.data % 8:
-        raw, first = _padded(raw, first % 8), first - first % 8
-    whole = raw.size // 8 * 8
-    total = _words_sum(raw[:whole].view(np.uint64), first // 8)
-    if whole < raw.size:
-        total += _words_sum(_padded(raw[whole:], 0).view(np.uint64), (first + whole) // 8)
-    return total & _MASK
-
-
-def _padded(raw: Raw, lead: int) -> Raw:
-    """Copy bytes behind `lead` zero bytes and up to a whole word, aligned; zeros add nothing to H."""
-    padded = np.zeros(-(-(lead + raw.size) // 8) * 8, np.uint8)
-    padded[lead : lead + raw.size] = raw
-    return padded
-
-
-def _words_sum(words: Raw, first: int) -> int:
-    """sum_k mix(first + k) * words[k] as dot products: up to a block's edge, whole blocks, the rest."""
-    total, size = 0, len(words)
-    lead = min(-first % BLOCK, size)
-    if lead:
-        total += _dot(words[:lead], first)
-    blocks = (size - lead) // BLOCK
-    middle = lead + blocks * BLOCK
-    if blocks:
-        sums = np.einsum("rw,w->r", words[lead:middle].reshape(blocks, BLOCK), TABLE)  # twice as fast as np.dot
-        at = (first + lead) // BLOCK
-        total += int(np.dot(sums, factors(at, blocks)))
-    if middle < size:
-        total += _dot(words[middle:], first + middle)
-    return total & _MASK
-
-
-def _dot(words: Raw, first: int) -> int:
-    """The same within one block."""
-    at = first % BLOCK
-    return int(np.einsum("w,w->", words, TABLE[at : at + len(words)])) * int(factors(first // BLOCK, 1)[0])
-
-
-def _rows(array: Raw, box: Box, shape: tuple[int, ...]) -> tuple[Raw, Raw]:
-    """View or copy the box as [rows, run] with the flat index of each row's first element [rows]."""
-    run, inside = box.run_length(shape), len(shape)
-    starts = np.zeros(1, np.uint64)
-    while inside and math.prod(box.shape[inside - 1 :]) <= run:  # dims that lie within one run
-        inside -= 1
-    for dim, (offset, extent, size) in enumerate(zip(box.offset, box.shape, shape)):
-        index = np.arange(offset, offset + (extent if dim < inside else 1), dtype=np.uint64)
-        starts = (starts[:, None] * np.uint64(size) + index).reshape(-1)
-    return np.ascontiguousarray(array).reshape(-1, run), starts
-
-
-def _gathered_sum(rows: Raw, starts: Raw) -> int:
-    """H of many short runs: word by word where all runs start and end on a word, else element by element."""
-    lanes = 8 // rows.itemsize
-    if rows.shape[1] % lanes == 0 and not (starts % np.uint64(lanes)).any():
-        return _word_rows_sum(rows.view(np.uint64), (starts // np.uint64(lanes)).astype(np.int64))
-    return _elements_sum(rows, starts)
-
-
-def _elements_sum(rows: Raw, starts: Raw) -> int:
-    """The same, element by element; `starts`: uint64 [rows]."""
-    lanes = 8 // rows.itemsize
-    total, step = 0, max(1, _GATHER_WORDS // rows.shape[1])
-    column = np.arange(rows.shape[1], dtype=np.uint64)
-    for i in range(0, len(rows), step):
-        index = starts[i : i + step, None] + column
-        word = index // np.uint64(lanes)
-        mixed = TABLE[word % np.uint64(BLOCK)] * odd(word // np.uint64(BLOCK))
-        lane_bits = (index % np.uint64(lanes)) * np.uint64(64 // lanes)
-        mixed *= rows[i : i + step].astype(np.uint64) << lane_bits
-        total += int(mixed.sum(dtype=np.uint64))
-    return total & _MASK
-
-
-def _word_rows_sum(rows: Raw, first: Raw) -> int:
-    """sum_k mix(k) * w_k over rows of words uint64 [rows, width]; `first`: int64 [rows], k of each row's first word.
-
-    A row within one block is a dot product with a window of T, then one factor R; rows across an edge go word by word.
-    """
-    width = rows.shape[1]
-    at, block = first & (BLOCK - 1), first // BLOCK
-    inside = at + width <= BLOCK
-    total = _elements_sum(rows[~inside], first[~inside].astype(np.uint64))
-    if not inside.all():
-        rows, at, block = rows[inside], at[inside], block[inside]
-    if not len(rows):
-        return total & _MASK
-    windows, sums = sliding_window_view(TABLE, width), np.empty(len(rows), np.uint64)
-    step = max(1, _GATHER_WORDS // width)
-    for i in range(0, len(rows), step):
-        sums[i : i + step] = np.einsum("rw,rw->r", rows[i : i + step], windows[at[i : i + step]])
-    lowest = int(block.min())
-    scale = factors(lowest, int(block.max()) - lowest + 1)[block - lowest]
-    return (total + int(np.dot(sums, scale))) & _MASK
+    return (left + right) & ((1 << 64) - 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_transfer.content.digest import BLOCK, FIRST, SECOND, STEP, TABLE
-from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, Rows
+from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw
 from cosmos_rl_transfer.layout.dtensor import local
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box
 
@@ -143,30 +143,27 @@ def device_sum(packed: Tensor, box: Box, shape: tuple[int, ...], *, item_bytes: 
     device. Integers wrap mod 2^64 as in digest.py; compare with `& MASK`. Nothing waits for the device.
     """
     total = torch.zeros((), dtype=torch.int64, device=packed.device)
-    rows = Rows.of(box, shape, item_bytes) if box.numel else None
-    if rows is not None:
-        words = packed.view(torch.int64)
-        for low in range(0, len(words), _CHUNK):
-            part = words[low : low + _CHUNK]
-            at = torch.arange(low, low + len(part), device=packed.device)
-            index = rows.first + (at // rows.width) * rows.stride + at % rows.width
-            total += (part * _mix(index, table)).sum()
-        return total
-    lanes, bits = 8 // item_bytes, 8 * item_bytes
+    dims, lanes = box.merged(shape), 8 // item_bytes
     elements = packed[: box.numel * item_bytes].view(SAME_WIDTH[item_bytes])
-    for low in range(0, box.numel, _CHUNK):
+    if not any(number % lanes for number in dims[-1]):  # rows of whole words: eight bytes at a time
+        size, offset, extent = dims[-1]
+        dims[-1], lanes = (size // lanes, offset // lanes, extent // lanes), 1
+        elements = elements.view(torch.int64)
+    bits = 64 // lanes
+    for low in range(0, len(elements), _CHUNK):
         part = elements[low : low + _CHUNK].to(torch.int64)
-        if item_bytes < 8:
-            part = part & ((1 << bits) - 1)  # unsigned
-        index = _whole_index(torch.arange(low, low + len(part), device=packed.device), box, shape)
-        total += ((part << (index % lanes) * bits) * _mix(index // lanes, table)).sum()
+        index = _tensor_index(torch.arange(low, low + len(part), device=packed.device), dims)
+        if lanes > 1:
+            part = (part & ((1 << bits) - 1)) << (index % lanes) * bits  # unsigned, at its place in the word
+            index = index // lanes
+        total += (part * _mix(index, table)).sum()
     return total
 
 
-def _whole_index(at: Tensor, box: Box, shape: tuple[int, ...]) -> Tensor:
-    """Return the row-major index in a tensor of `shape` of the elements at row-major int64 `at` [k] in `box`."""
+def _tensor_index(at: Tensor, dims: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return the row-major index in a tensor of what is at row-major int64 `at` [k] in a box; dims: `Box.merged`."""
     index, stride = torch.zeros_like(at), 1
-    for offset, extent, size in reversed(list(zip(box.offset, box.shape, shape))):
+    for size, offset, extent in reversed(dims):
         index = index + (at % extent + offset) * stride
         at, stride = at // extent, stride * size
     return index

@@ -1,17 +1,13 @@
-"""Memory as unsigned integers, without a copy: torch tensors, bytes, and rows of 64-bit words."""
+"""Memory as unsigned integers, without a copy: torch tensors and bytes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from cosmos_rl_transfer.layout.manifest import Box
 
 Raw = np.ndarray[Any, Any]
 Block = Any
@@ -51,73 +47,3 @@ class Run:
     """uint8 [n], contiguous."""
     at: int
     """First byte in the packed bucket."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A box's rows in the whole row-major tensor, in words, equally far apart: what the compiled passes read."""
-
-    count: int
-    width: int
-    first: int
-    """Index of the first row's first word."""
-    stride: int
-    """Words from one row's start to the next one's."""
-    outer: int
-    """Dims of the box that number rows; those behind them lie within a row."""
-
-    @classmethod
-    def of(cls, box: Box, shape: tuple[int, ...], item_bytes: int) -> Rows | None:
-        """Return None where rows do not start and end on a word, or are not equally far apart."""
-        run, outer = box.run_length(shape), len(shape)
-        if run == box.numel:  # one row
-            sizes = run * item_bytes, box.start(shape) * item_bytes
-            return None if sizes[0] % 8 or sizes[1] % 8 else cls(1, sizes[0] // 8, sizes[1] // 8, 0, 0)
-        while outer and math.prod(box.shape[outer - 1 :]) <= run:
-            outer -= 1
-        stride = _apart(zip(box.shape[:outer], (math.prod(shape[dim + 1 :]) for dim in range(outer))))
-        sizes = [run * item_bytes, box.start(shape) * item_bytes, (stride or 0) * item_bytes]
-        if stride is None or any(size % 8 for size in sizes):
-            return None
-        width, first, apart = (size // 8 for size in sizes)
-        return cls(math.prod(box.shape[:outer]), width, first, apart, outer)
-
-    def words_in(self, array: Raw) -> tuple[Raw, int] | None:
-        """View the words from the first row to the last in `array` [*box.shape], gaps included, and return their step.
-
-        None where a row is not one run of aligned words there, or rows are not equally far apart.
-        """
-        if self.outer == 0 and array.flags.c_contiguous:
-            words = array.reshape(-1).view(np.uint64)
-            return (words, 0) if words.flags.aligned else None
-        step = _apart(zip(array.shape[: self.outer], array.strides[: self.outer]))
-        address, read_only = array.__array_interface__["data"]
-        aligned = step is not None and step % 8 == 0 and address % 8 == 0
-        if step is None or not aligned or not array[(0,) * self.outer].flags.c_contiguous:
-            return None
-        span = (self.count - 1) * (step // 8) + self.width
-        return np.asarray(_Words(array, address, span, read_only)), step // 8
-
-
-class _Words:
-    """Memory of `array` as words [span], for numpy."""
-
-    def __init__(self, array: Raw, address: int, span: int, read_only: bool) -> None:
-        self.array = array  # numpy keeps this object, and this object the memory
-        self.__array_interface__ = {"shape": (span,), "typestr": "<u8", "data": (address, read_only), "version": 3}
-
-
-def _apart(dims: Iterable[tuple[int, int]]) -> int | None:
-    """Return how far rows are apart that are numbered by dims of (extent, distance); 0 if there is one row.
-
-    None where that changes from one row to another.
-    """
-    count, distance = 1, 0
-    for extent, step in reversed(list(dims)):
-        if extent == 1:
-            continue
-        if count > 1 and step != count * distance:
-            return None
-        distance = distance if count > 1 else step
-        count *= extent
-    return distance

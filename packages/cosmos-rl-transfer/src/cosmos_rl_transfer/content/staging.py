@@ -3,7 +3,7 @@
 host_memory    allocates slots, receive buffers and copies of weights
 LivePart       reads and writes boxes of one live tensor, casting where its dtype is not the wire dtype
 
-A tensor in host memory with the wire dtype is copied and hashed by passes.py. One of another dtype is cast by torch
+A tensor in host memory with the wire dtype is copied and hashed by proof.py. One of another dtype is cast by torch
 from or to host memory, where it is hashed. A tensor on a GPU is read by publish/staged.py, and written here out of
 pinned memory without waiting, on the stream of the caller (`gpu.SideStream`).
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_transfer.content.gpu import pinned, typed
-from cosmos_rl_transfer.content.passes import Part
+from cosmos_rl_transfer.content.proof import Part
 from cosmos_rl_transfer.content.raw import Raw, raw_view, same_width
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
 from cosmos_rl_transfer.layout.manifest import Box

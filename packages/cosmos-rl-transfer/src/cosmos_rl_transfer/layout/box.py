@@ -72,6 +72,23 @@ class Box:
             flat = flat * size + offset
         return flat
 
+    def merged(self, shape: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return (size, offset, extent) of each dim, outermost first; those the box holds whole are part of the next.
+
+        At least one; the extent of the last is `run_length`.
+        """
+        dims: list[tuple[int, int, int]] = []
+        inner = 1
+        for size, offset, extent in zip(reversed(shape), reversed(self.offset), reversed(self.shape)):
+            if extent == size:
+                inner *= size
+            else:
+                dims.append((size * inner, offset * inner, extent * inner))
+                inner = 1
+        if inner > 1 or not dims:
+            dims.append((inner, 0, inner))
+        return dims[::-1]
+
     def slices(self) -> tuple[slice, ...]:
         """Return the indices that cut this box out of an array in the same coordinates."""
         return tuple(slice(a, b) for a, b in zip(self.offset, self.end))

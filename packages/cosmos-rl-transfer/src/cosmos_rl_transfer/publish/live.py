@@ -9,8 +9,7 @@ import torch
 
 from cosmos_rl_transfer.content.arena import DIRECT_BYTES
 from cosmos_rl_transfer.content.gpu import device_sum, typed
-from cosmos_rl_transfer.content.passes import Part
-from cosmos_rl_transfer.content.proof import Proof, copy_proof
+from cosmos_rl_transfer.content.proof import Part, Proof, copy_proof
 from cosmos_rl_transfer.content.raw import Raw, Run, raw_view
 from cosmos_rl_transfer.content.staging import LivePart
 from cosmos_rl_transfer.errors import LayoutError

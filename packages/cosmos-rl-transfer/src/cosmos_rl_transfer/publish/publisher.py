@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, GPU_BUCKET_BYTES, RankExchange
 from cosmos_rl_core.wire.tls import Tls
-from cosmos_rl_transfer.content import passes
 from cosmos_rl_transfer.content.gpu import SideStream, computed, gpu_of
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import wire_dtype_of
@@ -76,7 +75,6 @@ class Publisher:
         versions are read. full_every: after so many versions one is sent whole. relay: whether subscribers relay
         buckets; "auto": without deltas, where they have more hosts than publishers. tls: encrypts TCP.
         """
-        passes.prepare()  # not while a subscriber waits
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         self._memory = LiveWeights(manifest, rank=rank)

@@ -23,7 +23,6 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.wire.tls import Tls
-from cosmos_rl_transfer.content import passes
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Plan
@@ -75,7 +74,6 @@ class Subscriber:
         serve: whether others may read what is staged in the shadow (peers.py). bind: address to listen on for them;
         None: the one that publishers are reached from. tls: with it both sides prove a certificate of the run.
         """
-        passes.prepare()  # not while a publisher waits
         self._sources = Sources(address, token=token, timeout_s=timeout_s, joined=self._join, tls=tls)
         self._weights = weights
         self._transport, self._timeout_s = transport, timeout_s
