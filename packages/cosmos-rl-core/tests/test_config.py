@@ -9,6 +9,7 @@ import pytest
 from pydantic import Field
 
 from cosmos_rl_core.algorithms.table import TABLE
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.recipe.load import dump_resolved, load_config
 from cosmos_rl_core.settings.base import ConfigError, Problem, Strict, descriptions
@@ -194,7 +195,9 @@ def test_an_unknown_domain_is_told_with_the_errors_of_the_other_sections():
 
 
 def test_something_else_than_a_domain_is_refused():
-    assert "does not implement" in only_problem(recipe(run={"domain": "json:dumps", "max_steps": 1})).wrong
+    assert (
+        "is not a cosmos_rl_core.DomainBase" in only_problem(recipe(run={"domain": "json:dumps", "max_steps": 1})).wrong
+    )
 
 
 def test_a_required_key_of_the_domain_is_told():
@@ -497,3 +500,17 @@ def test_autoscaling_needs_workers_of_the_run_and_limits_around_their_number(cha
     problem = only_problem(tables)
     assert problem.key == "elastic.autoscale.max_rollouts"
     assert other in str(problem)
+
+
+class Unfinished(DomainBase):
+    """Lacks most methods of a domain."""
+
+    name = "unfinished"
+
+    def load_rows(self, data: object) -> tuple[list[dict[str, object]], str]:
+        return [], "nowhere"
+
+
+def test_a_domain_without_a_required_method_is_refused_by_its_name():
+    wrong = only_problem(recipe(run={"domain": f"{__name__}:Unfinished", "max_steps": 1})).wrong
+    assert "lacks build_engine, build_policy, collate, collate_sft" in wrong

@@ -23,6 +23,7 @@ from cosmos_rl_core.parallel.held import START, STEP, UPDATE, Held, Needs
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection, SamplingSection, SyncSection
+from cosmos_rl_core.testing.tiny import Tiny
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, GPU_BUCKET_BYTES
 
@@ -216,8 +217,8 @@ def test_what_is_no_size_is_refused(text):
         parse_bytes(text)
 
 
-class Plain:
-    """As much of a domain as counts no memory of its own."""
+class Plain(Tiny):
+    """Counts no memory of its own."""
 
 
 def recipe(**policy):
@@ -286,8 +287,8 @@ def test_the_fullest_time_is_what_counts():
     assert Needs(process="a rank", parts=parts[:1]).device == 10
 
 
-class Counting:
-    """As much of a domain as counts memory."""
+class Counting(Tiny):
+    """Counts memory."""
 
     def __init__(self, *, own_reference=False, policy=(), rollout=()):
         self.own_reference, self.policy, self.rollout = own_reference, policy, rollout
@@ -354,7 +355,7 @@ def test_buckets_between_gpus_are_received_on_the_gpu(transport, on_device):
 class Half(Counting):
     """Its engines have a dtype of their own."""
 
-    def engine_dtype(self, config):
+    def engine_dtype(self, config, *, computed):
         return "float16"
 
 

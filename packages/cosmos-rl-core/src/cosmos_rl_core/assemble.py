@@ -14,18 +14,10 @@ from pydantic import ValidationError
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource, UsableRows
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, Teacher
+from cosmos_rl_core.interfaces import Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.optional import (
-    ComparesEngines,
-    HasTeachers,
-    HasTokens,
-    PutsEnginesToSleep,
-    ReadsAhead,
-    ShowsPrompts,
-    SpreadsEngines,
-)
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_domain
@@ -52,14 +44,7 @@ if TYPE_CHECKING:  # the controller assembles its parts without torch
 log = logging.getLogger(__name__)
 
 
-def with_teachers(domain: Domain) -> HasTeachers:
-    """Return the domain. Raises UserError if its policies cannot learn from a teacher."""
-    if not isinstance(domain, HasTeachers):
-        raise UserError(f"[teacher]: the {domain.name} domain has no teachers; remove the section")
-    return domain
-
-
-def look_up_engine(name: str, domain: Domain) -> None:
+def look_up_engine(name: str, domain: DomainBase) -> None:
     """Raise UserError for an engine that neither the domain nor an installed package offers."""
     if name in domain.engines:
         return
@@ -80,7 +65,7 @@ def build_source(config: RunConfig) -> PromptSource:
         shuffle=config.prompts.shuffle,
         seed=config.run.seed,
         epochs=config.prompts.epochs,
-        is_slow=domain.reads_slowly if isinstance(domain, ReadsAhead) else lambda row: False,
+        is_slow=domain.reads_slowly,
     )
 
 
@@ -116,7 +101,7 @@ def build_eval_source(config: RunConfig) -> PromptSource | None:
 
 def build_rubric(
     config: RunConfig,
-    domain: Domain,
+    domain: DomainBase,
     given: Mapping[str, Any] | None = None,
     *,
     report: Callable[[str, str], None] | None = None,
@@ -143,7 +128,7 @@ def build_rubric(
     return Rubric(rewards, timeout_s=config.reward.timeout_s, processes=processes, report=report)
 
 
-def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any], given: Any = None) -> RewardFn:
+def build_reward(name: str, domain: DomainBase, *, options: Mapping[str, Any], given: Any = None) -> RewardFn:
     """A reward by name: one of the domain's, an installed plug-in, or "module:attribute", which may be `given`.
 
     The first two are factories that take the options. An attribute is a factory when it is a class, and otherwise
@@ -165,7 +150,7 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any], given
         raise UserError(f"[reward] {name} cannot be built: {error}") from error
 
 
-def build_engine(config: RunConfig, domain: Domain, *, processes_per_gpu: int = 1) -> RolloutEngine:
+def build_engine(config: RunConfig, domain: DomainBase, *, processes_per_gpu: int = 1) -> RolloutEngine:
     """An engine by name: one of the domain's, an installed plug-in, or "module:attribute".
 
     The last two are called as `factory(model, data=data, options=options)`, with the sections [model], [data] and
@@ -175,13 +160,13 @@ def build_engine(config: RunConfig, domain: Domain, *, processes_per_gpu: int = 
     if name in domain.engines:
         if config.run.colocate:
             options = sleeping_options(config, domain)
-        if processes_per_gpu > 1 and isinstance(domain, SpreadsEngines):
+        if processes_per_gpu > 1:
             options = domain.share_gpu(name, options, processes=processes_per_gpu)
         return domain.build_engine(config.model, data=config.data, name=name, options=options)
     return cast(RolloutEngine, load_engine(name)(config.model, data=config.data, options=options))
 
 
-def engine_options(config: RunConfig, domain: Domain) -> Mapping[str, Any]:
+def engine_options(config: RunConfig, domain: DomainBase) -> Mapping[str, Any]:
     """Return [rollout.options] with the sizes of [rollout.parallel].
 
     Raises UserError for an engine that cannot be spread over GPUs, and if both sections contain different sizes.
@@ -190,29 +175,32 @@ def engine_options(config: RunConfig, domain: Domain) -> Mapping[str, Any]:
     if parallel.tp is None and parallel.pp is None:
         return rollout.options
     where = " and ".join(f"{axis} = {size}" for axis, size in parallel if size is not None)
-    if isinstance(domain, SpreadsEngines) and rollout.engine in domain.engines:
-        try:
-            return domain.spread_engine(rollout.engine, rollout.options, tp=parallel.tp, pp=parallel.pp)
-        except UserError as error:
-            raise UserError(f"[rollout.parallel] {where}: {error}") from error
-    if (parallel.tp or 1) * (parallel.pp or 1) > 1:
-        raise UserError(
-            f"[rollout.parallel] {where}: the engine {rollout.engine!r} of the {domain.name} domain runs on one GPU; "
-            "remove the section"
-        )
-    return rollout.options
+    try:
+        return spread_engine(config, domain, rollout.options, tp=parallel.tp, pp=parallel.pp)
+    except UserError as error:
+        raise UserError(f"[rollout.parallel] {where}: {error}") from error
 
 
-def sleeping_options(config: RunConfig, domain: Domain) -> Mapping[str, Any]:
+def spread_engine(
+    config: RunConfig, domain: DomainBase, options: Mapping[str, Any], *, tp: int | None, pp: int | None
+) -> Mapping[str, Any]:
+    """Return options of the engine for `pp` stages of `tp` GPUs each. Raises UserError if it cannot be spread."""
+    name = config.rollout.engine
+    if name in domain.engines:
+        return domain.spread_engine(name, options, tp=tp, pp=pp)
+    return DomainBase.spread_engine(domain, name, options, tp=tp, pp=pp)  # a plug-in's engine runs on one GPU
+
+
+def sleeping_options(config: RunConfig, domain: DomainBase) -> Mapping[str, Any]:
     """Return the options of an engine that sleeps between its turns. Raises UserError for one that cannot."""
     options, name = engine_options(config, domain), config.rollout.engine
-    found = domain.sleeping_engine(name, options) if isinstance(domain, PutsEnginesToSleep) else None
-    if found is None:
+    sleeping = domain.sleeping_engine(name, options)
+    if sleeping is None:
         raise UserError(
             f"[run] colocate = true: the engine {name!r} of the {domain.name} domain cannot free its memory between "
             "turns; set it to false"
         )
-    return found
+    return sleeping
 
 
 def load_engine(name: str) -> Callable[..., Any]:
@@ -225,7 +213,7 @@ def load_engine(name: str) -> Callable[..., Any]:
 
 def build_rollouter(
     config: RunConfig,
-    domain: Domain,
+    domain: DomainBase,
     engine: RolloutEngine,
     *,
     run_dir: Path | None = None,
@@ -258,16 +246,16 @@ def build_rollouter(
         eval_recorder=eval_recorder,
         timeline=timeline,
         show=partial(with_prompt_media, config, domain),
-        tokens=domain.term_tokens if isinstance(domain, HasTokens) else None,
+        tokens=domain.term_tokens if domain.has_tokens else None,
         long=build_long_prompt(config, domain, log=log),
         log=log,
     )
 
 
-def build_long_prompt(config: RunConfig, domain: Domain, *, log: Callable[[str], None]) -> tuple[Prompt, Any] | None:
+def build_long_prompt(
+    config: RunConfig, domain: DomainBase, *, log: Callable[[str], None]
+) -> tuple[Prompt, Any] | None:
     """The prompt on which policy and engine are compared, and its sampling parameters; None if there is none."""
-    if not isinstance(domain, ComparesEngines):
-        return None
     try:
         return domain.long_prompt(config)
     except SampleError as error:
@@ -277,7 +265,7 @@ def build_long_prompt(config: RunConfig, domain: Domain, *, log: Callable[[str],
 
 def build_comparison(
     config: RunConfig,
-    domain: Domain,
+    domain: DomainBase,
     policy: Policy,
     *,
     share: Share,
@@ -286,7 +274,7 @@ def build_comparison(
     warn: Callable[[str], None],
 ) -> EngineComparison | None:
     """The comparison of engine and policy at the start, in each rank; None in a domain without a prompt for it."""
-    if config.is_sft or not isinstance(domain, ComparesEngines):
+    if config.is_sft or (tolerance := domain.engine_tolerance(config)) is None:
         return None
     from cosmos_rl_core.train.comparison import EngineComparison
 
@@ -294,16 +282,14 @@ def build_comparison(
         policy,
         collate=build_collate(config, domain, share),
         mesh=mesh,
-        tolerance=domain.engine_tolerance(config),
+        tolerance=tolerance,
         log=log,
         warn=warn,
     )
 
 
-def with_prompt_media(config: RunConfig, domain: Domain, group: RolloutGroup) -> RolloutGroup:
+def with_prompt_media(config: RunConfig, domain: DomainBase, group: RolloutGroup) -> RolloutGroup:
     """Return the group with the pictures and videos of its prompt, for rewards and files."""
-    if not isinstance(domain, ShowsPrompts):
-        return group
     locations, media = domain.prompt_media(config.data, group.prompt.row)
     if not locations:
         return group
@@ -321,7 +307,7 @@ def build_mesh(config: RunConfig) -> ReplicaMesh | None:
     return ReplicaMesh.build(dims, device=own_device())
 
 
-def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = None) -> Trainer:
+def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | None = None) -> Trainer:
     from cosmos_rl_core.algorithms.distill import TaughtObjective
     from cosmos_rl_core.algorithms.objective import build_objective, data_term_objective
     from cosmos_rl_core.train.optim import build_optimizer, factor
@@ -358,7 +344,7 @@ def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = 
 
 
 def build_reference(
-    config: RunConfig, domain: Domain, trainer: Trainer, mesh: ReplicaMesh | None = None
+    config: RunConfig, domain: DomainBase, trainer: Trainer, mesh: ReplicaMesh | None = None
 ) -> Reference | None:
     """The reference of a KL term, if any: the policy's own, or a frozen copy of the model the run starts from."""
     if config.is_sft or not trainer.needs_reference:
@@ -371,13 +357,13 @@ def build_reference(
 
 
 def build_teacher(
-    config: RunConfig, domain: Domain, trainer: Trainer, mesh: ReplicaMesh | None = None
+    config: RunConfig, domain: DomainBase, trainer: Trainer, mesh: ReplicaMesh | None = None
 ) -> Teacher | None:
     """The frozen model of [teacher], in each rank; None without the section."""
     if config.teacher is None:
         return None
     setup = _model_setup(config, mesh, frozen=True)
-    teacher = with_teachers(domain).build_teacher(config.teacher, config=config, policy=trainer.policy, setup=setup)
+    teacher = domain.build_teacher(config.teacher, config=config, policy=trainer.policy, setup=setup)
     teacher.module.requires_grad_(False)
     return teacher
 
@@ -393,20 +379,22 @@ def _model_setup(config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool) -
     )
 
 
-def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None, *, frozen: bool = False) -> Policy:
+def _build_policy(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | None, *, frozen: bool = False) -> Policy:
     setup = _model_setup(config, mesh, frozen=frozen)
     return domain.build_policy(
         config.model, data=config.data, sampling=config.policy_sampling, seed=config.run.seed, setup=setup
     )
 
 
-def build_collate(config: RunConfig, domain: Domain, share: Share) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:
+def build_collate(
+    config: RunConfig, domain: DomainBase, share: Share
+) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:
     """Return the function from all groups of a batch to this rank's share of it."""
     return partial(domain.collate, microbatch_terms=config.policy.microbatch_terms, share=share)
 
 
 def build_validation(
-    config: RunConfig, domain: Domain, policy: Policy, *, share: Share, mesh: ReplicaMesh | None = None
+    config: RunConfig, domain: DomainBase, policy: Policy, *, share: Share, mesh: ReplicaMesh | None = None
 ) -> Validation | None:
     """The loss on held-out rows, in each rank: of [eval.data], or of [eval.loss_data] beside rewards; None without."""
     from cosmos_rl_core.train.validation import Validation
@@ -424,7 +412,7 @@ def build_validation(
     )
 
 
-def _loaded(domain: Domain, data: Any) -> tuple[Sequence[Mapping[str, Any]], str]:
+def _loaded(domain: DomainBase, data: Any) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Rows that only the policy reads: no check before the start reports those that are dropped."""
     rows, origin = domain.load_rows(data)
     if isinstance(rows, UsableRows):
@@ -432,7 +420,7 @@ def _loaded(domain: Domain, data: Any) -> tuple[Sequence[Mapping[str, Any]], str
     return rows, origin
 
 
-def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Share) -> DataTerm | None:
+def build_data_term(config: RunConfig, domain: DomainBase, policy: Policy, share: Share) -> DataTerm | None:
     """The rows of [data_regularization], this rank's share of each step; None if the coefficient is 0."""
     from cosmos_rl_core.data.mixing import DataTerm
 
@@ -448,7 +436,7 @@ def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Sh
 
 
 def build_collate_sft(
-    config: RunConfig, domain: Domain, policy: Policy, share: Share, *, data: Any = None
+    config: RunConfig, domain: DomainBase, policy: Policy, share: Share, *, data: Any = None
 ) -> Callable[[Sequence[Prompt]], TrainBatch]:
     """Return the function from supervised rows to this rank's share; `data`: their section, by default [data]."""
     return partial(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -17,7 +18,6 @@ from cosmos_rl_core.types import (
     Share,
     TermBatch,
     TrainBatch,
-    WeightSpec,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from cosmos_rl_core.parallel.setup import ModelSetup
-    from cosmos_rl_core.parallel.shape import ModelShape
 
 
 class RolloutEngine(Protocol):
@@ -91,6 +90,16 @@ class Sleeps(RolloutEngine, Protocol):
         ...
 
     async def wake(self) -> None: ...
+
+
+@runtime_checkable
+class HasCapacity(Protocol):
+    """An engine with a fixed capacity, such as a number of simulators."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """Number of concurrent rows, of one rollout each, at full capacity."""
+        ...
 
 
 class PromptStream(Protocol):
@@ -272,11 +281,11 @@ class SamplingConfig(Protocol):
         ...
 
 
-@runtime_checkable
-class Domain(Protocol):
-    """The interface of a domain package. `assemble` builds a run's parts with it; no other code depends on the domain.
+class Domain(ABC):
+    """The interface of a domain package. `assemble` builds a run's parts with it; no other code depends on it.
 
-    Importing the module that defines it must not import torch: the controller loads it for the configs and the rows.
+    Write one as a `domain_base.DomainBase`, which has the rest. Importing the module that defines it must not import
+    torch: the controller loads it for the configs and the rows.
     """
 
     name: str
@@ -286,50 +295,25 @@ class Domain(Protocol):
     """Strict model of the [data] section; also used for [eval.data] and [data_regularization.data]."""
     Sampling: type[BaseModel]
     """Strict model of [rollout.sampling], a `SamplingConfig`."""
-
-    rewards: Sequence[str]
-    """Names that `reward` accepts, for messages."""
     engines: Sequence[str]
     """Names that `build_engine` accepts."""
 
+    @abstractmethod
     def load_rows(self, data: Any) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read the dataset. Returns rows and their origin for messages ("train.jsonl"). Raises UserError."""
-        ...
 
+    @abstractmethod
     def build_policy(self, model: Any, *, data: Any, sampling: Any, seed: int, setup: ModelSetup) -> Policy:
         """The model to train. `sampling`: how engines sample its terms, such as the temperature (None: SFT).
 
         `setup`: the mesh it is sharded over, and options for memory and precision. All ranks call this together.
         """
-        ...
 
+    @abstractmethod
     def build_engine(self, model: Any, *, data: Any, name: str, options: Mapping[str, Any]) -> RolloutEngine:
         """A rollout engine by the name in [rollout] engine, with the keys of [rollout.options]."""
-        ...
 
-    def weight_specs(self, model: Any) -> Sequence[WeightSpec] | None:
-        """The weights, read without loading them; None where only a built model has them. Raises UserError."""
-        ...
-
-    def model_shape(self, model: Any, *, data: Any, sampling: Any) -> ModelShape | None:
-        """The sizes that decide how the model can be sharded and how much memory it needs, read without loading it.
-
-        None where only a built model has them. `sampling` defines a term (None: SFT). Raises as `weight_specs`.
-        """
-        ...
-
-    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:
-        """A recorder of `groups` groups of each `every`-th version, of replica `name`; None for text."""
-        ...
-
-    def reward(self, name: str) -> Callable[..., RewardFn] | None:
-        """Return the factory of a reward that this domain ships, or None if it has none of that name.
-
-        It is called with the reward's options by keyword; raises ValueError (pydantic's included) or TypeError for
-        options it does not have: `domain.reward("numeric")(tolerance=0.01)`.
-        """
-        ...
-
+    @abstractmethod
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Groups -> microbatches of at most `microbatch_terms` terms (prompt included); one rollout is never cut.
 
@@ -338,21 +322,11 @@ class Domain(Protocol):
 
         Returns the microbatches of `share` alone, with the counts of the whole batch; every share has the same number.
         """
-        ...
 
+    @abstractmethod
     def collate_sft(
         self, prompts: Sequence[Prompt], *, data: Any, policy: Any, microbatch_terms: int, share: Share
     ) -> TrainBatch:
         """Rows of the section `data` -> microbatches with a loss_mask over the target terms, as `collate`. Random
         choices for a row are seeded by its `sample_id`, so that a resumed run makes the same ones.
         """
-        ...
-
-    def export_weights(
-        self, model: Any, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
-    ) -> Iterable[tuple[str, Tensor]]:
-        """Convert the weights of a checkpoint, by `Policy.weights` name, to those other programs load, one by one.
-
-        merge_adapters: merge trained adapters into the base weights; false: yield the adapters themselves.
-        """
-        ...

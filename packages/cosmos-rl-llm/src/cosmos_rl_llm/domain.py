@@ -24,7 +24,7 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share,
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
-from cosmos_rl_llm.engines.long_prompt import ComparedOnText
+from cosmos_rl_llm.engines.long_prompt import engine_tolerance, prompt_beyond_window
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, no_pictures, shared, spread
 from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import (
@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.teacher.teacher import Teacher
 
 
-class LLMDomain(ComparedOnText, DomainBase):
-    """Text in, text out: a term is a token. Implements `cosmos_rl_core.interfaces.Domain`."""
+class LLMDomain(DomainBase):
+    """Text in, text out: a term is a token."""
 
     name = "llm"
     Model = LLMModelConfig
@@ -69,6 +69,7 @@ class LLMDomain(ComparedOnText, DomainBase):
     Sampling = SamplingSection
     engines = ("torch", "vllm")
     row_keys = ("path", "rows", "split", "subset")
+    has_tokens = True
 
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read rows with `prompt`, `answer` and `response` in addition to their own columns, and their origin."""
@@ -77,25 +78,25 @@ class LLMDomain(ComparedOnText, DomainBase):
     def prompt_row(
         self, data: LLMDataConfig, given: str | Mapping[str, Any], *, where: str, folder: Path
     ) -> Mapping[str, Any]:
-        """A prompt with the system prompt of [data]. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
+        """A prompt with the system prompt of [data]."""
         return prompt_row(given, where=where, config=data)
 
     def attach_files(
         self, data: LLMDataConfig, row: Mapping[str, Any], *, images: Sequence[Path], videos: Sequence[Path]
     ) -> Mapping[str, Any]:
-        """Pictures and videos before the text. Implements `cosmos_rl_core.optional.AttachesFiles`."""
+        """Pictures and videos before the text."""
         return attach_files(row, images=images, videos=videos, config=data)
 
     def problems(
         self, config: RunConfig, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
     ) -> Iterable[Problem]:
-        """Tokenizer, chat template, lengths of rows, engine. Implements `cosmos_rl_core.optional.FindsProblems`."""
+        """Tokenizer, chat template, lengths of rows, engine."""
         from cosmos_rl_llm.preflight import find_problems
 
         return find_problems(config, rows, held_out)
 
     def specimen(self, config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
-        """Responses equal to the row's answer. Implements `cosmos_rl_core.optional.MakesSpecimens`."""
+        """Responses equal to the row's answer."""
         from cosmos_rl_llm.preflight import specimen
 
         return specimen(config, row, origin=origin)
@@ -103,7 +104,7 @@ class LLMDomain(ComparedOnText, DomainBase):
     def prompt_media(
         self, data: LLMDataConfig, row: Mapping[str, Any]
     ) -> tuple[Mapping[str, str], Mapping[str, np.ndarray]]:
-        """Pictures and videos of a row's prompt. Implements `cosmos_rl_core.optional.ShowsPrompts`."""
+        """Pictures and videos of a row's prompt."""
         from cosmos_rl_llm.media.source import PromptMedia
 
         found = PromptMedia(row, data.media)
@@ -140,13 +141,13 @@ class LLMDomain(ComparedOnText, DomainBase):
         )
 
     def check_teacher(self, config: RunConfig) -> None:
-        """Compare tokenizers of local directories. Implements `cosmos_rl_core.optional.HasTeachers`."""
+        """Compare tokenizers of local directories."""
         check_teacher(config)
 
     def build_teacher(
         self, teacher: TeacherSection, *, config: RunConfig, policy: TextPolicy | PipelinedPolicy, setup: ModelSetup
     ) -> Teacher:
-        """Load the teacher like the model. Implements `cosmos_rl_core.optional.HasTeachers`."""
+        """Load the teacher like the model."""
         from cosmos_rl_llm.teacher.teacher import build_teacher
 
         sampling, seed = config.policy_sampling, config.run.seed
@@ -171,23 +172,31 @@ class LLMDomain(ComparedOnText, DomainBase):
     def spread_engine(
         self, name: str, options: Mapping[str, Any], *, tp: int | None, pp: int | None
     ) -> Mapping[str, Any]:
-        """vLLM shards matrices and layers over GPUs. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
+        """vLLM shards matrices and layers over GPUs."""
         return spread(name, options, tp=tp, pp=pp)
 
     def gpus_per_engine(self, name: str, options: Mapping[str, Any]) -> int:
-        """vLLM has one worker process per GPU. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
+        """vLLM has one worker process per GPU."""
         return engine_options(VllmEngineOptions, options).num_gpus if name == "vllm" else 1
 
     def share_gpu(self, name: str, options: Mapping[str, Any], *, processes: int) -> Mapping[str, Any]:
-        """vLLM reserves a part of the GPU's memory. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
+        """vLLM reserves a part of the GPU's memory."""
         return shared(options, processes=processes) if name == "vllm" else options
 
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Both engines sleep. Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
+        """Both engines sleep."""
         return {**options, "sleep_mode": True} if name == "vllm" else options
 
+    def long_prompt(self, config: RunConfig) -> tuple[Prompt, Sampling]:
+        """Random tokens, more of them than the model's attention window has."""
+        return prompt_beyond_window(config)
+
+    def engine_tolerance(self, config: RunConfig) -> float:
+        """Less where both sides compute in float32."""
+        return engine_tolerance(config)
+
     def term_texts(self, model: LLMModelConfig, rollout: Rollout) -> Sequence[str]:
-        """The text of each token. Implements `cosmos_rl_core.optional.ShowsTerms`."""
+        """The text of each token."""
         tokens = rollout.arrays.get("tokens")
         if tokens is None:  # an outline
             return ()
@@ -195,7 +204,7 @@ class LLMDomain(ComparedOnText, DomainBase):
         return [text(token) for token in tokens.tolist()]
 
     def term_tokens(self, rollout: Rollout) -> np.ndarray:
-        """The sampled tokens. Implements `cosmos_rl_core.optional.HasTokens`."""
+        """The sampled tokens."""
         return rollout.arrays["tokens"]
 
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
@@ -236,18 +245,14 @@ class LLMDomain(ComparedOnText, DomainBase):
         directory = Path(resolve(model.path))
         return read_shape(directory, model, _specs(directory)) if directory.is_dir() else None
 
-    def is_own_reference(self, config: RunConfig) -> bool:
-        """Never: the reference is a second model. Implements `cosmos_rl_core.optional.CountsMemory`."""
-        return False
-
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """The start of a rank of several, a teacher, pictures. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        """The start of a rank of several, a teacher, pictures."""
         directory = Path(resolve(config.model.path))
         pictures = policy_parts(directory, config) if directory.is_dir() else ()
         return (*while_loading(config, rank), *held_by_teacher(config, rank), *pictures)
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
-        """Keys and values, activations, and logits. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        """Keys and values, activations, and logits."""
         options = config.rollout.options
         if config.rollout.engine == "vllm":
             chosen = engine_options(VllmEngineOptions, options)
@@ -255,7 +260,7 @@ class LLMDomain(ComparedOnText, DomainBase):
             share = None if chosen.cache_bytes else chosen.gpu_memory_utilization
             return (Held(name=name, bytes=chosen.cache_bytes, share=share),)
         if config.rollout.engine != "torch":
-            return (Held(name="the engine's caches and activations", bytes=None),)
+            return super().held_by_rollout(config)
         chosen = engine_options(TorchEngineOptions, options)
         return torch_engine_parts(
             _directory(config.model),
@@ -265,11 +270,11 @@ class LLMDomain(ComparedOnText, DomainBase):
             max_terms=config.rollout.sampling.max_terms,
         )
 
-    def engine_dtype(self, config: RunConfig) -> str:
-        """vLLM has a dtype of its own. Implements `cosmos_rl_core.optional.SetsEngineDtype`."""
+    def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
+        """vLLM has a dtype of its own."""
         if config.rollout.engine != "vllm":
-            return config.model.dtype
-        return engine_options(VllmEngineOptions, config.rollout.options).dtype or config.model.dtype
+            return computed
+        return engine_options(VllmEngineOptions, config.rollout.options).dtype or computed
 
     def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
         return REWARDS
@@ -289,11 +294,11 @@ class LLMDomain(ComparedOnText, DomainBase):
         return collate_sft(prompts, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)
 
     def reads_slowly(self, row: Mapping[str, Any]) -> bool:
-        """Whether it shows pictures or videos. Implements `cosmos_rl_core.optional.ReadsAhead`."""
+        """Whether it shows pictures or videos."""
         return shows_media(row["prompt"] if "prompt" in row else row.get("messages"))
 
     def read_ahead(self, prompts: Sequence[Prompt], *, policy: TextPolicy) -> None:
-        """Decode pictures and videos beside the step. Implements `cosmos_rl_core.optional.ReadsAhead`."""
+        """Decode pictures and videos beside the step."""
         from cosmos_rl_llm.data.items import begin_reading
 
         begin_reading(prompts, policy.chat)

@@ -19,7 +19,7 @@ class TransferSync:
     """Implements `cosmos_rl_core.weight_sync.WeightSync`. Torch is imported with the first side."""
 
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """Both sides. Implements `cosmos_rl_core.optional.NamesModules`."""
+        """Both sides."""
         return ("cosmos_rl_transfer.publish.publisher", "cosmos_rl_transfer.pull.subscriber")
 
     def publisher(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
-    from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.held import Held
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
@@ -54,7 +53,7 @@ class VLADomain(DomainBase):
     def problems(
         self, config: RunConfig, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
     ) -> Iterable[Problem]:
-        """Model's files, engine options, simulator. Implements `cosmos_rl_core.optional.FindsProblems`."""
+        """Model's files, engine options, simulator."""
         from cosmos_rl_vla.preflight import find_problems
 
         return find_problems(config)
@@ -76,11 +75,11 @@ class VLADomain(DomainBase):
         return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The engine sleeps. Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
+        """The engine sleeps."""
         return options
 
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """The policy and the engine of this package. Implements `cosmos_rl_core.optional.NamesModules`."""
+        """The policy and the engine of this package."""
         return ("cosmos_rl_vla.build", "cosmos_rl_vla.engines.torch") if config.rollout.engine == "torch" else ()
 
     def model_shape(
@@ -91,16 +90,8 @@ class VLADomain(DomainBase):
 
         return read_shape(model, sampling)
 
-    def is_own_reference(self, config: RunConfig) -> bool:
-        """Never: the reference is a second model. Implements `core.optional.CountsMemory`."""
-        return False
-
-    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """Nothing beside the model. Implements `core.optional.CountsMemory`."""
-        return ()
-
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
-        """The activations of a decision; simulators are not known. Implements `core.optional.CountsMemory`."""
+        """The activations of a decision; simulators are not known."""
         from cosmos_rl_vla.memory import held_by_rollout
 
         return held_by_rollout(config)

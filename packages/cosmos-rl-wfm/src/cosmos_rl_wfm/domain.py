@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class WFMDomain(DomainBase):
-    """A term is a denoising step. Implements `cosmos_rl_core.interfaces.Domain`."""
+    """A term is a denoising step."""
 
     name = "wfm"
     Model = WFMModelConfig
@@ -45,11 +45,11 @@ class WFMDomain(DomainBase):
         return REWARDS
 
     def warnings(self, config: RunConfig) -> Sequence[str]:
-        """Warn of inexact ratios. Implements `cosmos_rl_core.optional.Warns`."""
+        """Warn of inexact ratios."""
         return recipe_warnings(config)
 
     def check_model(self, model: WFMModelConfig) -> None:
-        """Call a network of an unlisted class once on the meta device. Implements `core.abilities.ChecksModels`."""
+        """Call a network of an unlisted class once on the meta device."""
         from cosmos_rl_wfm.models.classes import network_class
         from cosmos_rl_wfm.models.folder import is_here, network_of, open_source
 
@@ -64,13 +64,13 @@ class WFMDomain(DomainBase):
     def problems(
         self, config: RunConfig, rows: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
     ) -> Iterable[Problem]:
-        """Parts of the model, sizes, engine options. Implements `cosmos_rl_core.optional.FindsProblems`."""
+        """Parts of the model, sizes, engine options."""
         from cosmos_rl_wfm.preflight import find_problems
 
         return find_problems(config)
 
     def specimen(self, config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
-        """A group of made-up clips. Implements `cosmos_rl_core.optional.MakesSpecimens`."""
+        """A group of made-up clips."""
         from cosmos_rl_wfm.preflight import specimen
 
         return specimen(config, row, origin=origin)
@@ -84,14 +84,14 @@ class WFMDomain(DomainBase):
     def prompt_row(
         self, data: WFMDataConfig, given: str | Mapping[str, Any], *, where: str, folder: Path
     ) -> Mapping[str, Any]:
-        """A caption alone, or with other columns. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
+        """A caption alone, or with other columns."""
         from cosmos_rl_wfm.data.rows import prompt_row
 
         columns = {data.caption_column: given} if isinstance(given, str) else given
         return prompt_row(data, columns, where=where, folder=str(folder))
 
     def row_media(self, data: WFMDataConfig, row: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        """A row's clip, cut as for training. Implements `cosmos_rl_core.optional.ShowsRows`."""
+        """A row's clip, cut as for training."""
         import numpy as np
 
         from cosmos_rl_wfm.data.clips import ClipReader
@@ -115,11 +115,11 @@ class WFMDomain(DomainBase):
         return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The engine sleeps. Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
+        """The engine sleeps."""
         return options
 
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """The policy and the engine of this package. Implements `cosmos_rl_core.optional.NamesModules`."""
+        """The policy and the engine of this package."""
         return ("cosmos_rl_wfm.build", "cosmos_rl_wfm.engines.torch") if config.rollout.engine == "torch" else ()
 
     def model_shape(self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any) -> ModelShape | None:
@@ -129,17 +129,17 @@ class WFMDomain(DomainBase):
         return read_shape(model, data)
 
     def is_own_reference(self, config: RunConfig) -> bool:
-        """Whether the average of the weights is the reference. Implements `core.abilities.CountsMemory`."""
+        """Whether the average of the weights is the reference."""
         return config.model.pulls_to_average
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """Averages, old weights, and memory for real clips. Implements `core.abilities.CountsMemory`."""
+        """Averages, old weights, and memory for real clips."""
         from cosmos_rl_wfm.memory import held_by_policy
 
         return held_by_policy(config, rank)
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
-        """Encoders, autoencoder and their activations. Implements `core.abilities.CountsMemory`."""
+        """Encoders, autoencoder and their activations."""
         from cosmos_rl_wfm.memory import held_by_rollout
 
         return held_by_rollout(config)
@@ -174,7 +174,7 @@ class WFMDomain(DomainBase):
         return export_weights(model, tensors, merge_adapters=merge_adapters)
 
     def complete_export(self, model: WFMModelConfig, directory: Path, *, merged: bool) -> None:
-        """The other parts of a pipeline, or adapters for diffusers. Implements `optional.CompletesExports` of core."""
+        """The other parts of a pipeline, or adapters for diffusers."""
         from cosmos_rl_wfm.models.folder import open_folder
         from cosmos_rl_wfm.models.weights import write_diffusers_adapters
 

@@ -18,7 +18,6 @@ from cosmos_rl_core.checkpoint.manifest import MANIFEST, list_steps, read_origin
 from cosmos_rl_core.checkpoint.resume import checkpoint_root
 from cosmos_rl_core.checkpoint.weights_name import ADAPTER_CONFIG, CONFIG, MERGED, PIPELINE_CONFIG, weights_name
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.optional import CompletesExports, ExportsFormats
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.model_card import model_card
 from cosmos_rl_core.storage.folder import Folder
@@ -26,7 +25,7 @@ from cosmos_rl_core.storage.folder import Folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cosmos_rl_core.interfaces import Domain
+    from cosmos_rl_core.domain_base import DomainBase
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5 * 10**9
@@ -87,8 +86,7 @@ def export(
         library = None if format else _library(origin.domain.name, configs, merged=merge_adapters)
         (partial / "README.md").write_text(model_card(origin.recipe, step=origin.step, library=library))
         sizes = write_sharded(partial, _cast(tensors, dtype), name=name, max_shard_bytes=max_shard_bytes)
-        if isinstance(origin.domain, CompletesExports):
-            origin.domain.complete_export(origin.model, partial, merged=merge_adapters)
+        origin.domain.complete_export(origin.model, partial, merged=merge_adapters)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     finally:
@@ -160,7 +158,7 @@ class _Origin:
 
     step: int
     recipe: Mapping[str, Any]
-    domain: Domain
+    domain: DomainBase
     model: Any
     """Its [model] section."""
 
@@ -182,8 +180,8 @@ def _origin(folder: Folder) -> _Origin:
     )
 
 
-def _writer(domain: Domain, format: str, *, merge_adapters: bool) -> ExportsFormats:
-    if not isinstance(domain, ExportsFormats):
+def _writer(domain: DomainBase, format: str, *, merge_adapters: bool) -> DomainBase:
+    if not domain.export_formats:
         raise UserError(
             f"--format {format}: the models of domain {domain.name} are written in one format; leave it out"
         )

@@ -20,15 +20,14 @@ from msgspec.structs import replace
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control.evaluation import row_labels
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, one_line_errors
 from cosmos_rl_core.inference.pool import Pool, Task
 from cosmos_rl_core.inference.prompts import Prompts, evaluation_prompts, read_prompts
 from cosmos_rl_core.inference.request import Request, Weights, folder_of, identity
 from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile
-from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.given import Given, Recipe, Rows, open_recipe
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
-from cosmos_rl_core.optional import SpreadsEngines
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
@@ -140,7 +139,7 @@ def generate_rows(
     )
 
 
-def _prompts(config: RunConfig, domain: Domain, request: Request) -> Prompts:
+def _prompts(config: RunConfig, domain: DomainBase, request: Request) -> Prompts:
     if not (request.prompts or request.images or request.videos):
         return evaluation_prompts(config, domain)
     return read_prompts(config, domain, request.prompts, images=request.images, videos=request.videos)
@@ -196,7 +195,7 @@ async def _collect(pool: Pool, file: RolloutsFile, *, total: int, say: Callable[
     return interrupted
 
 
-def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
+def _checked(config: RunConfig, domain: DomainBase, request: Request) -> RunConfig:
     """Check the request; return the config with tensor parallelism applied to the engine. Raises UserError."""
     rollout, tp_size = config.rollout, request.instances.tp_size
     assemble.look_up_engine(rollout.engine, domain)
@@ -209,17 +208,10 @@ def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
             f"--num-samples {request.num_samples}: all samples are equal with [eval] temperature = 0; add "
             "eval.temperature=1.0"
         )
-    if isinstance(domain, SpreadsEngines) and rollout.engine in domain.engines:
-        try:
-            written = assemble.engine_options(config, domain)
-            options = domain.spread_engine(rollout.engine, written, tp=tp_size, pp=None)
-        except UserError as error:
-            raise UserError(f"--tp-size {tp_size}: {error}") from error
-        spread = rollout.model_copy(update={"options": dict(options), "parallel": RolloutParallelSection()})
-        return config.model_copy(update={"rollout": spread})
-    if tp_size > 1:
-        raise UserError(
-            f"--tp-size {tp_size}: the engine {rollout.engine!r} of the {domain.name} domain runs on one "
-            "GPU; leave --tp-size out"
-        )
-    return config
+    try:
+        options = assemble.engine_options(config, domain)
+        options = assemble.spread_engine(config, domain, options, tp=tp_size, pp=None)
+    except UserError as error:
+        raise UserError(f"--tp-size {tp_size}: {error}") from error
+    spread = rollout.model_copy(update={"options": dict(options), "parallel": RolloutParallelSection()})
+    return config.model_copy(update={"rollout": spread})

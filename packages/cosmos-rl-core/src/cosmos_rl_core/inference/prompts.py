@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.inference.pool import Row
-from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.optional import AttachesFiles, ReadsPrompts
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import parse_json, read_lines
 
@@ -37,7 +36,7 @@ class Prompts:
         return len(self.rows) + len(self.wrong)
 
 
-def evaluation_prompts(config: RunConfig, domain: Domain) -> Prompts:
+def evaluation_prompts(config: RunConfig, domain: DomainBase) -> Prompts:
     """Return the rows of [eval.data]. Raises UserError if the recipe has none."""
     if config.eval.data is None:
         raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
@@ -52,7 +51,7 @@ def evaluation_prompts(config: RunConfig, domain: Domain) -> Prompts:
 
 
 def read_prompts(
-    config: RunConfig, domain: Domain, given: str, *, images: Sequence[Path] = (), videos: Sequence[Path] = ()
+    config: RunConfig, domain: DomainBase, given: str, *, images: Sequence[Path] = (), videos: Sequence[Path] = ()
 ) -> Prompts:
     """Return the prompts of a list, or `given` itself as a prompt. An invalid line is kept with its reason.
 
@@ -67,13 +66,11 @@ def read_prompts(
             "--image and --video belong to one prompt, --prompts TEXT; rows of a list name their files in the columns "
             "of data.image_column and data.video_column"
         )
-    if attached and not isinstance(domain, AttachesFiles):
-        raise UserError(f"--image and --video: prompts of the {domain.name} domain have no pictures or videos")
     found = Prompts(origin=path.name if listed else "--prompts")
     for place, (where, value) in enumerate(_listed(path) if listed else [("--prompts", given)]):
         try:
             columns = _columns(config, domain, value, where=where, folder=path.parent if listed else Path())
-            if attached and isinstance(domain, AttachesFiles):
+            if attached:
                 columns = domain.attach_files(config.data, columns, images=images, videos=videos)
         except UserError as error:
             found.wrong[place] = str(error)
@@ -104,12 +101,10 @@ class _Json:
     line: bytes
 
 
-def _columns(config: RunConfig, domain: Domain, value: str | _Json, *, where: str, folder: Path) -> Mapping[str, Any]:
+def _columns(
+    config: RunConfig, domain: DomainBase, value: str | _Json, *, where: str, folder: Path
+) -> Mapping[str, Any]:
     given: Any = parse_json(value.line, where=where) if isinstance(value, _Json) else value
     if not isinstance(given, str | dict):
         raise UserError(f"{where}: a prompt is an object or a text, not a {type(given).__name__}")
-    if isinstance(domain, ReadsPrompts):
-        return domain.prompt_row(config.data, given, where=where, folder=folder)
-    if isinstance(given, str):
-        raise UserError(f"{where}: the {domain.name} domain takes objects with the columns of its rows, not text")
-    return given
+    return domain.prompt_row(config.data, given, where=where, folder=folder)

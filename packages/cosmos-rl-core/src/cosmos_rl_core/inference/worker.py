@@ -26,8 +26,7 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.inference.pool import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Row, Task
-from cosmos_rl_core.interfaces import Recorder, RolloutEngine
-from cosmos_rl_core.optional import HasCapacity
+from cosmos_rl_core.interfaces import HasCapacity, Recorder, RolloutEngine
 from cosmos_rl_core.processes import inherited_socket
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.recipe.run import RunConfig

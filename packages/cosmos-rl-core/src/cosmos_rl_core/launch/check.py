@@ -16,8 +16,8 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, engine_options, left_over, load_engine, look_up_engine
 from cosmos_rl_core.checkpoint.resume import resume_problems
 from cosmos_rl_core.data.source import UsableRows
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.gpus import assignment_text
 from cosmos_rl_core.launch.preflight.machine import (
     directory_problems,
@@ -28,7 +28,6 @@ from cosmos_rl_core.launch.preflight.machine import (
 from cosmos_rl_core.launch.preflight.parts import part_problems
 from cosmos_rl_core.launch.preflight.rewards import FAILED, report, reward_problems
 from cosmos_rl_core.launch.versions import too_old
-from cosmos_rl_core.optional import ChecksModels, FindsProblems, TakesRows, Warns
 from cosmos_rl_core.recipe.load import Loaded, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
@@ -50,7 +49,7 @@ DOMAIN_READS = frozenset(
         "teacher",
     }
 )
-"""Keys that `FindsProblems.problems` may read."""
+"""Keys that `DomainBase.problems` may read."""
 REWARDS_READ = frozenset({"algorithm.name", "data", "reward", "rollout.group_size", "rollout.sampling"})
 
 
@@ -114,7 +113,7 @@ def check(
     found += part_problems(config, domain, wrong=wrong)
     if not is_wrong({"algorithm.name", "rollout.engine"}, wrong):
         found += _engine_problems(config, domain)
-    if isinstance(domain, ChecksModels) and not is_wrong({"model"}, wrong):
+    if not is_wrong({"model"}, wrong):
         found += _model_problems(config, domain)
     data = None if is_wrong({"data"}, wrong) else _dataset("data", config.data, domain, found)
     held_out = None if is_wrong({"eval.data"}, wrong) else config.eval.data
@@ -148,7 +147,7 @@ def _in_order(found: Sequence[Problem], source: Source | None) -> Sequence[Probl
 
 def _preflight(
     config: RunConfig,
-    domain: Domain,
+    domain: DomainBase,
     wrong: Collection[str],
     data: Dataset | None,
     held_out: Dataset | None,
@@ -160,7 +159,7 @@ def _preflight(
     for key, dataset in (("data", data), ("eval.data", held_out)):
         if dataset is not None and isinstance(dataset.rows, UsableRows):
             found.append(Problem(key=key, wrong=dataset.rows.note, is_note=True))
-    if isinstance(domain, FindsProblems) and not is_wrong(DOMAIN_READS, wrong):
+    if not is_wrong(DOMAIN_READS, wrong):
         try:
             found.extend(domain.problems(config, rows, () if held_out is None else held_out.rows))
         except UserError as error:
@@ -244,14 +243,14 @@ def _reported(deep_check: Callable[[], Checked]) -> bytes:
         return json.dumps([str(error), []]).encode()
 
 
-def _parts(recipe: RunConfig | Loaded) -> tuple[RunConfig, Domain | None, frozenset[str], Source | None]:
+def _parts(recipe: RunConfig | Loaded) -> tuple[RunConfig, DomainBase | None, frozenset[str], Source | None]:
     """Return config, domain, wrong keys and text of a recipe."""
     if isinstance(recipe, Loaded):
         return recipe.config, recipe.domain, recipe.wrong, recipe.source
     return recipe, load_domain(recipe.run.domain), frozenset(), None
 
 
-def _engine_problems(config: RunConfig, domain: Domain) -> list[Problem]:
+def _engine_problems(config: RunConfig, domain: DomainBase) -> list[Problem]:
     """Import an engine of one's own; names that nobody offers are `part_problems`."""
     if config.is_sft or config.rollout.engine in domain.engines or ":" not in config.rollout.engine:
         return []
@@ -262,7 +261,7 @@ def _engine_problems(config: RunConfig, domain: Domain) -> list[Problem]:
     return []
 
 
-def _model_problems(config: RunConfig, domain: ChecksModels) -> list[Problem]:
+def _model_problems(config: RunConfig, domain: DomainBase) -> list[Problem]:
     try:
         domain.check_model(config.model)
     except UserError as error:
@@ -273,7 +272,7 @@ def _model_problems(config: RunConfig, domain: ChecksModels) -> list[Problem]:
 def warnings_for(config: RunConfig) -> Sequence[str]:
     """Return the domain's warnings about a valid recipe, and those about old libraries."""
     domain = load_domain(config.run.domain)
-    return (*(domain.warnings(config) if isinstance(domain, Warns) else ()), *too_old())
+    return (*domain.warnings(config), *too_old())
 
 
 def _gpu_warnings(config: RunConfig) -> list[str]:
@@ -285,7 +284,7 @@ def _gpu_warnings(config: RunConfig) -> list[str]:
     return []
 
 
-def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> Dataset | None:
+def _dataset(section: str, data: Any, domain: DomainBase, found: list[Problem]) -> Dataset | None:
     try:
         rows, origin = domain.load_rows(data)
     except (ValueError, OSError) as error:  # a domain's errors for unreadable data
@@ -312,12 +311,12 @@ def _set_aside(config: RunConfig, data: Dataset | None, found: list[Problem]) ->
     return replace(data, rows=data.rows[count:]), replace(data, rows=data.rows[:count])
 
 
-def _rows_key(section: str, domain: Domain) -> str:
+def _rows_key(section: str, domain: DomainBase) -> str:
     """The key that names the file of the rows; the section, of a domain that makes its own."""
-    return f"{section}.{domain.row_keys[0]}" if isinstance(domain, TakesRows) else section
+    return f"{section}.{domain.row_keys[0]}" if domain.row_keys else section
 
 
-def _reward_problems(config: RunConfig, domain: Domain, rewards: Mapping[str, Any]) -> list[Problem]:
+def _reward_problems(config: RunConfig, domain: DomainBase, rewards: Mapping[str, Any]) -> list[Problem]:
     found: list[Problem] = []
     for place, function in enumerate(config.reward.functions):
         if function.title in rewards:

@@ -23,7 +23,6 @@ from typing import Any
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import add_folders
-from cosmos_rl_core.optional import TakesRows
 from cosmos_rl_core.recipe.load import Loaded, apply_overrides, load, load_domain, read_toml, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError
@@ -76,7 +75,6 @@ class Given:
 
     def _read_from(self, folder: Path, section: str, data: Any) -> Any:
         domain = load_domain(self.config.run.domain)
-        assert isinstance(domain, TakesRows)
         return data.model_copy(update={domain.row_keys[0]: str(folder / FILES[section])})
 
     def write_rows(self, folder: Path, *, resumed: bool = False) -> None:
@@ -291,7 +289,7 @@ def _data_values(
     if not isinstance(name, str):
         return {}  # reported as a problem of the recipe
     domain = load_domain(name)
-    if not isinstance(domain, TakesRows):
+    if not domain.row_keys:
         raise UserError(f"rows: the {domain.name} domain generates its own rows from [data] and accepts none")
     own, held_out = _table(tables, "data"), _table(_table(tables, "eval"), "data")
     written = {"data": own, "eval.data": {**own, **held_out}}

@@ -18,7 +18,6 @@ from itertools import cycle, islice
 from cosmos_rl_core.assemble import engine_options
 from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.optional import SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.processes import VISIBLE_GPUS, machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
@@ -105,7 +104,7 @@ def gpus_per_rollout(config: RunConfig) -> int:
     Raises ConfigError for wrong [rollout.options], and UserError as `assemble.engine_options`.
     """
     domain, name = load_domain(config.run.domain), config.rollout.engine
-    if not isinstance(domain, SpreadsEngines) or name not in domain.engines:
+    if name not in domain.engines:
         return 1
     return domain.gpus_per_engine(name, engine_options(config, domain))
 

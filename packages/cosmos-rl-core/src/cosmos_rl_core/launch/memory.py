@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from cosmos_rl_core.assemble import engine_options
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.optional import CountsMemory, SetsEngineDtype, SpreadsEngines
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
@@ -62,7 +61,7 @@ def estimate_of(
 
 
 def policy_needs(
-    shape: ModelShape, config: RunConfig, domain: Domain, *, device_bytes: int | None = None, gpu: bool = False
+    shape: ModelShape, config: RunConfig, domain: DomainBase, *, device_bytes: int | None = None, gpu: bool = False
 ) -> Needs:
     """Return the memory needs of the policy replica's fullest rank.
 
@@ -74,7 +73,6 @@ def policy_needs(
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     memory = config.policy.memory
     offloaded = memory.parameter_offload and dims.world_size > 1
-    counts = domain if isinstance(domain, CountsMemory) else None
     policy_dtype = config.policy.precision.parameters
     parts = [
         Held(name="parameters", bytes=rank.parameters, host=offloaded, away=True),
@@ -87,7 +85,7 @@ def policy_needs(
         Held(name="backward pass", bytes=rank.backward, at=(STEP,)),
         Held(name="embedding and head, gathered, with gradients", bytes=rank.root, at=(REDUCED,)),
     ]
-    if _copies_reference(shape, config, counts):
+    if _copies_reference(shape, config, domain):
         held = policy_dtype if dims.world_size == 1 else shape.reference_dtype or policy_dtype
         rank = replace(rank, reference=rank.parameters * BYTES[held] // BYTES[policy_dtype])
         parts.append(Held(name="reference of the KL term", bytes=rank.reference, host=offloaded, away=True))
@@ -96,8 +94,7 @@ def policy_needs(
     parts += _updating(config, rank, offloaded=offloaded)
     if not config.is_sft:
         parts += _publishing(shape, config, domain, rank, gpu=gpu)
-    if counts is not None:
-        parts += counts.held_by_policy(config, rank)
+    parts += domain.held_by_policy(config, rank)
     if config.run.colocate and gpu:
         parts += _between_turns(parts, "rollouts have their turn")
     return Needs(process="a policy rank", parts=tuple(parts))
@@ -129,7 +126,7 @@ def _communicators(dims: ParallelDims) -> list[Held]:
 
 
 def _publishing(
-    shape: ModelShape, config: RunConfig, domain: Domain, rank: MemoryEstimate, *, gpu: bool
+    shape: ModelShape, config: RunConfig, domain: DomainBase, rank: MemoryEstimate, *, gpu: bool
 ) -> Iterator[Held]:
     """Copies of a rank's part of the weights, and slots of the transfer; see cosmos_rl_transfer/publish."""
     sync = config.sync
@@ -146,20 +143,15 @@ def _publishing(
     yield Held(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport not in BETWEEN_GPUS)
 
 
-def engine_dtype(config: RunConfig, domain: Domain, *, computed: str) -> str:
-    """Return the dtype of an engine's weights: `computed`, that of the model's products, unless the domain differs."""
-    return domain.engine_dtype(config) if isinstance(domain, SetsEngineDtype) else computed
-
-
-def sent_dtype(config: RunConfig, domain: Domain, *, computed: str) -> str:
+def sent_dtype(config: RunConfig, domain: DomainBase, *, computed: str) -> str:
     """Return the dtype in which weights travel: [sync] dtype or the engine's, where that is narrower."""
     held = config.policy.precision.parameters
-    wanted = config.sync.dtype or engine_dtype(config, domain, computed=computed)
+    wanted = config.sync.dtype or domain.engine_dtype(config, computed=computed)
     return wanted if ITEM_BYTES[wanted] < ITEM_BYTES[held] else held
 
 
 def rollout_needs(
-    shape: ModelShape, config: RunConfig, domain: Domain, *, device_bytes: int | None = None, gpu: bool = False
+    shape: ModelShape, config: RunConfig, domain: DomainBase, *, device_bytes: int | None = None, gpu: bool = False
 ) -> Needs | None:
     """Return the memory needs of a rollout replica; None in supervised fine-tuning, which has none.
 
@@ -169,10 +161,8 @@ def rollout_needs(
         return None
     numbers = sum(math.prod(spec.shape) for spec in shape.weights) + shape.adapter_parameters
     sent = shape.adapter_parameters or numbers
-    gpus = 1
-    if isinstance(domain, SpreadsEngines):
-        gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
-    dtype = engine_dtype(config, domain, computed=shape.compute_dtype)
+    gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
+    dtype = domain.engine_dtype(config, computed=shape.compute_dtype)
     parts = [Held(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus), away=True)]
     if config.sync.staging == "shadow":
         sent *= ITEM_BYTES[sent_dtype(config, domain, computed=shape.compute_dtype)]
@@ -180,11 +170,8 @@ def rollout_needs(
     bucket_bytes = config.sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
     on_host = config.sync.transport not in BETWEEN_GPUS
     parts.append(Held(name="buckets being received", bytes=2 * bucket_bytes, host=on_host))
-    if isinstance(domain, CountsMemory):
-        weights = parts[0].bytes or 0
-        parts += [_resolved(part, weights, device_bytes) for part in domain.held_by_rollout(config)]
-    else:
-        parts.append(Held(name="the engine's caches and activations", bytes=None))
+    weights = parts[0].bytes or 0
+    parts += [_resolved(part, weights, device_bytes) for part in domain.held_by_rollout(config)]
     if config.run.colocate and gpu:
         parts += _between_turns(parts, "the policy has its turn")
     if gpu:
@@ -211,17 +198,17 @@ def staying(needs: Needs) -> int:
     return sum(part.bytes or 0 for part in needs.parts if part.name == CONTEXT or part.name.endswith(COMMUNICATORS))
 
 
-def _copies_reference(shape: ModelShape, config: RunConfig, counts: CountsMemory | None) -> bool:
+def _copies_reference(shape: ModelShape, config: RunConfig, domain: DomainBase) -> bool:
     """Whether a KL term loads a second model. The reference of a policy that trains adapters alone is its base."""
     if config.is_sft or not config.algorithm.kl_coef or (shape.adapter_parameters and not shape.whole):
         return False
-    return counts is None or not counts.is_own_reference(config)
+    return not domain.is_own_reference(config)
 
 
 def changes_that_fit(
     shape: ModelShape,
     config: RunConfig,
-    domain: Domain,
+    domain: DomainBase,
     *,
     memory: int,
     device_bytes: int | None = None,

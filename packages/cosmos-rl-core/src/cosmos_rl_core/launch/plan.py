@@ -15,7 +15,6 @@ from cosmos_rl_core.launch.memory import (
     ITEM_BYTES,
     Change,
     changes_that_fit,
-    engine_dtype,
     estimate_of,
     policy_needs,
     rollout_needs,
@@ -294,7 +293,7 @@ def _weights(config: RunConfig) -> Weights | None:
         settings = sync_settings(config, token=b"")
         shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
         computed = config.policy.precision.parameters if shape is None else shape.compute_dtype
-        live, sent = (find(config, domain, computed=computed) for find in (engine_dtype, sent_dtype))
+        live, sent = domain.engine_dtype(config, computed=computed), sent_dtype(config, domain, computed=computed)
         frozen = frozenset() if shape is None else shape.frozen
         specs = [spec for spec in specs if spec.name not in frozen]
         specs = [replace(spec, dtype=sent) if "float" in spec.dtype else spec for spec in specs]

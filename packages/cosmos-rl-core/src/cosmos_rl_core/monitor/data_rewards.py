@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.optional import ShowsRows
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 BEST = "data/reward_max"
@@ -18,7 +18,7 @@ AT_ONCE = 8
 
 
 async def score_real_rows(
-    domain: ShowsRows,
+    domain: DomainBase,
     data: Any,
     rows: Sequence[Mapping[str, Any]],
     *,

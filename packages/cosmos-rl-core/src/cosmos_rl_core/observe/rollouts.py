@@ -22,18 +22,13 @@ import numpy as np
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
 
-def no_texts(rollout: Rollout) -> Sequence[str]:
-    """Texts of the terms in a domain that has none."""
-    return ()
-
-
 def write_rollouts(
     directory: Path,
     *,
     step: int,
     groups: Iterable[RolloutGroup],
     name: str = "step",
-    term_texts: Callable[[Rollout], Sequence[str]] = no_texts,
+    term_texts: Callable[[Rollout], Sequence[str]] = lambda rollout: (),
     term_groups: int = 0,
 ) -> Path:
     """Write the groups of one step to `directory`/step_NNNNNN.jsonl and return the path.

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, closest
-from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import (
@@ -59,7 +59,7 @@ class Loaded:
 
     config: RunConfig
     """Has the valid sections alone; complete if there are no problems."""
-    domain: Domain | None
+    domain: DomainBase | None
     """None if [run] domain names none."""
     problems: Sequence[Problem] = ()
     """In the order of the file."""
@@ -173,12 +173,14 @@ def _no_place(here: Any, above: Sequence[str]) -> str:
     return f"{key} is {as_toml(here)}, not a table"
 
 
-def load_domain(name: str) -> Domain:
+def load_domain(name: str) -> DomainBase:
     """Return the domain called `name` in [run] domain: an installed one, or "module:attribute"."""
-    found = plugins.load("cosmos_rl.domains", name)
-    domain = found() if isinstance(found, type) else found
-    if not isinstance(domain, Domain):
-        raise UserError(f"domain {name!r} does not implement cosmos_rl_core.Domain (see its docstring)")
+    loaded = plugins.load("cosmos_rl.domains", name)
+    if missing := getattr(loaded, "__abstractmethods__", None):
+        raise UserError(f"domain {name!r} lacks {', '.join(sorted(missing))} (see cosmos_rl_core.Domain)")
+    domain = loaded() if isinstance(loaded, type) else loaded
+    if not isinstance(domain, DomainBase):
+        raise UserError(f"domain {name!r} is not a cosmos_rl_core.DomainBase (see its docstring)")
     return domain
 
 
@@ -249,7 +251,7 @@ def _name_after_file(raw: dict[str, Any], file: str) -> None:
         run.setdefault("name", path.parent.name if path.stem == "run" else path.stem)
 
 
-def _find_domain(raw: Mapping[str, Any]) -> tuple[Domain | None, list[Problem]]:
+def _find_domain(raw: Mapping[str, Any]) -> tuple[DomainBase | None, list[Problem]]:
     run = raw["run"]
     name = run.get("domain") if isinstance(run, Mapping) else None
     if not isinstance(name, str) or not name:
@@ -262,7 +264,7 @@ def _find_domain(raw: Mapping[str, Any]) -> tuple[Domain | None, list[Problem]]:
         return None, [Problem(key="run.domain", given=as_toml(name), wrong=str(error))]
 
 
-def _all_tables(domain: Domain | None) -> dict[str, list[str]]:
+def _all_tables(domain: DomainBase | None) -> dict[str, list[str]]:
     """Known keys of core and of the domain, for suggestions."""
     tables = known_tables(RunConfig)
     if domain is not None:
@@ -289,12 +291,12 @@ _ALWAYS = ("model", "data", "rollout.sampling")
 """The ones that always exist, even if the recipe leaves them out."""
 
 
-def _model_at(domain: Domain, at: str) -> type[BaseModel]:
+def _model_at(domain: DomainBase, at: str) -> type[BaseModel]:
     return {"model": domain.Model, "rollout.sampling": domain.Sampling}.get(at, domain.Data)
 
 
 def _domain_parts(
-    raw: Mapping[str, Any], domain: Domain | None, tables: Mapping[str, Sequence[str]]
+    raw: Mapping[str, Any], domain: DomainBase | None, tables: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, BaseModel], list[Problem]]:
     """Validate the sections whose keys are defined by the domain."""
     if domain is None:

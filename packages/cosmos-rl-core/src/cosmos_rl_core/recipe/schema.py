@@ -10,14 +10,14 @@ from typing import Any
 
 from pydantic import Field, create_model
 
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, closest
-from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import DataRegularizationSection, EvalSection, RolloutSection
 from cosmos_rl_core.settings.problems import as_toml
 
 
-def recipe_schema(domain: Domain) -> dict[str, Any]:
+def recipe_schema(domain: DomainBase) -> dict[str, Any]:
     """Return the JSON Schema of a recipe of this domain, with the domain's keys of [model], [data] and the others."""
     data = (domain.Data, Field(default=None, description="Rows, with the keys of [data]."))
     sampling = (domain.Sampling, Field(default=None, description="Sampling parameters."))

@@ -47,11 +47,10 @@ class Tiny(DomainBase):
         return TinyEngine(model, delay_s=float(options.get("delay_s", 0.0)))
 
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
         return options
 
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """The model's module. Implements `cosmos_rl_core.optional.NamesModules`."""
+        """The model's module."""
         return ("cosmos_rl_core.testing.tiny_model",)
 
     def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
@@ -63,7 +62,6 @@ class Tiny(DomainBase):
         }
 
     def specimen(self, config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
-        """Implements `cosmos_rl_core.optional.MakesSpecimens`."""
         arrays = {
             "actions": np.array([0, 1], np.int32),
             "context": np.array(row["context"], np.int32),

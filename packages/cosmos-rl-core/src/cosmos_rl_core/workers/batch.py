@@ -19,8 +19,7 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.algorithms.advantages import build_batch_advantage, build_step_advantages
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.interfaces import Policy
-from cosmos_rl_core.observe.rollouts import RolloutFiles, no_texts, write_dropped, write_rollouts
-from cosmos_rl_core.optional import ReadsAhead, ShowsTerms
+from cosmos_rl_core.observe.rollouts import RolloutFiles, write_dropped, write_rollouts
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.run import RunConfig
@@ -46,7 +45,7 @@ def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
 def rollout_files(assignment: Assignment) -> RolloutFiles:
     """Return the files of a run's rollouts, with the texts of their terms in a domain that has texts."""
     domain, config = assignment.domain, assignment.config
-    texts = partial(domain.term_texts, config.model) if isinstance(domain, ShowsTerms) else no_texts
+    texts = partial(domain.term_texts, config.model)
     write = partial(write_rollouts, term_texts=texts, term_groups=config.logging.term_groups)
     return RolloutFiles(assignment.run_dir / "rollouts", every=config.logging.rollouts_every, write=write)
 
@@ -120,7 +119,7 @@ class BatchMaker:
         rows = zip(message.samples, map(bytes, payloads.encoded), strict=True)
         batch = self._collate_sft([_decode_row(sample, encoded) for sample, encoded in rows])
         at = self._at
-        if isinstance(at.domain, ReadsAhead) and message.upcoming and message.step + 1 != at.last_step:
+        if message.upcoming and message.step + 1 != at.last_step:
             at.domain.read_ahead([_decode_row(*each) for each in message.upcoming], policy=self._policy)
         return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.control.address_file import present_address
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.imports import quiet_torchao
-from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.observe.record import append_lines
 from cosmos_rl_core.observe.startup import entering
 from cosmos_rl_core.observe.trace import Timeline
@@ -91,7 +91,7 @@ class Assignment:
 
     context: WorkerContext
     config: RunConfig
-    domain: Domain
+    domain: DomainBase
     compute: ThreadPoolExecutor
     """One thread for all tensor work."""
     run_dir: Path

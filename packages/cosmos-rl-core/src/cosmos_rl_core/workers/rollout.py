@@ -13,7 +13,6 @@ from cosmos_rl_core.gpu_turn import RolloutTurn
 from cosmos_rl_core.interfaces import RolloutEngine, Sleeps
 from cosmos_rl_core.monitor.data_rewards import score_real_rows
 from cosmos_rl_core.observe.startup import GPU, REWARDS, phase
-from cosmos_rl_core.optional import ShowsRows
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.colocated import ColocatedEngine
@@ -144,11 +143,6 @@ class RolloutRole:
         monitor = config.monitor
         if not self._at.scores_rows or not monitor.data_rows or monitor.best_of_data is not None:
             return
-        if not isinstance(domain, ShowsRows):
-            raise UserError(
-                f"[monitor] data_rows = {monitor.data_rows}: rows of the {domain.name} domain contain nothing "
-                "that rewards can score; set best_of_data"
-            )
         rows, _ = domain.load_rows(config.eval.loss_data)
         try:
             metrics = await score_real_rows(

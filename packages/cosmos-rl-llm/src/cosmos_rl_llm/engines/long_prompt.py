@@ -36,23 +36,23 @@ _LONGEST = 8192 + _BEYOND
 """Longest prompt, so that the start of a run does not take long."""
 
 
-class ComparedOnText:
-    """Implements `cosmos_rl_core.optional.ComparesEngines` for a domain of language models. Imports no torch."""
+def prompt_beyond_window(config: RunConfig) -> tuple[Prompt, Sampling]:
+    """Return the long prompt of a recipe. Imports no torch before it is called. Raises as `long_prompt`."""
+    from cosmos_rl_llm.engines.vllm.start import read_config
+    from cosmos_rl_llm.model.causal_lm import load_tokenizer
+    from cosmos_rl_llm.model.checkpoint import checkpoint_of, resolve
 
-    def long_prompt(self, config: RunConfig) -> tuple[Prompt, Sampling]:
-        from cosmos_rl_llm.engines.vllm.start import read_config
-        from cosmos_rl_llm.model.causal_lm import load_tokenizer
-        from cosmos_rl_llm.model.checkpoint import checkpoint_of, resolve
+    source = resolve(checkpoint_of(config.model))
+    text = read_config(source)[0].get_text_config()
+    limit = config.rollout.options.get("max_model_len") or config.model.max_length
+    limit = limit or getattr(text, "max_position_embeddings", None)
+    return long_prompt(load_tokenizer(source), text, limit=limit, sampling=config.rollout.sampling.build())
 
-        source = resolve(checkpoint_of(config.model))
-        text = read_config(source)[0].get_text_config()
-        limit = config.rollout.options.get("max_model_len") or config.model.max_length
-        limit = limit or getattr(text, "max_position_embeddings", None)
-        return long_prompt(load_tokenizer(source), text, limit=limit, sampling=config.rollout.sampling.build())
 
-    def engine_tolerance(self, config: RunConfig) -> float:
-        engine = (config.rollout.options.get("dtype") if config.rollout.engine == "vllm" else None) or "float32"
-        return EXACT_TOLERANCE if engine == config.model.dtype == "float32" else ROUNDED_TOLERANCE
+def engine_tolerance(config: RunConfig) -> float:
+    """Return the mean difference in nats a token that rounding explains."""
+    engine = (config.rollout.options.get("dtype") if config.rollout.engine == "vllm" else None) or "float32"
+    return EXACT_TOLERANCE if engine == config.model.dtype == "float32" else ROUNDED_TOLERANCE
 
 
 def long_prompt(

@@ -11,9 +11,9 @@ from math import prod
 from pathlib import Path
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
-from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.observe.services import REQUIREMENT
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.processes import machine_gpus
@@ -30,7 +30,7 @@ BYTES = 4
 """Of a weight in a checkpoint, at least: the optimizer's state comes on top."""
 
 
-def machine_problems(config: RunConfig, domain: Domain, *, wrong: Collection[str] = ()) -> Iterator[Problem]:
+def machine_problems(config: RunConfig, domain: DomainBase, *, wrong: Collection[str] = ()) -> Iterator[Problem]:
     """Yield the problems that a run of this recipe would have on this machine.
 
     With placement "external" other machines run it, which share the disk and, without an image, the environment.
@@ -47,7 +47,7 @@ def machine_problems(config: RunConfig, domain: Domain, *, wrong: Collection[str
 
 
 def caught(
-    find: Callable[[RunConfig, Domain], Iterable[Problem]], config: RunConfig, domain: Domain, *, key: str
+    find: Callable[[RunConfig, DomainBase], Iterable[Problem]], config: RunConfig, domain: DomainBase, *, key: str
 ) -> list[Problem]:
     """Return what a check finds; an error that it raises is a problem, of `key` if it names none."""
     found: list[Problem] = []
@@ -72,7 +72,7 @@ def directory_problems(config: RunConfig, *, resume: bool, overwrite: bool | Non
         yield Problem(key=key, given=given, wrong=wrong, suggestion=remedy, is_note=overwrite is None)
 
 
-def sink_problems(config: RunConfig, _domain: Domain | None = None) -> Iterator[Problem]:
+def sink_problems(config: RunConfig, _domain: DomainBase | None = None) -> Iterator[Problem]:
     """Yield a problem for each of [logging] sinks whose package is missing here."""
     for place, name in enumerate(config.logging.sinks):
         if name in REQUIREMENT:
@@ -80,7 +80,7 @@ def sink_problems(config: RunConfig, _domain: Domain | None = None) -> Iterator[
             yield from missing_package(name, key=f"logging.sinks.{place}", given=as_toml(name), install=install)
 
 
-def transport_problems(config: RunConfig, _domain: Domain | None = None) -> Iterator[Problem]:
+def transport_problems(config: RunConfig, _domain: DomainBase | None = None) -> Iterator[Problem]:
     """Yield a problem for a [sync] transport that is not known or not usable here."""
     key, name = "sync.transport", config.sync.transport
     if config.is_sft or config.sync.backend != "transfer" or name == "auto":
@@ -102,7 +102,7 @@ def transport_problems(config: RunConfig, _domain: Domain | None = None) -> Iter
         )
 
 
-def _address(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
+def _address(config: RunConfig, _domain: DomainBase) -> Iterator[Problem]:
     """[run] bind and port, by listening there for a moment."""
     run = config.run
     if run.placement == "inline":
@@ -120,7 +120,7 @@ def _address(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
         )
 
 
-def _disk(config: RunConfig, domain: Domain) -> Iterator[Problem]:
+def _disk(config: RunConfig, domain: DomainBase) -> Iterator[Problem]:
     """Room for checkpoints, counted from the weights alone."""
     if config.checkpoint.path and "://" in config.checkpoint.path:
         return
@@ -160,7 +160,7 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def _processors(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
+def _processors(config: RunConfig, _domain: DomainBase) -> Iterator[Problem]:
     if config.run.placement != "local" or machine_gpus(os.environ):
         return
     ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
@@ -174,7 +174,7 @@ def _processors(config: RunConfig, _domain: Domain) -> Iterator[Problem]:
         )
 
 
-CHECKS: Mapping[Callable[[RunConfig, Domain], Iterator[Problem]], tuple[str, frozenset[str]]] = {
+CHECKS: Mapping[Callable[[RunConfig, DomainBase], Iterator[Problem]], tuple[str, frozenset[str]]] = {
     sink_problems: ("logging.sinks", frozenset({"logging.sinks"})),
     transport_problems: (
         "sync.transport",

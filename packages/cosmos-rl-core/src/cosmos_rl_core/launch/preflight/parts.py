@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.assemble import build_reward, engine_options, look_up_engine, sleeping_options, with_teachers
+from cosmos_rl_core.assemble import build_reward, engine_options, look_up_engine, sleeping_options
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.preflight.machine import caught
-from cosmos_rl_core.optional import HasTokens
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.shape import misfits
 from cosmos_rl_core.recipe.load import load_domain
@@ -34,13 +33,13 @@ def look_up(config: RunConfig) -> None:
             plugins.locate("cosmos_rl.rewards", section.name, beside=domain.rewards)
 
 
-def look_up_parts(config: RunConfig, domain: Domain) -> None:
+def look_up_parts(config: RunConfig, domain: DomainBase) -> None:
     """As `look_up` without the rewards; also raises for a model that [policy.parallel] cannot shard."""
     if found := list(part_problems(config, domain)):
         raise ConfigError(found)
 
 
-def part_problems(config: RunConfig, domain: Domain, *, wrong: Collection[str] = ()) -> Iterator[Problem]:
+def part_problems(config: RunConfig, domain: DomainBase, *, wrong: Collection[str] = ()) -> Iterator[Problem]:
     """Yield the problems of model, engine, weight sync and teacher, each of them once.
 
     wrong: keys that are known to be wrong; parts that read them are left out.
@@ -52,13 +51,13 @@ def part_problems(config: RunConfig, domain: Domain, *, wrong: Collection[str] =
     yield from each_once(found)
 
 
-def _find_weights(config: RunConfig, domain: Domain) -> Iterable[Problem]:
+def _find_weights(config: RunConfig, domain: DomainBase) -> Iterable[Problem]:
     if config.model is not None:
         domain.weight_specs(config.model)
     return ()
 
 
-def _find_shards(config: RunConfig, domain: Domain) -> Iterable[Problem]:
+def _find_shards(config: RunConfig, domain: DomainBase) -> Iterable[Problem]:
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     if config.policy.memory.parameter_offload and dims.world_size == 1:
         yield Problem(
@@ -73,43 +72,43 @@ def _find_shards(config: RunConfig, domain: Domain) -> Iterable[Problem]:
             yield from problems_of(UserError(text), key="policy.parallel")
 
 
-def _find_teacher(config: RunConfig, domain: Domain) -> Iterable[Problem]:
+def _find_teacher(config: RunConfig, domain: DomainBase) -> Iterable[Problem]:
     if config.teacher is not None:
-        with_teachers(domain).check_teacher(config)
+        domain.check_teacher(config)
     return ()
 
 
-def _find_prefix_mask(config: RunConfig, domain: Domain) -> Iterable[Problem]:
-    if not config.is_sft and config.algorithm.mask_prefix_terms and not isinstance(domain, HasTokens):
+def _find_prefix_mask(config: RunConfig, domain: DomainBase) -> Iterable[Problem]:
+    if not config.is_sft and config.algorithm.mask_prefix_terms and not domain.has_tokens:
         wrong = f"rollouts of the {domain.name} domain have no tokens; remove it"
         yield Problem(key="algorithm.mask_prefix_terms", given=str(config.algorithm.mask_prefix_terms), wrong=wrong)
 
 
-def _find_sync(config: RunConfig, _domain: Domain) -> Iterable[Problem]:
+def _find_sync(config: RunConfig, _domain: DomainBase) -> Iterable[Problem]:
     if not config.is_sft:
         plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
     return ()
 
 
-def _find_engine(config: RunConfig, domain: Domain) -> Iterable[Problem]:
+def _find_engine(config: RunConfig, domain: DomainBase) -> Iterable[Problem]:
     if not config.is_sft:
         look_up_engine(config.rollout.engine, domain)
     return ()
 
 
-def _find_engine_options(config: RunConfig, domain: Domain) -> Iterable[Problem]:
+def _find_engine_options(config: RunConfig, domain: DomainBase) -> Iterable[Problem]:
     if not config.is_sft:
         engine_options(config, domain)
     return ()
 
 
-def _find_turns(config: RunConfig, domain: Domain) -> Iterable[Problem]:
+def _find_turns(config: RunConfig, domain: DomainBase) -> Iterable[Problem]:
     if not config.is_sft and config.run.colocate and config.rollout.engine in domain.engines:
         sleeping_options(config, domain)
     return ()
 
 
-Part = tuple[Callable[[RunConfig, Domain], Iterable[Problem]], str, frozenset[str]]
+Part = tuple[Callable[[RunConfig, DomainBase], Iterable[Problem]], str, frozenset[str]]
 PARTS: tuple[Part, ...] = (
     (_find_weights, "model.path", frozenset({"model.path"})),
     (_find_shards, "policy.parallel", frozenset({"algorithm.name", "data", "model", "policy", "rollout.sampling"})),

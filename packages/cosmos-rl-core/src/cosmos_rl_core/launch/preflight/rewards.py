@@ -27,9 +27,8 @@ from typing import Any, NoReturn
 import msgspec
 
 from cosmos_rl_core.assemble import build_reward, with_prompt_media
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.optional import MakesSpecimens
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.settings.base import Problem
@@ -46,15 +45,15 @@ EXAMPLE = "def my_reward(group): return [1.0 if 'yes' in rollout.text else 0.0 f
 
 
 def reward_problems(
-    config: RunConfig, domain: Domain, rows: Sequence[Mapping[str, Any]], *, origin: str, given: Mapping[str, Any]
+    config: RunConfig, domain: DomainBase, rows: Sequence[Mapping[str, Any]], *, origin: str, given: Mapping[str, Any]
 ) -> list[Problem]:
     """Call each reward of a domain that makes specimens; of others, compare the arguments.
 
     given: functions by label, in place of those that the recipe names.
     """
     group = None
-    if isinstance(domain, MakesSpecimens) and rows:
-        group = with_prompt_media(config, domain, domain.specimen(config, rows[0], origin=f"{origin}:1"))
+    if rows and (specimen := domain.specimen(config, rows[0], origin=f"{origin}:1")) is not None:
+        group = with_prompt_media(config, domain, specimen)
     found: list[Problem] = []
     for place, section in enumerate(config.reward.functions):
         make = partial(build_reward, section.name, domain, options=section.options, given=given.get(section.title))
