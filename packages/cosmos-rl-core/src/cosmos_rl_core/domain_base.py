@@ -153,7 +153,7 @@ class DomainBase(Domain):
         return None
 
     def engine_tolerance(self, config: RunConfig) -> float | None:
-        """Return the mean difference in nats a term that rounding explains; None: engine and policy are not compared."""
+        """Return the mean difference in nats a term that rounding explains; None: they are not compared."""
         return None
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:

@@ -226,10 +226,7 @@ class LLMDomain(DomainBase):
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
         """Names, shapes and dtypes from the headers of a local directory's safetensors, or else its config.json.
 
-        None for a hub id.
-
-        Raises:
-            UserError: the path denotes a directory that does not exist or has no model.
+        None for a hub id. Raises UserError for a directory that does not exist or has no model.
         """
         directory = Path(resolve(model.path))
         if not directory.is_dir() or model.lora is not None:  # adapters are created with the model
