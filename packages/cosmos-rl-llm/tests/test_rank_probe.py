@@ -4,7 +4,8 @@ from typing import cast
 
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.errors import UserError
@@ -28,6 +29,7 @@ RIGHT = {
 REFUSED = {
     "axk1": r"tp: AXK1ForCausalLM has post_mlp_layernorm beside its experts.*set tp = 1",
     "gemma3n_text": r"Gemma3nForCausalLM over tp 2 differs from one process.*set tp = 1",
+    "hrm_text": r"tp: HrmTextForCausalLM has its decoder layers in several stacks; set tp = 1",
     "longcat_flash": r"LongcatFlashForCausalLM does not run over tp 2 \(RuntimeError.*set tp = 1",
 }
 
@@ -61,6 +63,33 @@ def test_families_with_parts_that_the_plan_leaves_out_are_right_over_tp():
 
 def test_a_family_that_tp_would_compute_otherwise_is_refused():
     run_ranks(are_refused, 2, kinds=REFUSED, dims={"tp": 2})
+
+
+class UntrainedModel(LlamaModel):
+    """A decoder whose norm gets no gradient once it is sharded."""
+
+    def forward(self, *given, **keywords):
+        sharded = isinstance(self.norm.weight, DTensor)
+        self.norm.weight.requires_grad_(not sharded)
+        output = super().forward(*given, **keywords)
+        self.norm.weight.requires_grad_(True)
+        return output
+
+
+class UntrainedForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = UntrainedModel(config)
+
+
+def is_refused_for_its_norm(rank, world_size):
+    model = miniature(UntrainedForCausalLM, AutoConfig.for_model("llama"))
+    with pytest.raises(UserError, match=r"UntrainedForCausalLM over tp 2 differs .*model\.norm\.weight"):
+        check_ranks(model, setup_of({"tp": 2}))
+
+
+def test_a_parameter_that_ranks_do_not_train_is_refused():
+    run_ranks(is_refused_for_its_norm, 2)
 
 
 def test_families_without_attention_are_sharded_and_shared_layers_are_refused():

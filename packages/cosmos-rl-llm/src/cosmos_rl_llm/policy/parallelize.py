@@ -88,6 +88,10 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
     check_sizes(model.config.get_text_config(), tp=axis.size)
     decoder, embedding = language_model(model), model.get_input_embeddings()
     layers = decoder_layers(model)
+    if not any(child is layers for child in decoder.children()):
+        raise UserError(
+            f"[policy.parallel] tp: {type(model).__name__} has its decoder layers in several stacks; set tp = 1"
+        )
     for layer in layers:
         replicate(layer, axis, partial=axis.sequence)
         for part in _parts(layer):

@@ -11,7 +11,7 @@ and gradients, and not by names of families.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple, num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share
-from cosmos_rl_llm.data.collate import pack_batch
+from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.model.miniature import NUM_LAYERS, Size, miniature
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import TOLERANCE, describe, first_line, probe_samples
@@ -81,14 +81,19 @@ def check_ranks(model: PreTrainedModel, setup: ModelSetup, *, prepare: Prepare =
 
 
 def compare_ranks(
-    model: PreTrainedModel, setup: ModelSetup, *, prepare: Prepare = lambda _: None
+    model: PreTrainedModel,
+    setup: ModelSetup,
+    *,
+    prepare: Prepare = lambda _: None,
+    samples: Sequence[Sample] = (),
 ) -> tuple[float, float, str]:
     """Return this rank's largest errors of a log-probability and of a gradient, and the parameter of the latter.
 
-    All ranks of the mesh call it together.
+    All ranks of the mesh call it together. Without `samples` the batch has those of the probe.
     """
     mesh = setup.mesh
     assert mesh is not None
+    samples = samples or _weighted(2 * probe_samples())
     size = fitting_size(mesh.dims, stages=num_stages(setup.parallel))
     small, alone = (miniature(type(model), model.config, size) for _ in range(2))
     for each in (small, alone):
@@ -97,11 +102,11 @@ def compare_ranks(
     spread = _spread(small, ModelSetup(mesh=mesh, parallel=setup.parallel))
     own = CausalLMPolicy(alone)
     share = replace(mesh.share, multiple=microbatch_multiple(setup.parallel))
-    computed = _train(spread, share)
+    computed = _train(spread, samples, share)
     with torch.no_grad():
         expected = [own.forward(microbatch).logprobs for microbatch, _ in computed]
     off = max((_largest(mine - right) for (_, mine), right in zip(computed, expected, strict=True)), default=0.0)
-    _train(own, Share())
+    _train(own, samples, Share())
     return off, *_worst_gradient(_gradients(spread.module), _gradients(own.module))
 
 
@@ -124,9 +129,12 @@ def fitting_size(dims: ParallelDims, *, stages: int) -> Size:
     )
 
 
-def _train(policy: Any, share: Share) -> list[tuple[Microbatch, Tensor]]:
+def _weighted(samples: Sequence[Sample]) -> list[Sample]:
+    return [replace(sample, advantage=weight) for sample, weight in zip(samples, (1.0, -0.5, 0.3, 0.7), strict=True)]
+
+
+def _train(policy: Any, samples: Sequence[Sample], share: Share) -> list[tuple[Microbatch, Tensor]]:
     """Add the gradients of a share of the batch; return the microbatches that this rank computed to the end."""
-    samples = [replace(sample, advantage=weight) for sample, weight in zip(2 * probe_samples(), (1.0, -0.5, 0.3, 0.7))]
     batch = pack_batch(samples, microbatch_terms=32, share=share, metrics={})
     computed = []
 
@@ -139,7 +147,12 @@ def _train(policy: Any, share: Share) -> list[tuple[Microbatch, Tensor]]:
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    computed = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    """Gradients by trained parameter; 0 where there is none, since ranks may leave out what one process trains."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    computed = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in trained.items()
+    }
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in computed.items()}
 
 
