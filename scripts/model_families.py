@@ -1,21 +1,29 @@
 """Write docs/families.md: transformers' causal language models that can be trained, each tested in a small size.
 
-.venv/bin/python scripts/model_families.py            # write the page
-.venv/bin/python scripts/model_families.py --check    # exit 1 if it is out of date
-.venv/bin/python scripts/model_families.py qwen3 ...  # test some kinds and print the results
+.venv/bin/python scripts/model_families.py                        # one rank: write the page
+.venv/bin/python scripts/model_families.py --check                # exit 1 if it is out of date
+.venv/bin/python scripts/model_families.py qwen3 ...              # test some kinds and print the results
+.venv/bin/python scripts/model_families.py --over tp --over ep    # two ranks of an axis: write its column
+.venv/bin/python scripts/model_families.py --over tp qwen3 ...    # some kinds, also those that the page has
+.venv/bin/python scripts/model_families.py --over tp --check ...  # exit 1 if the page has other results
 
 For each kind: log-probabilities and gradients of packed rollouts with shared prompts, by `CausalLMPolicy`, against
 transformers' own forward pass in eval mode, one sequence at a time. A kind must match, or be refused with a
 UserError; otherwise the script ends with an error.
+
+With --over: the check at the start of a run over ranks (`rank_probe`), and for a kind that it takes for right the same
+comparison on other rollouts. The page is written after each kind, and kinds that have a result are left out, so that
+a sweep that was stopped goes on. A page of another version of transformers loses its results over ranks.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,18 +35,36 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.ranks import RankFailed, preload, run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.engines.torch.engine import check_generation
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.policy.probe import plain_logprobs
+from cosmos_rl_llm.policy.probe import TOLERANCE, plain_logprobs
+from cosmos_rl_llm.policy.rank_probe import GRADIENT_TOLERANCE as RANKS_GRADIENT_TOLERANCE
+from cosmos_rl_llm.policy.rank_probe import check_ranks, compare_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 LOGPROB_TOLERANCE = 2e-5
 """In nats."""
 GRADIENT_TOLERANCE = 1e-4
 """Relative to the largest gradient of the model."""
+AXES: Mapping[str, Mapping[str, int]] = {
+    "dp_shard": {"dp_shard": 2},
+    "tp": {"tp": 2},
+    "cp": {"cp": 2},
+    "pp": {"pp": 2},
+    "ep": {"dp_shard": 2, "ep": 2},
+}
+"""Axis -> sizes of a mesh of two ranks."""
+RIGHT = "yes"
+_TIMEOUT_S = 300.0
+"""Of a kind over all axes, on a busy machine."""
 
 _EVERY_OTHER = ["full_attention", "sliding_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -99,18 +125,6 @@ A checkpoint whose config.json has a `vision_config` is loaded as a vision-langu
 be of a family of [vision.md](vision.md); another one, such as a published Qwen 3.5, Gemma 4 or GOT-OCR 2, is refused at
 start, and its row below is about a checkpoint of the text model alone.
 
-Over ranks each run compares a small model, over its own mesh, with one process: log-probabilities and all gradients.
-Where they differ, the run ends with an error before the first step. Over two processes of one axis, of the 120 kinds
-that are trained:
-
-| axis | right | refused | not tried |
-|---|---|---|---|
-| dp_shard | 114 | 2 | 4 |
-| tp | 54 | 65 | 1 |
-| cp | 89 | 31 | 0 |
-| pp | 71 | 49 | 0 |
-| ep | 39 | 81 | 0 |
-
 ## Engine and policy
 
 With the first weights of a start each rollout replica generates 4 responses of up to 16 tokens to a fixed prompt of
@@ -123,7 +137,11 @@ tokens for a model without a window, or with one above 8,192. Prompts of the dat
 until responses grow: vLLM's window of cohere2 is one token off from transformers'. A rollout replica that joins later
 is compared if its first group is trained on with the weights that it was sampled with.
 
-## All kinds
+## Over ranks
+
+Over ranks each run compares a small model, over its own mesh, with one process: log-probabilities and all gradients.
+Where they differ, the run ends with an error before the first step. The columns of the axes have the results over two
+ranks of each: *yes*, or the number of the reason for which the run is refused. Of the {trained} kinds that are trained:
 """
 
 
@@ -136,10 +154,18 @@ class Finding:
     """"packed", "unpacked", "refused", "not built", or "wrong"."""
     engine: bool = False
     note: str = ""
+    over: Mapping[str, str] = field(default_factory=dict)
+    """Axis -> `RIGHT`, or the reason of a refusal; without axes that were not tried."""
 
     @property
-    def row(self) -> str:
-        return f"| {self.kind} | {self.training} | {'yes' if self.engine else '-'} | {self.note} |"
+    def trained(self) -> bool:
+        return self.training in ("packed", "unpacked")
+
+    def row(self, reasons: Sequence[str] = ()) -> str:
+        results = [self.over.get(axis, "?" if self.trained else "-") for axis in AXES]
+        numbered = [str(reasons.index(result) + 1) if result in reasons else result for result in results]
+        engine = "yes" if self.engine else "-"
+        return " | ".join([f"| {self.kind}", self.training, engine, *numbered, f"{self.note} |"])
 
 
 def try_kind(kind: str) -> Finding:
@@ -222,31 +248,130 @@ def _note(error: Exception) -> str:
     return re.sub(r"are [\d.e+-]+ nats from", "are not", text).replace("|", "\\|")[:200]
 
 
+def try_ranks(kind: str, axes: Iterable[str]) -> dict[str, str]:
+    """Compare a kind over two ranks of each axis with one; return what `over_ranks` does, or "error: ..."."""
+    axes = list(axes)
+    try:
+        first, second = run_ranks(over_ranks, 2, timeout_s=_TIMEOUT_S, kind=kind, axes=axes)
+    except RankFailed as error:
+        if len(axes) > 1:
+            return {axis: result for alone in axes for axis, result in try_ranks(kind, [alone]).items()}
+        return {axes[0]: f"error: {error}"}
+    return {axis: max(str(first[axis]), str(second[axis]), key=_is_wrong) for axis in axes}
+
+
+def over_ranks(rank: int, world_size: int, *, kind: str, axes: Sequence[str]) -> dict[str, np.ndarray]:
+    """By axis: `RIGHT`, the reason of a refusal, or "wrong: ...". Any other error ends the rank."""
+    logging.disable(logging.WARNING)
+    return {axis: np.asarray(_over_axis(kind, AXES[axis])) for axis in axes}
+
+
+def _over_axis(kind: str, sizes: Mapping[str, int]) -> str:
+    mesh = ReplicaMesh.build(ParallelDims(**sizes), device=torch.device("cpu"))
+    model, setup = _make(kind), ModelSetup(mesh=mesh, parallel=ParallelSection.model_validate(sizes))
+    try:
+        check_ranks(model, setup)
+    except UserError as error:
+        return _reason(error, model)
+    samples = [replace(sample, advantage=weight) for sample, weight in zip(_samples(), np.linspace(-1, 1, 6))]
+    off, slope, parameter = compare_ranks(model, setup, samples=samples)
+    if off <= TOLERANCE and slope <= RANKS_GRADIENT_TOLERANCE:
+        return RIGHT
+    return f"wrong: {off:.1e} nats, gradients {slope:.1e} ({parameter})"
+
+
+def _is_wrong(result: str) -> bool:
+    return result.startswith(("wrong: ", "error: "))
+
+
+def _reason(error: UserError, model: PreTrainedModel) -> str:
+    """A refusal over ranks without the family's name, the advice and measured numbers."""
+    text = " ".join(str(error).split()).removeprefix("[policy.parallel] ").rpartition("; ")[0]
+    text = re.sub(r"^(tp|pp|cp|ep)( = 2)?: ", "", text).replace(type(model).__name__, "the model")
+    return re.sub(r"( differs from one process| for all parts of the model)\W.*", r"\1", text)
+
+
+def sweep(kinds: Sequence[str], axes: Sequence[str], *, check: bool) -> int:
+    """Try kinds of the page over ranks and write what comes out, or compare it with the page."""
+    preload("cosmos_rl_llm.policy.rank_probe", "cosmos_rl_llm.policy.pipelined", "cosmos_rl_llm.engines.torch.engine")
+    findings, status = {each.kind: each for each in parse(PAGE.read_text(encoding="utf-8"))}, 0
+    for kind in kinds or [each.kind for each in findings.values() if each.trained]:
+        known = findings[kind].over
+        results = try_ranks(kind, [axis for axis in axes if kinds or check or axis not in known])
+        for axis, result in results.items():
+            other = check and result != known.get(axis)
+            print(kind, axis, result, *(["but the page:", known.get(axis)] if other else []), flush=True)
+            status |= other or _is_wrong(result)
+        if results and not check:
+            sound = {axis: result for axis, result in results.items() if not _is_wrong(result)}
+            findings[kind] = replace(findings[kind], over={**known, **sound})
+            PAGE.write_text(render(list(findings.values())), encoding="utf-8")
+    return status
+
+
 def render(findings: Sequence[Finding]) -> str:
     """Return the page."""
-    intro = INTRO.format(version=transformers.__version__, logprob=LOGPROB_TOLERANCE, gradient=GRADIENT_TOLERANCE)
+    trained = [each for each in findings if each.trained]
+    intro = INTRO.format(
+        version=transformers.__version__,
+        logprob=LOGPROB_TOLERANCE,
+        gradient=GRADIENT_TOLERANCE,
+        trained=len(trained),
+    )
+    reasons = sorted({result for each in trained for result in each.over.values() if result != RIGHT})
+    axes = ["| axis | right | refused | not tried |", "|---|---|---|---|"]
+    for axis in AXES:
+        results = [each.over[axis] for each in trained if axis in each.over]
+        right = results.count(RIGHT)
+        axes.append(f"| {axis} | {right} | {len(results) - right} | {len(trained) - len(results)} |")
+    numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     order = ("packed", "unpacked", "refused", "not built")
     counts = ", ".join(f"{sum(each.training == name for each in findings)} {name}" for name in order)
     built = sorted(findings, key=lambda each: (order.index(each.training), each.kind))
-    table = ["| model_type | training | engine | reason |", "|---|---|---|---|", *(each.row for each in built)]
-    return "\n".join([intro, f"{len(findings)} kinds: {counts}.\n", *table]) + "\n"
+    columns = ["model_type", "training", "engine", *AXES, "reason"]
+    table = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(each.row(reasons) for each in built)]
+    lines = [intro, *axes, "", "Reasons over two ranks:", "", *numbered, ""]
+    return "\n".join([*lines, f"{len(findings)} kinds: {counts}.\n", *table]) + "\n"
+
+
+def parse(page: str) -> list[Finding]:
+    """Return what `render` made a page of, without results over ranks if it is of another version of transformers."""
+    reasons = re.findall(r"^\d+\. (.*)$", page, flags=re.MULTILINE)
+    current = f"transformers {transformers.__version__}, tested" in page
+    findings = []
+    for line in page.partition("\n| model_type | ")[2].splitlines()[2:]:
+        kind, training, engine, *results, note = line[2:-2].split(" | ")
+        over = {
+            axis: reasons[int(result) - 1] if result.isdigit() else result
+            for axis, result in zip(AXES, results, strict=True)
+            if current and result not in ("?", "-")
+        }
+        findings.append(Finding(kind, training, engine == "yes", note, over))
+    return findings
 
 
 def main(arguments: Sequence[str]) -> int:
     """Test kinds; return the exit status."""
     logging.disable(logging.WARNING)
-    check = "--check" in arguments
-    named = [argument for argument in arguments if argument != "--check"]
-    findings = [try_kind(kind) for kind in named or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
-    wrong = [each.row for each in findings if each.training == "wrong"]
-    if named or wrong:
-        print("\n".join(wrong or [each.row for each in findings]))
+    parser = argparse.ArgumentParser(description="Try the language models of transformers in a small size.")
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="model_type; without one, all")
+    parser.add_argument("--over", action="append", choices=list(AXES), help="compare two ranks of an axis with one")
+    parser.add_argument("--check", action="store_true", help="compare with the page, instead of writing it")
+    options = parser.parse_args(arguments)
+    if options.over:
+        return sweep(options.kinds, options.over, check=options.check)
+    findings = [try_kind(kind) for kind in options.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+    wrong = [each.row() for each in findings if each.training == "wrong"]
+    if options.kinds or wrong:
+        print("\n".join(wrong or [each.row() for each in findings]))
         return 1 if wrong else 0
-    page = render(findings)
-    if not check:
+    before = PAGE.read_text(encoding="utf-8")
+    over = {each.kind: each.over for each in parse(before)}
+    page = render([replace(each, over=over.get(each.kind, {}) if each.trained else {}) for each in findings])
+    if not options.check:
         PAGE.write_text(page, encoding="utf-8")
         return 0
-    if PAGE.read_text(encoding="utf-8") == page:
+    if before == page:
         return 0
     print(f"{PAGE} is out of date: run scripts/model_families.py")
     return 1
