@@ -153,13 +153,15 @@ class Peer:
 class Peers:
     """The connected workers by name; a worker that reconnects replaces its earlier connection."""
 
+    sync_interval: int = 1
+    """[sync] interval."""
     by_name: dict[str, Peer] = field(default_factory=dict)
     _of_role: dict[str, dict[str, Peer]] = field(default_factory=lambda: {"policy": {}, "rollout": {}})
     rows_scored: bool = False
     """Whether the real rows for the monitor are scored."""
     _scorer: str = ""
-    needed: int = 0
-    """Newest version that rollout replicas need between those of [sync] interval."""
+    _needed: int = 0
+    """Newest version that rollout replicas need between those of the interval."""
     _announced: p.SyncFrom | None = None
     """The last one sent to all rollout replicas."""
     _with_later: deque[Peer] = field(default_factory=deque)
@@ -225,10 +227,16 @@ class Peers:
         if self._with_later:
             asyncio.get_running_loop().call_soon(self._send_some)
 
+    def need(self, version: int, ledger: Ledger) -> None:
+        """Let rollout replicas load a version that is evaluated, also one between those of the interval."""
+        if version % self.sync_interval:
+            self._needed = version
+            self.announce(ledger)
+
     def announce(self, ledger: Ledger, *, ready: Peer | None = None) -> None:
         """Send all rollout replicas the source of weights if it has changed, else `ready` alone."""
         address = self._publisher(ledger.members.mesh)
-        source = p.SyncFrom(address=address, lineage=ledger.lineage, version=self.needed)
+        source = p.SyncFrom(address=address, lineage=ledger.lineage, version=self._needed)
         if not source.address:
             return
         if source != self._announced:

@@ -97,8 +97,8 @@ class Controller:
         clock: Callable[[], float],
         observer: Observer,
     ) -> None:
-        self.ledger, self.clock, self.peers = ledger, RunningClock(clock, longest_s=2 * TICK_S), Peers()
-        self._job, self._source, self._observer = job, source, observer
+        self.ledger, self.clock = ledger, RunningClock(clock, longest_s=2 * TICK_S)
+        self.peers, self._job, self._source, self._observer = Peers(job.sync_interval), job, source, observer
         self.outcome = Outcome(ledger.members, external=job.external, note=observer.note)
         self._ledger = DurableLedger(
             ledger, journal=journal, clock=self.clock, dispatch=self._dispatch, fail=self.outcome.fail
@@ -122,7 +122,6 @@ class Controller:
             peers=self.peers,
             evaluator=self._evaluator,
             ends_at=job.ends_at,
-            sync_interval=job.sync_interval,
             awaited=self._batches.awaited,
         )
         self._recovery = Recovery(

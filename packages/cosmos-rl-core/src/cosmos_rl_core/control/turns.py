@@ -36,8 +36,6 @@ class Turns:
     evaluator: Evaluator
     ends_at: Callable[[int], bool]
     """Returns whether the run ends at a version."""
-    sync_interval: int
-    """[sync] interval."""
     awaited: Set[int]
     """Samples whose groups are awaited after a restart of the controller: no batch is assigned meanwhile."""
     stop_reason: str = ""
@@ -103,9 +101,7 @@ class Turns:
         """Begin the evaluation of a version if it is due; return whether it was begun."""
         due = self.evaluator.begin_if_due(version, lineage=self.ledger.lineage, last=last)
         if due:
-            if version % self.sync_interval:
-                self.peers.needed = version
-                self.peers.announce(self.ledger)
+            self.peers.need(version, self.ledger)
             if self.ledger.members.num_ready_rollouts:  # otherwise it begins with the first one that is ready
                 self.observer.phase(f"evaluating version {version}")
             self._resume_requests()

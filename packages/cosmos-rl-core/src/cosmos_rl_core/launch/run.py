@@ -210,8 +210,7 @@ class _Run:
         self._place = placed
         self._directory = directory = placed.directory
         self._supervised = placed.supervised
-        self._resumption = resumption
-        self._takeover = takeover
+        self._resumption, self._takeover = resumption, takeover
         look_up(config)
         self._policy_node = policy_node(config.policy, bind=_meeting_host(config))
         gpus = machine_gpus(os.environ) if config.run.placement == "local" else []
