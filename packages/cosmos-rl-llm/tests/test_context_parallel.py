@@ -16,6 +16,7 @@ from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.context import check_heads
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.truncation import Truncation
 
 VOCAB = 37
 BASE = {
@@ -86,9 +87,9 @@ def rollout_of(prompt, tokens):
     )
 
 
-def metrics_of(family, setup):
+def metrics_of(family, setup, truncation=None):
     """Log-probabilities, entropies and whole gradients of one microbatch."""
-    policy = CausalLMPolicy(tiny(family), setup=setup)
+    policy = CausalLMPolicy(tiny(family), setup=setup, truncation=truncation)
     outputs = policy.forward(ragged_microbatch(), with_entropy=True)
     slopes = torch.linspace(-1, 1, len(outputs.logprobs))
     assert outputs.entropy is not None
@@ -102,17 +103,18 @@ def metrics_of(family, setup):
 
 def all_figures(rank, world_size, **sizes):
     mesh = ReplicaMesh.build(ParallelDims(**sizes), device=torch.device("cpu"))
-    found = {}
-    for family in FAMILIES:
-        found |= {f"{family}/{name}": value for name, value in metrics_of(family, ModelSetup(mesh=mesh)).items()}
-    return found
+    return every_metric(ModelSetup(mesh=mesh))
+
+
+def every_metric(setup):
+    found = {family: metrics_of(family, setup) for family in FAMILIES}
+    found["penalised"] = metrics_of(next(iter(FAMILIES)), setup, Truncation(top_k=9, repetition_penalty=1.5))
+    return {f"{family}/{name}": value for family, metrics in found.items() for name, value in metrics.items()}
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return {
-        f"{family}/{name}": value for family in FAMILIES for name, value in metrics_of(family, ModelSetup()).items()
-    }
+    return every_metric(ModelSetup())
 
 
 @pytest.mark.parametrize("sizes", [{"cp": 2}, {"cp": 4}], ids=str)

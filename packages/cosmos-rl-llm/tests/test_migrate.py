@@ -184,14 +184,16 @@ def test_another_decay_is_refused(keys, refused):
     assert migrated.recipe["policy"]["schedule"] == {"warmup_steps": 5}
 
 
-@pytest.mark.parametrize(("penalty", "refused"), [(1.0, []), (1.05, ["rollout.sampling_config.repetition_penalty"])])
-def test_a_penalty_on_repetition_is_of_evaluations_alone(penalty, refused):
+@pytest.mark.parametrize("penalty", [1.0, 1.05])
+def test_penalties_on_repetition_are_of_rollouts_and_of_evaluations(penalty):
     old = GRPO.replace("top_k = -1", f"top_k = -1, repetition_penalty = {penalty}").replace(
         "async_tp_enabled = true", ""
     )
     migrated = migrate(old.replace("surprise = 3", "").replace("freq = 30", "freq = 30\nrepetition_penalty = 1.2"))
-    assert list(migrated.refused) == refused
-    assert load_config(migrated.recipe).eval.repetition_penalty == 1.2
+    assert not migrated.refused
+    config = load_config(migrated.recipe)
+    assert config.rollout.sampling.build().repetition_penalty == penalty
+    assert config.eval.sampling(config.rollout.sampling).repetition_penalty == 1.2
 
 
 def test_a_window_of_the_profiler():

@@ -17,7 +17,7 @@ from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import Head, load_model, load_tokenizer
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.policy import TextPolicy
-from cosmos_rl_llm.policy.truncation import Truncation
+from cosmos_rl_llm.policy.truncation import Repeats, Truncation
 from cosmos_rl_llm.tiny import write_tiny_model
 
 SAMPLINGS = [
@@ -25,6 +25,8 @@ SAMPLINGS = [
     Sampling(max_terms=12, temperature=0.7, top_k=4),
     Sampling(max_terms=12, top_p=0.6),
     Sampling(max_terms=12, temperature=1.3, top_k=6, top_p=0.8),
+    Sampling(max_terms=12, temperature=0.7, repetition_penalty=1.5),
+    Sampling(max_terms=12, top_k=6, top_p=0.8, repetition_penalty=0.6),
 ]
 
 
@@ -76,6 +78,9 @@ def test_the_first_ratio_is_one(folder, sampling, renormalise):
     sampling = replace(sampling, renormalise=renormalise)
     found, of_engine = evaluate(build(folder, sampling), generate(folder, sampling))
     torch.testing.assert_close((found - of_engine).exp(), torch.ones_like(found), rtol=0, atol=1e-4)
+    if sampling.repetition_penalty != 1:
+        other, _ = evaluate(build(folder, replace(sampling, repetition_penalty=1.0)), generate(folder, sampling))
+        assert (other - found).abs().mean() > 0.05
     if sampling.top_k or sampling.top_p < 1:
         other, _ = evaluate(build(folder, replace(sampling, renormalise=not renormalise)), generate(folder, sampling))
         assert (other - found).abs().mean() > 0.05
@@ -140,4 +145,59 @@ def part(rank, world_size):
 
 def test_a_cut_vocabulary_keeps_the_same_tokens():
     for of_rank in run_ranks(part, 2):
+        np.testing.assert_allclose(of_rank["found"], of_rank["whole"], rtol=1e-5, atol=1e-5)
+
+
+TOKENS = torch.tensor([3, 17, 3, 299, 0, 5, 17, 17, 8, 5, 3])
+"""Of two sequences, 6 and 5 tokens long."""
+TERMS = torch.tensor([2, 3, 4, 6, 8, 9])
+
+
+def penalised(logits):
+    """By the definition, a term at a time."""
+    rows = []
+    for row, last in zip(logits, TERMS.tolist(), strict=True):
+        seen = torch.zeros(len(row), dtype=torch.bool)
+        seen[TOKENS[0 if last < 6 else 6 : last + 1]] = True
+        rows.append(torch.where(seen, torch.where(row > 0, row / 1.4, row * 1.4), row))
+    return torch.stack(rows)
+
+
+def repeats():
+    return Repeats.of({"tokens": TOKENS, "logit_index": TERMS}, [6, 5], penalty=1.4)
+
+
+@pytest.mark.parametrize("truncation", [None, Truncation(top_k=9, top_p=0.5)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("logits_bytes", [10**9, 4 * 300 * 4])
+def test_values_and_gradients_are_those_with_the_penalty(truncation, softcap, logits_bytes):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
+    labels, head = TOKENS[TERMS + 1], Head(weight, None, softcap, 1.0)
+    options = {"temperature": 0.8, "truncation": truncation, "repeats": repeats(), "logits_bytes": logits_bytes}
+    found, entropy = term_logprobs(hidden, head, labels, with_entropy=True, **options)
+    assert entropy is not None
+    expected = reference(penalised(head.logits(hidden)) / 0.8, labels, truncation or Truncation())
+    torch.testing.assert_close(found, expected[0])
+    torch.testing.assert_close(entropy, expected[1])
+    gradients = [
+        torch.autograd.grad((logprobs * torch.linspace(1, 2, 6) + spread).sum(), [hidden, weight], retain_graph=True)
+        for logprobs, spread in ((found, entropy), expected)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def penalised_part(rank, world_size):
+    axis = TensorAxis(init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)))
+    torch.manual_seed(0)
+    vocabulary, whole = Vocabulary.part(300, axis), Head(torch.randn(300, 8), None, None, 1.0)
+    hidden, labels = torch.randn(6, 8), TOKENS[TERMS + 1]
+    options = {"repeats": repeats(), "logits_bytes": 10**9}
+    found, _ = term_logprobs(hidden, vocabulary.rows(whole), labels, vocabulary=vocabulary, **options)
+    return {"found": found.numpy(), "whole": term_logprobs(hidden, whole, labels, **options)[0].numpy()}
+
+
+def test_a_cut_vocabulary_is_penalised_the_same():
+    for of_rank in run_ranks(penalised_part, 2):
         np.testing.assert_allclose(of_rank["found"], of_rank["whole"], rtol=1e-5, atol=1e-5)

@@ -20,7 +20,7 @@ from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.logprobs import Vocabulary
-from cosmos_rl_llm.policy.truncation import Truncation
+from cosmos_rl_llm.policy.truncation import Repeats, Truncation
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 
@@ -170,6 +170,21 @@ def test_the_first_ratio_is_one_with_top_k_and_top_p(llm, runner, sampling):
         kept = truncation.apply(logits, tokens, vocabulary=Vocabulary.all(logits.shape[1]))
         np.testing.assert_allclose(np.exp(picked(kept, rollout) - rollout.rollout_logprobs), 1, atol=2e-4)
         assert np.abs(full - rollout.rollout_logprobs).max() > 0.05
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 20, "top_p": 0.8, "temperature": 0.7}])
+def test_the_first_ratio_is_one_with_a_repetition_penalty(llm, runner, sampling):
+    truncation = Truncation.of(Sampling(max_terms=1, **sampling)) or Truncation()
+    for rollout in runner.run(draw(engine_of(llm), num_samples=4, max_terms=40, repetition_penalty=1.5, **sampling)):
+        logits = logits_of(tiny(), rollout) / sampling.get("temperature", 1.0)
+        prompt, tokens = (torch.from_numpy(rollout.arrays[name]).long() for name in ("prompt_tokens", "tokens"))
+        terms = {"tokens": torch.cat([prompt, tokens]), "logit_index": torch.arange(len(tokens)) + len(prompt) - 1}
+        repeats = Repeats.of(terms, [len(prompt) + len(tokens)], penalty=1.5)
+        unpenalised, vocabulary = picked(logits, rollout), Vocabulary.all(logits.shape[1])
+        repeats.apply(logits, slice(None), vocabulary=vocabulary)
+        kept = truncation.apply(logits, tokens, vocabulary=vocabulary)
+        np.testing.assert_allclose(np.exp(picked(kept, rollout) - rollout.rollout_logprobs), 1, atol=2e-4)
+        assert np.abs(unpenalised - rollout.rollout_logprobs).max() > 0.05
 
 
 def test_log_probabilities_among_all_tokens_are_refused(llm, runner):

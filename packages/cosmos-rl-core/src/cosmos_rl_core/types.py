@@ -43,7 +43,7 @@ class Sampling:
     top_k: int = 0
     """0 keeps all."""
     repetition_penalty: float = 1.0
-    """Of tokens that the sequence has already, in evaluations: the policy's own distribution has none."""
+    """Of tokens that the sequence has already: positive logits are divided by it, negative ones multiplied."""
     renormalise: bool = True
     """Whether log-probabilities are among the tokens that `top_p` and `top_k` keep, instead of all."""
     stop: tuple[str, ...] = ()

@@ -97,12 +97,8 @@ def _sampling(old: Migration, *, length: int, rows: int) -> None:
     old.put("rollout.sampling.temperature", temperature)
     old.move("rollout.sampling_config.top_p", "rollout.sampling.top_p")
     old.move("rollout.sampling_config.top_k", "rollout.sampling.top_k", lambda value: max(0, value))
-    if old.see("rollout.sampling_config.repetition_penalty") == 1:
-        old.ignore("rollout.sampling_config.repetition_penalty", because="1 is no penalty")
-    old.refuse(
-        "rollout.sampling_config.repetition_penalty",
-        because="rollouts would not be of the policy's distribution; [eval] has the key",
-    )
+    penalty = "rollout.sampling_config.repetition_penalty"
+    old.move(penalty, "rollout.sampling.repetition_penalty", lambda value: None if value == 1 else value)
     old.put("policy.microbatch_terms", max(length * rows, length + 1), f"{rows} sequences of {length} tokens")
     _engine(old)
     old.move("rollout.parallelism.tp_size", "rollout.parallel.tp", lambda value: None if value == 1 else value)

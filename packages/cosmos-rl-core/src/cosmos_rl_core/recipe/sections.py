@@ -92,6 +92,9 @@ class SamplingSection(Strict):
     """Sample from the most likely tokens whose cumulative probability reaches this; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
     """Sample from this many most likely tokens; 0 keeps all."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divide the logits of tokens that prompt or response have already, if positive, by this, and multiply negative
+    ones by it; the policy's log-probabilities are of the same distribution. 1 is no penalty."""
     renormalise: bool = True
     """Log-probabilities of engine and policy are among the tokens that top_p and top_k keep, which is the distribution
     that rollouts are sampled from; false: among all tokens, for which the gradient is biased (not with vLLM)."""
@@ -120,6 +123,7 @@ class SamplingSection(Strict):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            repetition_penalty=self.repetition_penalty,
             renormalise=self.renormalise,
             stop=self.stop,
         )
@@ -313,8 +317,7 @@ class EvalSection(Strict):
     top_k: int | None = Field(default=None, ge=0)
     """Sample from this many most likely tokens; 0 keeps all. Not set: as in [rollout.sampling]."""
     repetition_penalty: float | None = Field(default=None, gt=0)
-    """Divide the logits of tokens that prompt or response have already, if positive, by this, and multiply negative
-    ones by it. Rollouts that are trained on have none, as the policy's distribution has none."""
+    """Penalty of tokens that prompt or response have already. Not set: as in [rollout.sampling]."""
     by: tuple[str, ...] = ()
     """Columns to group metrics by, such as ["task"]: each value gets its own metrics, beside those of all rows."""
     data: Any = None

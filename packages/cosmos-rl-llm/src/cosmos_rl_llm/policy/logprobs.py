@@ -15,6 +15,7 @@ nothing, and returns this rank's part of d hidden.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ def term_logprobs(
     *,
     temperature: float = 1.0,
     truncation: Truncates | None = None,
+    repeats: Penalises | None = None,
     with_entropy: bool = False,
     logits_bytes: int,
     vocabulary: Vocabulary | None = None,
@@ -42,6 +44,7 @@ def term_logprobs(
 
     Args:
         truncation: log-probabilities and entropies are among the tokens that it keeps; None: among all.
+        repeats: penalises tokens of the sequence so far; None: no penalty.
         logits_bytes: bounds the float32 logits in memory at a time; a chunk has at least one term.
         vocabulary: the part of it in this rank's `head`; None: all of it. With a part, all ranks along tp call this
             with the same `hidden` and `labels`; results are the same on all, gradients are each rank's part.
@@ -60,6 +63,7 @@ def term_logprobs(
         chunk,
         part,
         truncation,
+        repeats,
     )
     return logprobs, entropy if with_entropy else None
 
@@ -70,6 +74,32 @@ class Truncates(Protocol):
     def apply(self, logits: Tensor, labels: Tensor, *, vocabulary: Vocabulary) -> Tensor:
         """Set the logits [n, own] of tokens that are not kept to -inf, in place, except those of `labels` [n]."""
         ...
+
+
+class Penalises(Protocol):
+    """A repetition penalty (`Repeats`)."""
+
+    def apply(self, logits: Tensor, terms: slice, *, vocabulary: Vocabulary) -> Sequence[Scaled]:
+        """Penalise the logits [n, own] of n terms in place; return what their gradients are multiplied by."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Logits that are multiplied by factors."""
+
+    rows: slice
+    places: Tensor
+    """[m] int64: their columns."""
+    factors: Tensor
+    """[rows, m]."""
+
+
+def multiply(values: Tensor, scaled: Sequence[Scaled]) -> None:
+    """Multiply values [n, own], in place."""
+    for each in scaled:
+        rows = values[each.rows]
+        rows.index_copy_(1, each.places, rows[:, each.places] * each.factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +212,7 @@ class _TermLogprobs(torch.autograd.Function):
         chunk: int,
         vocabulary: Vocabulary,
         truncation: Truncates | None,
+        repeats: Penalises | None,
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight, bias, softcap, scale)
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
@@ -190,6 +221,8 @@ class _TermLogprobs(torch.autograd.Function):
         probabilities = None
         for part in parts(len(labels), chunk):
             logits = scaled_logits(head, hidden[part], temperature)
+            if repeats is not None:
+                repeats.apply(logits, part, vocabulary=vocabulary)
             if truncation is not None:
                 truncation.apply(logits, labels[part], vocabulary=vocabulary)
             place, mine = vocabulary.own(labels[part])
@@ -201,10 +234,10 @@ class _TermLogprobs(torch.autograd.Function):
             logprobs[part] = chosen - (largest[part] + total[part].log())
             if with_entropy:
                 entropy[part] = vocabulary.sum(torch.special.entr(probabilities).sum(-1))
-        keep = len(labels) <= chunk and softcap is None and any(ctx.needs_input_grad)
+        keep = len(labels) <= chunk and softcap is None and repeats is None and any(ctx.needs_input_grad)
         kept = probabilities if keep else None
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, largest, total, kept)
-        ctx.options = (softcap, scale, temperature, chunk, vocabulary, truncation)
+        ctx.options = (softcap, scale, temperature, chunk, vocabulary, truncation, repeats)
         ctx.set_materialize_grads(False)  # entropy is often only a metric: then the backward pass skips it
         return logprobs, entropy
 
@@ -212,17 +245,20 @@ class _TermLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, largest, total, kept = ctx.saved_tensors
-        softcap, scale, temperature, chunk, vocabulary, truncation = ctx.options
+        softcap, scale, temperature, chunk, vocabulary, truncation, repeats = ctx.options
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         head = Head(weight, bias, softcap, scale)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        scaled: Sequence[Scaled] = ()
         for part in parts(len(labels), chunk):
             if kept is None:
                 logits = scaled_logits(head, hidden[part], temperature)
                 slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square()
+                if repeats is not None:
+                    scaled = repeats.apply(logits, part, vocabulary=vocabulary)
                 if truncation is not None:
                     truncation.apply(logits, labels[part], vocabulary=vocabulary)
                 probabilities = logits.sub_(largest[part, None]).exp_().div_(total[part, None])
@@ -231,6 +267,7 @@ class _TermLogprobs(torch.autograd.Function):
             d_entropy = None if grad_entropy is None else grad_entropy[part]
             own = vocabulary.own(labels[part])
             grad = _grad_logits(probabilities, own, grad_logprobs[part], d_entropy, entropy[part])
+            multiply(grad, scaled)
             grad = (grad if slope is None else grad.mul_(slope)).mul_(scale / temperature).to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[part] = grad @ weight
@@ -243,7 +280,7 @@ class _TermLogprobs(torch.autograd.Function):
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
             d_weight = d_weight if vocabulary.axis is None else d_weight.contiguous()
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight, d_bias, *[None] * 8
+        return d_hidden, d_weight, d_bias, *[None] * 9
 
 
 def parts(length: int, chunk: int) -> list[slice]:

@@ -183,7 +183,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
             setup: with a mesh whose axis pp is above 1.
             chat: the encoder of rows in supervised training.
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
-            truncation: top-k and top-p of the rollouts, over whose kept tokens log-probabilities are renormalised.
+            truncation: top-k, top-p and repetition penalty of the rollouts: log-probabilities are of what is sampled.
             compute_dtype: dtype of matrix products; the weights keep theirs.
             logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
                 by the memory of the device.

@@ -63,7 +63,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         Args:
             tokenizer: saved with the weights.
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
-            truncation: top-k and top-p of the rollouts, over whose kept tokens log-probabilities are renormalised.
+            truncation: top-k, top-p and repetition penalty of the rollouts: log-probabilities are of what is sampled.
             compute_dtype: dtype of matrix products; the weights keep theirs.
             setup: the mesh and the memory options; None: one process without memory options.
             logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:

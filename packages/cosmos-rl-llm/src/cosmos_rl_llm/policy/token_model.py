@@ -40,7 +40,7 @@ from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
 from cosmos_rl_llm.policy.routing import check_replay, install_replay
-from cosmos_rl_llm.policy.truncation import SUPERVISED, Truncation
+from cosmos_rl_llm.policy.truncation import SUPERVISED, Repeats, Truncation
 
 Compare = Callable[[Tensor, Head, "Row"], Mapping[str, Tensor]]
 """Hidden states [t, H] and head of the policy, with gradient, and the row -> outputs [t] by name."""
@@ -70,6 +70,8 @@ class Row:
     """This rank's part of a row that is cut at the decoder's entrance, after its pictures are in it."""
     sampled: bool = True
     """Whether an engine sampled the terms; those of supervised rows are among all tokens."""
+    repeats: Repeats | None = None
+    """With a repetition penalty: the tokens before each of the t terms."""
     lengths: Tensor | None = None
     """[1, l] int64: see `SequenceRope.lengths`."""
     teacher: Mapping[str, Tensor] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class TermModel(nn.Module):
 
         Args:
             temperature, truncation: log-probabilities are of softmax(logits / temperature), 0 (greedy) counts as 1,
-                among the tokens that the truncation keeps.
+                among the tokens that the truncation keeps, with its penalty.
             compute_dtype: dtype of matrix products while the weights keep theirs: by autocast in one process, by
                 `fully_shard` with a mesh.
             logits_bytes: maximum memory for logits at a time; more terms are split into chunks.
@@ -176,7 +178,7 @@ class TermModel(nn.Module):
         if "routes" in inputs:
             check_replay(self.causal_lm)
         row = self._unpacked_row(inputs) if self.unpacked else self._packed_row(inputs)
-        row = replace(row, teacher=teacher or {}, sampled=SUPERVISED not in inputs)
+        row = replace(row, teacher=teacher or {}, sampled=SUPERVISED not in inputs, repeats=_repeats(self, inputs))
         context = _context(self)
         row = row if context is None else _cut(row, context)
         media = None if row.media is None else media_to_device(row.media, self.device)
@@ -255,6 +257,7 @@ class TermModel(nn.Module):
             row.labels,
             temperature=self.temperature,
             truncation=self.truncation if row.sampled else None,
+            repeats=row.repeats,
             with_entropy=with_entropy,
             logits_bytes=self.logits_bytes,
             vocabulary=vocabulary,
@@ -359,6 +362,13 @@ def _lengths(inputs: Mapping[str, Tensor]) -> list[int]:
     return torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()
 
 
+def _repeats(module: TermModel, inputs: Mapping[str, Tensor]) -> Repeats | None:
+    """Return the tokens before each term; None without a repetition penalty."""
+    if module.truncation is None or SUPERVISED in inputs:
+        return None
+    return module.truncation.repeats(inputs, _lengths(inputs))
+
+
 def _cut(row: Row, axis: DeviceMesh) -> Row:
     """This rank's part of a row over cp."""
     assert isinstance(row.layout, PackedLayout)
@@ -379,6 +389,7 @@ def _cut(row: Row, axis: DeviceMesh) -> Row:
         labels=part.labels,
         teacher={name: values[part.terms] for name, values in row.teacher.items()},
         routes=None if row.routes is None else row.routes[part.rows],
+        repeats=None if row.repeats is None else row.repeats.of_terms(part.terms),
         lengths=None if row.lengths is None else row.lengths[:, part.rows],
         context=part,
         own_rows=None if row.own_rows is None else part.rows,

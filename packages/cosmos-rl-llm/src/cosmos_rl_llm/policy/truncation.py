@@ -1,22 +1,26 @@
-"""Top-k and top-p: the tokens that an engine samples from, and the policy's log-probabilities among them.
+"""Repetition penalty, top-k and top-p: the distribution that an engine samples from, computed by the policy.
 
+    z'_v          = z_v / penalty if z_v > 0, else z_v * penalty, for each token v of the sequence so far
     kept(context) = the top_k most likely tokens and, of their renormalised mass, the fewest that reach top_p
 
 Engines that renormalise over the kept tokens sample from another distribution than softmax(logits). The policy gradient
-is of that distribution, and the first ratio is 1, if the policy renormalises over the same tokens.
+is of that distribution, and the first ratio is 1, if the policy penalises and renormalises over the same tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cosmos_rl_llm.policy.logprobs import Scaled, Vocabulary, multiply
+
 if TYPE_CHECKING:
     from cosmos_rl_core.types import Sampling
-    from cosmos_rl_llm.policy.logprobs import Vocabulary
 
 ALL = 2**62
 """Top-k that keeps every token."""
@@ -51,25 +55,34 @@ def nucleus(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """Top-k and top-p of a run's rollouts."""
+    """Top-k, top-p and repetition penalty of a run's rollouts."""
 
     top_k: int = 0
     """0 keeps all."""
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    """Applied by `Repeats`."""
 
     @classmethod
     def of(cls, sampling: Sampling | None) -> Self | None:
-        """Return that of sampling parameters; None if log-probabilities are among all tokens."""
-        if sampling is None or not sampling.renormalise or (sampling.top_p >= 1 and not sampling.top_k):
+        """Return that of sampling parameters; None if log-probabilities are those of the model."""
+        if sampling is None:
             return None
-        return cls(top_k=sampling.top_k, top_p=sampling.top_p)
+        top_k, top_p = (sampling.top_k, sampling.top_p) if sampling.renormalise else (0, 1.0)
+        found = cls(top_k=top_k, top_p=top_p, repetition_penalty=sampling.repetition_penalty)
+        return None if found == cls() else found
+
+    def repeats(self, inputs: Mapping[str, Tensor], lengths: Sequence[int]) -> Repeats | None:
+        """Return what penalises the terms of `Microbatch.inputs`; None without a penalty."""
+        penalty = self.repetition_penalty
+        return None if penalty == 1 else Repeats.of(inputs, lengths, penalty=penalty)
 
     def apply(self, logits: Tensor, labels: Tensor, *, vocabulary: Vocabulary) -> Tensor:
         """Set the logits [n, own] of tokens that are not kept to -inf, in place, except those of `labels` [n].
 
         A label that other weights sampled may be outside of what these keep.
         """
-        if not len(logits):
+        if not len(logits) or (self.top_p >= 1 and not self.top_k):
             return logits
         labels = labels[:, None]
         chosen = vocabulary.gather(logits, labels)
@@ -83,3 +96,54 @@ class Truncation:
         logits.fill_(-torch.inf)
         vocabulary.put(logits, tokens, values)
         return vocabulary.put(logits, labels, chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """The tokens that a packed row of L tokens has before each of its t terms, in the term's sequence."""
+
+    penalty: float
+    tokens: Tensor
+    """[u] int64: the distinct tokens of each sequence, one sequence after the other."""
+    first: Tensor
+    """[u] int64: index of each among the L tokens."""
+    bounds: np.ndarray
+    """[sequences + 1]: the part of `tokens` of each sequence."""
+    sequence: np.ndarray
+    """[t]: the sequence of each term, ascending."""
+    last: Tensor
+    """[t] int64: index of the last token before each term."""
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Tensor], lengths: Sequence[int], *, penalty: float) -> Self:
+        """Return those of `Microbatch.inputs` with sequences of `lengths`."""
+        tokens, ends = inputs["tokens"].numpy(), np.cumsum(lengths)
+        distinct = [np.unique(tokens[end - n : end], return_index=True) for end, n in zip(ends, lengths, strict=True)]
+        places = [place + end - n for (_, place), end, n in zip(distinct, ends, lengths, strict=True)]
+        return cls(
+            penalty=penalty,
+            tokens=torch.from_numpy(np.concatenate([each for each, _ in distinct])),
+            first=torch.from_numpy(np.concatenate(places)),
+            bounds=np.cumsum([0, *(len(each) for each in places)]),
+            sequence=np.searchsorted(ends, inputs["logit_index"].numpy(), side="right"),
+            last=inputs["logit_index"],
+        )
+
+    def of_terms(self, terms: Tensor) -> Self:
+        """Return those of some of the terms, by their indices in ascending order."""
+        return replace(self, sequence=self.sequence[terms.numpy()], last=self.last[terms])
+
+    def apply(self, logits: Tensor, terms: slice, *, vocabulary: Vocabulary) -> Sequence[Scaled]:
+        """Penalise the logits [n, own] of n terms in place; return what their gradients are multiplied by."""
+        scaled = []
+        sequence, last = self.sequence[terms], self.last[terms, None]
+        for number in np.unique(sequence):
+            rows = slice(*np.searchsorted(sequence, [number, number + 1]))
+            part = slice(*self.bounds[number : number + 2])
+            place, mine = vocabulary.own(self.tokens[part])
+            place, first = place[mine], self.first[part][mine]
+            values = logits[rows][:, place]
+            factors = torch.where(values > 0, 1 / self.penalty, self.penalty).masked_fill_(first > last[rows], 1.0)
+            scaled.append(Scaled(rows, place, factors))
+        multiply(logits, scaled)
+        return scaled
