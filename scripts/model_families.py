@@ -39,7 +39,6 @@ from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import RankFailed, preload, run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.engines.torch.engine import check_generation
@@ -49,7 +48,12 @@ from cosmos_rl_llm.policy.probe import TOLERANCE, plain_logprobs
 from cosmos_rl_llm.policy.rank_probe import GRADIENT_TOLERANCE as RANKS_GRADIENT_TOLERANCE
 from cosmos_rl_llm.policy.rank_probe import check_ranks, compare_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "shared"))
+
+from doubles.ranks import RankFailed, preload, run_ranks  # noqa: E402
+
+PAGE = ROOT / "docs" / "families.md"
 LOGPROB_TOLERANCE = 2e-5
 """In nats."""
 GRADIENT_TOLERANCE = 1e-4

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from cosmos_rl_core import assemble, run
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
+from doubles.pretend_cuda import pretend_cuda
 
 STEPS = 5
 INVARIANT = {"rollout__options": {"batch_invariant": True}}

@@ -14,9 +14,9 @@ from cosmos_rl_core import run
 from cosmos_rl_core.inference import worker
 from cosmos_rl_core.inference.pool import Answer, Row, Task
 from cosmos_rl_core.recipe.load import load_config, load_domain, tables_of
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
-from cosmos_rl_core.testing.pretend_record import Record
 from cosmos_rl_core.train.trainer import Trainer
+from doubles.pretend_cuda import pretend_cuda
+from doubles.pretend_record import Record
 
 pytestmark = pytest.mark.cuda_dry
 

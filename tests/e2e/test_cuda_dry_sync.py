@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from doubles.pretend_cuda import pretend_cuda
 
 pytestmark = pytest.mark.cuda_dry
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE / "support"))
+sys.path += [str(HERE / "support"), str(HERE.parent / "shared")]
 
 import torch  # noqa: E402
 from gpu_hour import ROOT, Hour, Skipped, Step  # noqa: E402

@@ -27,7 +27,7 @@ ABSENT = {
 PYTEST_INI = """\
 [pytest]
 addopts = --import-mode=importlib --strict-markers -p no:cacheprovider -m "not slow and not ci"
-pythonpath = tests/support
+pythonpath = tests/support shared
 timeout = 180
 markers =
     ci: slower proofs
@@ -75,6 +75,7 @@ def test_a_package_alone_passes_its_tests(package, dist, tmp_path):
     find = "import sys; from importlib.util import find_spec; print([n for n in sys.argv[1:] if find_spec(n)])"
     assert sh(python, "-c", find, *ABSENT[package], cwd=tmp_path).strip() == "[]"
     shutil.copytree(ROOT / "packages" / package / "tests", tmp_path / "tests")
+    shutil.copytree(ROOT / "tests/shared", tmp_path / "shared")
     shutil.copy(ROOT / "conftest.py", tmp_path)  # the profiles of Hypothesis
     shutil.copy(ROOT / "packages" / package / "README.md", tmp_path)  # whose example is tested
     (tmp_path / "pytest.ini").write_text(PYTEST_INI)
@@ -88,6 +89,7 @@ def test_sinks_that_want_older_packages_than_the_workspace_pass_their_tests(dist
     wanted = ["cosmos-rl-core[rerun,tensorboard]", "cosmos-rl-vla", "torch==2.13.*", "mlflow", "trackio", *TEST_TOOLS]
     sh(UV, "pip", "install", "--python", python, "--find-links", dist, *torch_source(), *wanted, cwd=tmp_path)
     (tmp_path / "pytest.ini").write_text(PYTEST_INI)
+    shutil.copytree(ROOT / "tests/shared", tmp_path / "shared")
     theirs = ("-W", "ignore::DeprecationWarning", "--timeout", "900")  # of SQLAlchemy in mlflow, which makes its tables
     for package, tests, chosen in (
         ("cosmos-rl-core", "test_sinks.py", "mlflow or trackio"),

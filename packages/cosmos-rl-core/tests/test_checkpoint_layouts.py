@@ -21,12 +21,12 @@ from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
+from doubles.ranks import run_ranks
 
 pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("checkpoint_layouts")]  # one process makes what they share
 

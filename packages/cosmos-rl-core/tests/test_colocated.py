@@ -16,9 +16,9 @@ from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.rollout.colocated import ColocatedEngine
 from cosmos_rl_core.settings.base import ConfigError
-from cosmos_rl_core.testing.fake_ranks import fake_rank
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Prompt, Sampling
+from doubles.fake_ranks import fake_rank
+from doubles.pretend_cuda import pretend_cuda
 
 LIMIT_S = 60.0
 PROMPT = Prompt(sample_id=0, row={})

@@ -9,9 +9,9 @@ import torch
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.comparison import EngineComparison
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
+from doubles.ranks import run_ranks
 
 ENGINE = -0.5
 """Log-probability of each term under the engine."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles.ranks import run_ranks
 
 
 def axis_of(world_size):

@@ -13,8 +13,8 @@ from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import PolicyOutputs, TermBatch, TrainBatch
+from doubles.pretend_cuda import pretend_cuda
 
 pytestmark = pytest.mark.cuda_dry
 

@@ -7,7 +7,7 @@ from cosmos_rl_core.parallel.axes.expert import combine, dispatch, grouped_linea
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.memory.remat import checkpoint_activations
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles.ranks import run_ranks
 
 EXPERTS, TOP_K, WIDTH, OUT = 4, 2, 8, 4
 

@@ -23,10 +23,10 @@ from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.recipe.model_card import model_card
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.testing.tiny_model import TinyPolicy
 from cosmos_rl_core.testing.tiny_task import TinyModel
 from cosmos_rl_core.train.trainer import Trainer
+from doubles.ranks import run_ranks
 
 RECIPE = {
     "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 2, "placement": "inline"},

@@ -13,7 +13,7 @@ from torch import nn
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.memory.float8 import use_float8
 from cosmos_rl_core.parallel.memory.remat import checkpoint_activations
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles.ranks import run_ranks
 
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, about kernels it does not find on CPUs

@@ -12,7 +12,7 @@ from cosmos_rl_core.parallel.axes.tensor import TensorAxis, cut_columns, cut_row
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles.ranks import run_ranks
 
 WIDTH = 6
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.parallel.gradients import clip_gradients
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles.ranks import run_ranks
 
 
 def test_one_process_clips_like_torch():

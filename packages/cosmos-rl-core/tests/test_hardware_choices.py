@@ -18,14 +18,14 @@ from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.memory import float8
 from cosmos_rl_core.parallel.memory.remat import wants_compile
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.workers import ranks
 from cosmos_rl_core.workers.connection import interfaces
 from cosmos_rl_core.workers.connection.interfaces import interface_of, use_interface
 from cosmos_rl_core.workers.context import Assignment, WorkerContext
 from cosmos_rl_core.workers.main import use_expandable_segments
 from cosmos_rl_core.workers.node import Node
+from doubles.pretend_cuda import pretend_cuda
+from doubles.ranks import run_ranks
 
 SELECTIVE = {"activation_checkpointing": "selective"}
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)

@@ -6,7 +6,6 @@ import resource
 import socket
 import time
 
-from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.listening import (
     GRACE_S,
     SeldomLog,
@@ -15,6 +14,7 @@ from cosmos_rl_core.wire.listening import (
     descriptor_shortage,
     raise_descriptor_limit,
 )
+from doubles.descriptors import descriptors_left
 
 
 def test_the_same_complaint_is_passed_on_once_a_minute_and_counted_meanwhile():

@@ -3,7 +3,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from cosmos_rl_core.testing.ranks import RankFailed, run_ranks
+from doubles.ranks import RankFailed, run_ranks
 
 
 def shares(rank, world_size, **sizes):

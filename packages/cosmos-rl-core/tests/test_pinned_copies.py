@@ -11,8 +11,8 @@ from cosmos_rl_core.checkpoint.host import copy_to_host, host_buffers, pinned
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.parallel.memory import offload
 from cosmos_rl_core.parallel.memory.offload import offload_activations
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
-from cosmos_rl_core.testing.pretend_tensor import CUDA, REGISTERED, PretendTensor
+from doubles.pretend_cuda import pretend_cuda
+from doubles.pretend_tensor import CUDA, REGISTERED, PretendTensor
 
 pytestmark = pytest.mark.cuda_dry
 

@@ -12,8 +12,8 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.pipeline import Pipeline
 from cosmos_rl_core.parallel.stages import cut_layers, microbatch_multiple, num_stages
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, TermBatch
+from doubles.ranks import run_ranks
 
 VOCABULARY, HIDDEN, LAYERS = 7, 6, 4
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
-from cosmos_rl_core.testing.pretend_tensor import CUDA, PretendTensor
+from doubles.pretend_cuda import pretend_cuda
+from doubles.pretend_tensor import CUDA, PretendTensor
 
 pytestmark = pytest.mark.cuda_dry
 

@@ -15,7 +15,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import MemorySection
 from cosmos_rl_core.parallel.memory.offload import offload_activations
 from cosmos_rl_core.parallel.memory.remat import checkpoint_activations, save_memory
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles.ranks import run_ranks
 
 MODES = ["none", "selective", "full"]
 ROW_BYTES = 64 * 32 * 4

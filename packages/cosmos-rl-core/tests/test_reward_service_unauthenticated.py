@@ -8,9 +8,9 @@ import time
 
 import httpx
 
-from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.http_server import HttpServer
 from cosmos_rl_core.wire.listening import SeldomFilter
+from doubles.descriptors import descriptors_left
 
 
 async def hello(scope, receive, send):

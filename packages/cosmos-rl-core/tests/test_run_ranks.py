@@ -12,10 +12,10 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.failure import Failure, cause
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments, policy_node, to_arguments
+from doubles.ranks import run_ranks
 
 
 def recipe(tmp_path, name, **policy):

@@ -7,8 +7,8 @@ from datetime import timedelta
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.rollout.spool.reader import PayloadGone
 from cosmos_rl_core.rollout.spool.store import Spooled
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.workers.batch import StepPayloads
+from doubles.ranks import run_ranks
 
 
 class Reader:

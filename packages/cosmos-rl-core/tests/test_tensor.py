@@ -17,7 +17,7 @@ from cosmos_rl_core.parallel.axes.tensor import (
     replicate,
     whole_sequence,
 )
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles.ranks import run_ranks
 
 VOCABULARY, WIDTH, INNER, LENGTH = 11, 6, 10, 8
 

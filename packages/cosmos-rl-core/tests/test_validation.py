@@ -12,12 +12,12 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.sections import EvalSection
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, build_network, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
 from cosmos_rl_core.train.validation import Validation
 from cosmos_rl_core.types import Share, StepResult
 from cosmos_rl_core.workers.steps import ValidatedSteps
+from doubles.ranks import run_ranks
 
 MODEL = TinyModel()
 ROWS = [{"context": context} for context in range(7)]

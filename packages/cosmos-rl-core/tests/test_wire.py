@@ -16,7 +16,6 @@ import pytest
 import uvloop
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire import frames
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.channel import MAX_UNAUTHENTICATED, Connection, ConnectionClosed, Hello, adopt, connect, serve
@@ -29,6 +28,7 @@ from cosmos_rl_core.wire.handshake import (
     make_preamble,
     session_keys,
 )
+from doubles.descriptors import descriptors_left
 
 TOKEN = bytes(range(32))
 OTHER_TOKEN = bytes(range(1, 33))

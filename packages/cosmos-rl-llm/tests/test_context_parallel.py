@@ -10,13 +10,13 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.context import check_heads
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.truncation import Truncation
+from doubles.ranks import run_ranks
 
 VOCAB = 37
 BASE = {

@@ -18,8 +18,6 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
-from cosmos_rl_core.testing.pretend_record import Record
 from cosmos_rl_core.types import Sampling, Share
 from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.domain import _recommend_vllm
@@ -30,6 +28,8 @@ from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import probe_samples
 from cosmos_rl_llm.policy.token_model import TermModel
+from doubles.pretend_cuda import pretend_cuda
+from doubles.pretend_record import Record
 
 pytestmark = pytest.mark.cuda_dry
 

@@ -13,11 +13,11 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, TermBatch
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.experts import is_experts, spread_experts
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from doubles.ranks import run_ranks
 
 COMMON = {
     "vocab_size": 32,

@@ -12,12 +12,12 @@ from small_families import gradients, one_at_a_time, packed, sample, small
 from transformers import AutoConfig, LlamaForCausalLM, LlamaModel
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
 from cosmos_rl_llm.policy import packing
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import runs_unpacked
+from doubles.ranks import run_ranks
 
 PACKED = {
     "cohere": {},

@@ -15,7 +15,6 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.parallel.memory.remat import _KEPT, checkpoint_activations
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.model.miniature import miniature
@@ -25,6 +24,7 @@ from cosmos_rl_llm.policy.kernels import Ragged
 from cosmos_rl_llm.policy.packing import PackedLayout
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import probe_samples
+from doubles.pretend_cuda import pretend_cuda
 
 EVERYTHING = {"flash", "flash_attn", "flex"}
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])

@@ -7,8 +7,8 @@ import torch
 from tiny_engine import PROMPT, make_engine, tiny_model
 
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Sampling
+from doubles.pretend_cuda import pretend_cuda
 
 pytestmark = pytest.mark.cuda_dry
 

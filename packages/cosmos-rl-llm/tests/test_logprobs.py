@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_llm.model.causal_lm import Head
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
+from doubles.ranks import run_ranks
 
 TERMS, HIDDEN = 23, 16
 CASES = [

@@ -15,7 +15,6 @@ from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, merge
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
@@ -25,6 +24,7 @@ from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.preflight import adapter_problems
 from cosmos_rl_llm.tiny import write_sums, write_tiny_model
+from doubles.ranks import run_ranks
 
 pytest.importorskip("peft")
 

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import MediaError, PromptError, UserError
 from cosmos_rl_core.parallel.rank_group import RankGroup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_llm.config import LLMDataConfig, MediaSection
 from cosmos_rl_llm.data.chat import Chat
@@ -26,6 +25,7 @@ from cosmos_rl_llm.data.rows import load_rows, normalise
 from cosmos_rl_llm.media.source import LIMITS, PromptMedia
 from cosmos_rl_llm.media.vision import Vision, find_family
 from cosmos_rl_llm.policy.token_model import TermModel
+from doubles.ranks import run_ranks
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -8,12 +8,12 @@ from llm_parity import FAMILIES, assert_equal, make_batch, train, train_rank
 
 from cosmos_rl_core.parallel.config import MemorySection, PrecisionSection
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from doubles.ranks import run_ranks
 
 MODES = ["selective", "full"]
 

@@ -16,7 +16,6 @@ from cosmos_rl_core.parallel.estimate import estimate
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig
@@ -25,6 +24,7 @@ from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from doubles.ranks import run_ranks
 
 LAYERS = 2
 LENGTH = 400

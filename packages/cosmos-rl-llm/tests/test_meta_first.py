@@ -18,7 +18,6 @@ from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm import build
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
@@ -27,6 +26,7 @@ from cosmos_rl_llm.model.causal_lm import empty_model, load_model
 from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.model.weights import find_weights
 from cosmos_rl_llm.tiny import write_tokenizer
+from doubles.ranks import run_ranks
 
 LAYERS = 6
 

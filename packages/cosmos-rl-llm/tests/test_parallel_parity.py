@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles.ranks import run_ranks
 
 SEQUENCE = {"sequence_parallel": True}
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}

@@ -11,7 +11,6 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.domain import LLM
@@ -19,6 +18,7 @@ from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
 from cosmos_rl_llm.policy.pipelined import PassThrough, PipelinedPolicy, cut_model
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.tiny import write_tiny_model
+from doubles.ranks import run_ranks
 
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}
 TIED = "model.embed_tokens.weight"

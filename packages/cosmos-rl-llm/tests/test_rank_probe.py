@@ -13,11 +13,11 @@ from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.model.miniature import Size, miniature
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.rank_probe import check_ranks, fitting_size
+from doubles.ranks import run_ranks
 
 SMALL = Size()
 RIGHT = {

@@ -26,7 +26,6 @@ from cosmos_rl_core.parallel.held import START
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_core.testing.fake_ranks import Collectives, fake_rank, faked
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm import build
 from cosmos_rl_llm.config import LLMModelConfig
@@ -38,6 +37,7 @@ from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.model.weights import find_weights, specs_of_config
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy, TermStage
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from doubles.fake_ranks import Collectives, fake_rank, faked
 
 COMMON = {"max_position_embeddings": 8192, "tie_word_embeddings": False}
 SIZES = {

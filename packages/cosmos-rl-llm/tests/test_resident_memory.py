@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cosmos_rl_core.assemble import build_collate, build_engine, build_mesh, build_reference, build_trainer
 from cosmos_rl_core.launch.plan import plan
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.testing.resident import engine_peak, policy_peak
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.tiny import write_tokenizer
+from doubles.ranks import run_ranks
+from doubles.resident import engine_peak, policy_peak
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LARGE = {

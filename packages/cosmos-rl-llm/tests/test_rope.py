@@ -14,7 +14,6 @@ from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.torch.engine import TorchEngine, check_generation
@@ -22,6 +21,7 @@ from cosmos_rl_llm.engines.vllm.start import check_rope
 from cosmos_rl_llm.model.miniature import VOCABULARY
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.rank_probe import check_ranks
+from doubles.ranks import run_ranks
 
 ORIGINAL = 18
 LONGROPE = {

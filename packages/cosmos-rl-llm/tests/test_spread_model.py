@@ -11,7 +11,6 @@ from cosmos_rl_core.parallel.config import ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
@@ -19,6 +18,7 @@ from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.parallelize import check_sizes
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.tiny import write_tokenizer
+from doubles.ranks import run_ranks
 
 
 def write(directory, family):

@@ -20,7 +20,6 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
@@ -32,6 +31,7 @@ from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.teacher.check import check_length, check_tokens, first_difference
 from cosmos_rl_llm.teacher.divergence import Top, Whole, term_divergence, with_rest
 from cosmos_rl_llm.teacher.teacher import Teacher, check_processing
+from doubles.ranks import run_ranks
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 TERMS, VOCABULARY, HIDDEN, TEACHERS = 23, 31, 8, 12

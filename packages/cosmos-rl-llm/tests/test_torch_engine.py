@@ -11,13 +11,13 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.rollout.kv_cache import cache_argument
-from cosmos_rl_core.testing.held_module import HeldModule, posted
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import make_model, named_weights
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from doubles.paused_forward import PausedForward, posted
 
 VOCAB = 66
 STOP_ID = 1
@@ -258,14 +258,14 @@ def test_a_stop_string_ends_the_rollout_and_is_cut_from_its_text():
 def test_new_weights_are_taken_between_two_terms():
     model, prompts = tiny(), prompts_of(6, 9)
     old, new = copy.deepcopy(model), tiny(seed=1)
-    held = HeldModule(model.base_model)
+    paused = PausedForward(model.base_model)
 
     async def work(engine):
         sampling = Sampling(max_terms=50)
         calls = [asyncio.ensure_future(engine.generate(p, num_samples=2, sampling=sampling, seed=3)) for p in prompts]
-        await held.reached()
+        await paused.reached()
         switch = await posted(engine.switch(4, lambda: copy_weights(named_weights(new), engine.weights())))
-        held.go()
+        paused.go()
         await switch
         assert engine.version == 4
         return [rollout for call in calls for rollout in (await call)[1]]
@@ -321,17 +321,17 @@ def test_cancelling_frees_the_sequences():
         calls = [
             asyncio.ensure_future(engine.generate(long, num_samples=8, sampling=sampling, seed=0)) for _ in range(2)
         ]
-        await held.reached()
+        await paused.reached()
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)
-        held.go()
+        paused.go()
         _, rollouts = await engine.generate(short, num_samples=8, sampling=Sampling(max_terms=2), seed=0)
         assert all(call.cancelled() for call in calls)
         return rollouts
 
     model = tiny()
-    held = HeldModule(model.base_model)
+    paused = PausedForward(model.base_model)
     engine = engine_of(model, stop_ids=[])
     assert len(run(engine, work)) == 8
     assert engine.stats.prefill_terms == 9  # the one that waited for a place never started
@@ -368,16 +368,16 @@ def test_an_error_in_the_engine_reaches_everyone_who_waits():
 
     async def work(engine):
         call = asyncio.ensure_future(engine.generate(long, num_samples=2, sampling=Sampling(max_terms=59), seed=0))
-        await held.reached()
+        await paused.reached()
         switch = await posted(engine.switch(1, fail))
-        held.go()
+        paused.go()
         outcomes = await asyncio.gather(call, switch, return_exceptions=True)
         with pytest.raises(RuntimeError, match="stopped"):
             await engine.generate(short, num_samples=1, sampling=Sampling(max_terms=2), seed=0)
         return outcomes
 
     model = tiny()
-    held = HeldModule(model.base_model)
+    paused = PausedForward(model.base_model)
     for outcome in run(engine_of(model, stop_ids=[]), work):
         assert isinstance(outcome, RuntimeError)
         assert isinstance(outcome.__cause__, ZeroDivisionError)
@@ -388,12 +388,12 @@ def test_closing_fails_what_waits_and_joins_the_thread():
 
     async def work():
         model = tiny()
-        held = HeldModule(model.base_model)
+        paused = PausedForward(model.base_model)
         engine = engine_of(model, stop_ids=[])
         call = asyncio.ensure_future(engine.generate(prompt, num_samples=2, sampling=Sampling(max_terms=59), seed=0))
-        await held.reached()
+        await paused.reached()
         closing = await posted(engine.close())
-        held.go()
+        paused.go()
         await closing
         (outcome,) = await asyncio.gather(call, return_exceptions=True)
         return outcome

@@ -9,12 +9,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from cosmos_rl_core.assemble import build_collate, build_trainer
 from cosmos_rl_core.launch.plan import plan
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.testing.resident import policy_peak
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.media.item import Item, view_of
 from cosmos_rl_llm.media.vision import find_family
+from doubles.ranks import run_ranks
+from doubles.resident import policy_peak
 
 pytest.importorskip("PIL")
 

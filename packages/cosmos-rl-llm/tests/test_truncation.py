@@ -9,7 +9,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.data.collate import collate, collate_sft
@@ -19,6 +18,7 @@ from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.policy import TextPolicy
 from cosmos_rl_llm.policy.truncation import Repeats, Truncation
 from cosmos_rl_llm.tiny import write_tiny_model
+from doubles.ranks import run_ranks
 
 SAMPLINGS = [
     Sampling(max_terms=12, temperature=0.7),

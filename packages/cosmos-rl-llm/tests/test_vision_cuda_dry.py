@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from cosmos_rl_core.parallel.device import to_device
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from doubles.pretend_cuda import pretend_cuda
 
 pytest.importorskip("PIL")
 

@@ -17,13 +17,13 @@ from cosmos_rl_core.parallel.dtensor import local_part, whole
 from cosmos_rl_core.parallel.estimate import estimate
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.fake_ranks import Collectives
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.model.parts import freeze
+from doubles.fake_ranks import Collectives
+from doubles.ranks import run_ranks
 
 pytest.importorskip("PIL")
 

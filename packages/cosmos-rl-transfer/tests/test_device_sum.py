@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_transfer.content import gpu
 from cosmos_rl_transfer.content.digest import TABLE, tensor_sum
 from cosmos_rl_transfer.content.gpu import MASK, device_sum
 from cosmos_rl_transfer.layout.box import Box, whole_box
+from doubles.pretend_cuda import pretend_cuda
 
 ON_CPU = torch.from_numpy(TABLE.view(np.int64))
 WIDTHS = [1, 2, 4, 8]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transfer_samples import TOKEN, blank, weights_at
 
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber
+from doubles.pretend_cuda import pretend_cuda
 
 pytestmark = pytest.mark.cuda_dry
 

@@ -11,7 +11,6 @@ import torch
 from transfer_samples import TOKEN, blank, weights_at
 
 from cosmos_rl_core.hardware_log import log_choice
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber
@@ -23,6 +22,7 @@ from cosmos_rl_transfer.transports.nixl_agent import HOST, Space, agent_of
 from cosmos_rl_transfer.transports.nixl_vram import NixlVram
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
+from doubles.pretend_cuda import pretend_cuda
 
 pytestmark = pytest.mark.cuda_dry
 GPU = torch.device("cuda", 0)

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from transfer_samples import TOKEN, blank, weights_at
 
-from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_core.wire.listening import GRACE_S
 from cosmos_rl_transfer import PeerLost, Publisher, ReplicaSubscriber, Subscriber, TransferError
 from cosmos_rl_transfer.wire.link import MAX_UNAUTHENTICATED, Link, Listener
 from cosmos_rl_transfer.wire.messages import Hello, Register
+from doubles.descriptors import descriptors_left
 
 BROKEN_TEXT = b"\x82\xa4type\xa4Join\xa6target\xa2\xff\xfe"
 """msgpack whose text is no UTF-8: msgspec raises UnicodeDecodeError, which is none of its DecodeErrors."""

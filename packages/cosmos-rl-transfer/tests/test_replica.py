@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_transfer import LayoutError, Manifest
 from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.layout.manifest import Shard
 from cosmos_rl_transfer.publish.publisher import own_part
+from doubles.ranks import run_ranks
 
 TOKEN = b"the run's token of 32 bytes....."
 SHAPES = {"embed": (7, 6), "proj": (8, 10), "norm": (5,), "scalar": (1,), "first": (4, 3), "last": (3, 4)}

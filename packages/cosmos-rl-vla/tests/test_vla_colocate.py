@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from cosmos_rl_core import run
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_engine
 from cosmos_rl_vla.config import TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.data.rows import load_rows
+from doubles.pretend_cuda import pretend_cuda
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

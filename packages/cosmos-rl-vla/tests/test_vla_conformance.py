@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_engine
 from cosmos_rl_vla.config import TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.data.rows import load_rows
+from doubles.pretend_cuda import pretend_cuda
 
 DATA = VLADataConfig(simulator="reach", tasks=("red",), options={"image_size": 16, "max_steps": 12})
 SAMPLING = VLASampling(max_steps=4)

@@ -16,13 +16,13 @@ from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing import ranks
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_policy
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.models.instructions import word_instructions
 from cosmos_rl_vla.models.pi.family import random_pi
+from doubles import ranks
 
 ranks.preload(*MODULES)
 

@@ -26,10 +26,10 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing import ranks
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.policy.parallel import parallelize
+from doubles import ranks
+from doubles.ranks import run_ranks
 
 ranks.preload(*MODULES)
 

@@ -20,8 +20,6 @@ from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_core.testing import ranks
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, TrainBatch
@@ -30,6 +28,8 @@ from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
+from doubles import ranks
+from doubles.ranks import run_ranks
 
 ranks.preload(*MODULES)
 

@@ -11,8 +11,6 @@ from vla_parity import decisions, microbatch_of
 from cosmos_rl_core.assemble import build_engine, build_mesh, build_trainer
 from cosmos_rl_core.launch.plan import plan
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.testing.resident import engine_peak, policy_peak
 from cosmos_rl_core.types import Prompt, TrainBatch
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
@@ -21,6 +19,8 @@ from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.models.instructions import word_instructions
 from cosmos_rl_vla.models.pi.config import GemmaSize, VisionSize
 from cosmos_rl_vla.models.pi.family import random_pi
+from doubles.ranks import run_ranks
+from doubles.resident import engine_peak, policy_peak
 
 LANGUAGE = GemmaSize(width=512, depth=4, mlp=2048, heads=8, kv_heads=1, head_dim=64)
 LARGE = {

@@ -13,7 +13,6 @@ from wfm_fixtures import lines_of, mock_data, pixel_model, recipe, save_pipeline
 
 from cosmos_rl_core import assemble, run
 from cosmos_rl_core.parallel.memory.swap import tensors_of
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.build import build_engine
@@ -21,6 +20,7 @@ from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.engines.torch import FlowEngine, TorchEngineOptions
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.sampling import FlowSampling
+from doubles.pretend_cuda import pretend_cuda
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,10 +8,10 @@ import torch
 from wfm_fixtures import mock_data, pixel_model, prompt
 
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.sampling import FlowSampling
+from doubles.pretend_cuda import pretend_cuda
 
 SAMPLING = FlowSampling(num_steps=5, window="fixed", steps=(0, 2))
 CHECKS = [check for check in ENGINE_CHECKS if check is not is_greedy_at_zero]

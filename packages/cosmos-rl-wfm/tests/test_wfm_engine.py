@@ -10,13 +10,13 @@ from wfm_fixtures import mock_data, pixel_model, prompt
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.held_module import HeldModule, posted
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share
 from cosmos_rl_wfm.build import build_engine, build_policy
 from cosmos_rl_wfm.collate import collate
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.models.codec import to_video
 from cosmos_rl_wfm.sampling import FlowSampling
+from doubles.paused_forward import PausedForward, posted
 
 STEPS = FlowSampling(num_steps=5, window="fixed", steps=(0, 2))
 CLEAN = FlowSampling(num_steps=3, rule="ode", times_per_rollout=3)
@@ -120,12 +120,12 @@ def test_new_weights_come_between_two_steps_and_terms_say_so():
         engine = engine_of()
         weights = {name: tensor.clone() for name, tensor in engine.weights().items()}
         await copy_weights(engine, weights, version=1)
-        held = HeldModule(engine._model.network)
+        paused = PausedForward(engine._model.network)
         sampling = FlowSampling(num_steps=10, window="all")
         drawing = asyncio.create_task(engine.generate(prompt(), num_samples=1, sampling=sampling, seed=0))
-        await held.reached()
+        await paused.reached()
         switch = await posted(copy_weights(engine, weights, version=2))
-        held.go()
+        paused.go()
         await switch
         _, (rollout,) = await drawing
         await engine.close()
@@ -139,14 +139,14 @@ def test_new_weights_come_between_two_steps_and_terms_say_so():
 def test_a_cancelled_request_stops_at_the_next_step():
     async def main():
         engine = engine_of()
-        held = HeldModule(engine._model.network)
+        paused = PausedForward(engine._model.network)
         sampling = FlowSampling(num_steps=100, window="fixed", steps=(0,))
         drawing = asyncio.create_task(engine.generate(prompt(), num_samples=1, sampling=sampling, seed=0))
-        await held.reached()
+        await paused.reached()
         drawing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await drawing
-        held.go()
+        paused.go()
         _, rollouts = await engine.generate(prompt(), num_samples=1, sampling=STEPS, seed=0)
         assert engine.progress <= 3 + STEPS.num_steps
         await engine.close()

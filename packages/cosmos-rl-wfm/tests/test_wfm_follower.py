@@ -13,11 +13,11 @@ from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_domain
-from cosmos_rl_core.testing import ranks
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Microbatch, TermBatch
 from cosmos_rl_wfm.ema import Follower
 from cosmos_rl_wfm.sampling import FlowSampling
+from doubles import ranks
+from doubles.ranks import run_ranks
 
 ranks.preload("diffusers.models.transformers.transformer_wan")
 

@@ -10,12 +10,12 @@ from wfm_fixtures import mock_data, pixel_model
 
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
-from cosmos_rl_core.testing.pretend_tensor import PretendTensor
 from cosmos_rl_core.train.learner import PolicyLearner
 from cosmos_rl_core.types import Microbatch, TermBatch, TrainBatch
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.sampling import FlowSampling
+from doubles.pretend_cuda import pretend_cuda
+from doubles.pretend_tensor import PretendTensor
 
 STEPS = FlowSampling(num_steps=4)
 CLEAN = FlowSampling(num_steps=4, rule="ode", old_decay="slow")

@@ -13,7 +13,6 @@ from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing import ranks
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import WFMModelConfig
@@ -21,6 +20,7 @@ from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.models.weights import empty_network
 from cosmos_rl_wfm.parallel.parallelize import transformer_blocks
 from cosmos_rl_wfm.sampling import FlowSampling
+from doubles import ranks
 
 ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.models.build")
 

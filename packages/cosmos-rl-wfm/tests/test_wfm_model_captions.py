@@ -11,7 +11,6 @@ from wfm_fixtures import VOCABULARY, save_pipeline, tiny_t5, tiny_tokenizer
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.memory.swap import tensors_of
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.data.config import WFMDataConfig
@@ -24,6 +23,7 @@ from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.models.weights import random_network
 from cosmos_rl_wfm.sampling import FlowSampling
+from doubles.pretend_cuda import pretend_cuda
 
 CAPTIONS = ["a red  square moves", "two discs &amp; a cross"]
 DATA = WFMDataConfig.model_validate({"kind": "mock", "size": {"frames": 5, "height": 32, "width": 32}})

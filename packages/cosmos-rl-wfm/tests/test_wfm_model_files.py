@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 from wfm_fixtures import FAMILIES, save_pipeline
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.testing import ranks
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import TextSection, WFMLoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.folder import open_folder
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.models.weights import empty_network, random_network
+from doubles import ranks
 
 ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.models.build")
 

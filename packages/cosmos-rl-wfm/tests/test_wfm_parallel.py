@@ -17,8 +17,8 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing import ranks
-from cosmos_rl_core.testing.ranks import run_ranks
+from doubles import ranks
+from doubles.ranks import run_ranks
 
 ranks.preload(*(f"diffusers.models.transformers.transformer_{name}" for name in FAMILIES), "peft")
 

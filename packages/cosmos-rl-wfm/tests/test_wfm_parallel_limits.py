@@ -9,10 +9,10 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, Preci
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing import ranks
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_wfm.parallel.context import check_heads, plan_of
 from cosmos_rl_wfm.parallel.parallelize import check_axes, parallelize, transformer_blocks
+from doubles import ranks
+from doubles.ranks import run_ranks
 
 ranks.preload(*(f"diffusers.models.transformers.transformer_{name}" for name in FAMILIES), "peft")
 

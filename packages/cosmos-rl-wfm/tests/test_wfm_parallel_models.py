@@ -8,12 +8,12 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing import ranks
-from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.parallel.parallelize import parallelize
+from doubles import ranks
+from doubles.ranks import run_ranks
 
 ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.models.build")
 

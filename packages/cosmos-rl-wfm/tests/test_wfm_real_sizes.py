@@ -20,13 +20,13 @@ from cosmos_rl_core.parallel.held import START
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_core.testing.fake_ranks import Collectives, fake_rank
 from cosmos_rl_wfm.domain import WFM
 from cosmos_rl_wfm.models import weights
 from cosmos_rl_wfm.models.folder import WEIGHTS
 from cosmos_rl_wfm.models.weights import empty_network, with_defaults
 from cosmos_rl_wfm.parallel.parallelize import parallelize
 from cosmos_rl_wfm.parallel.shape import model_shape, num_tokens, parameter_shapes
+from doubles.fake_ranks import Collectives, fake_rank
 
 NAME = "WanTransformer3DModel"
 WAN = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256}

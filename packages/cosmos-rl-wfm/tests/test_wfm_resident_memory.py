@@ -8,10 +8,10 @@ from wfm_fixtures import NETWORK, pixel_model, prompt, recipe
 from cosmos_rl_core.assemble import build_collate, build_engine, build_mesh, build_reference, build_trainer
 from cosmos_rl_core.launch.plan import plan
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.testing.resident import engine_peak, policy_peak
 from cosmos_rl_core.types import Share
 from cosmos_rl_wfm.domain import WFM
+from doubles.ranks import run_ranks
+from doubles.resident import engine_peak, policy_peak
 
 LARGE = {"patch_size": [1, 2, 2], "num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "num_layers": 4}
 PIXELS = {"small": 8, "large": 32}

@@ -9,7 +9,7 @@ import gpu_limits as limits
 import gpu_runs as runs
 from gpu_hour import Hour, Step
 
-from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from doubles.pretend_cuda import pretend_cuda
 
 STEPS = (
     Step(number=0, name="machine", perform=alone.here),

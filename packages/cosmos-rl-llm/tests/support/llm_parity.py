@@ -29,7 +29,6 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple
-from cosmos_rl_core.testing.ranks import largest_difference
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
@@ -41,6 +40,7 @@ from cosmos_rl_llm.model.parts import freeze
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from doubles.ranks import largest_difference
 
 Results = dict[str, np.ndarray]
 """By name: "loss", "grad_norm" [steps], "grad/<parameter>" of the first step, "weight/<parameter>" after the last."""
@@ -159,7 +159,7 @@ def train_rank(
     lora: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Results:
-    """`train` in one of the ranks of `testing.ranks.run_ranks`, with plain values for mesh and sections."""
+    """`train` in one of the ranks of `doubles.ranks.run_ranks`, with plain values for mesh and sections."""
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu"))
     section = ParallelSection.model_validate({**dims, **(parallel or {})})
     adapters = None if lora is None else LLMLoraSection.model_validate(lora)

@@ -26,7 +26,6 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import largest_difference
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share, TermBatch
 from cosmos_rl_vla.config import VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
@@ -34,6 +33,7 @@ from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.models.loaded import Loaded
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
+from doubles.ranks import largest_difference
 
 SAMPLES = 8
 """Decisions of a batch; ranks take them in turn, two microbatches each."""
@@ -60,7 +60,7 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.dinov2_with_registers.modeling_dinov2_with_registers",
 )
-"""To be imported before ranks are forked: `testing.ranks.preload`."""
+"""To be imported before ranks are forked: `doubles.ranks.preload`."""
 LOGPROBS = "logprobs "
 _TOWERS = ("vision_backbone.", "backbone.paligemma.vision_tower.")
 
@@ -104,7 +104,7 @@ def metrics_of(variant: str, setup: ModelSetup, *, kind: str, share: Share | Non
 
 
 def rank_metrics(rank: int, world_size: int, *, dims: Mapping[str, int], saved: str, cases: Sequence[Case]) -> Results:
-    """`metrics_of` each case in one of the ranks of `testing.ranks.run_ranks`; see `metrics_of_case`."""
+    """`metrics_of` each case in one of the ranks of `doubles.ranks.run_ranks`; see `metrics_of_case`."""
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu"))
     found: Results = {}
     for number, (variant, kind, options) in enumerate(cases):

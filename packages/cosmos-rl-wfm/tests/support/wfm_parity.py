@@ -20,9 +20,9 @@ from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.ranks import largest_difference
 from cosmos_rl_core.types import Share
 from cosmos_rl_wfm.parallel.parallelize import parallelize
+from doubles.ranks import largest_difference
 
 BATCH = 4
 HEADS = 4

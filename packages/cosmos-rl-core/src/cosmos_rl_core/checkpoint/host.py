@@ -2,7 +2,7 @@
 
 Memory of the exact size is mapped in pieces (`parallel.device.pinned`). A piece holds whole tensors: a copy may not
 cross two registered ranges.
-Unproven on hardware: tests run on the pretend device of `cosmos_rl_core.testing.pretend_cuda`.
+Unproven on hardware: tests run on the pretend device of `tests/shared/doubles/pretend_cuda.py`.
 """
 
 from __future__ import annotations

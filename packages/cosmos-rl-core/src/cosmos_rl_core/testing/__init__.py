@@ -1,1 +1,1 @@
-"""For tests, here and in packages that plug in: conformance suites, a tiny domain, ranks as processes."""
+"""For tests, here and in packages that plug in: conformance suites, a tiny domain, weights in files."""

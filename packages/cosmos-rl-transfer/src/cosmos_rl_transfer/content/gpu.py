@@ -3,7 +3,7 @@
 Whatever is queued on a `SideStream` neither waits for the computation of the default stream nor delays it. The current
 device is a property of each thread, so every thread sets it (`SideStream.current`) before it queues a copy.
 
-Unproven on hardware: tests run on the pretend device of cosmos_rl_core.testing.pretend_cuda.
+Unproven on hardware: tests run on the pretend device of `tests/shared/doubles/pretend_cuda.py`.
 """
 
 from __future__ import annotations

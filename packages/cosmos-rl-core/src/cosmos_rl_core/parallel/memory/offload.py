@@ -7,7 +7,7 @@ On a GPU the copies run on a stream of their own, beside the computation:
 
 A block's tensors are freed when the next block has run and they have left: the compute stream then waits for the copy,
 the host never. While the backward pass of a block runs, the tensors of the block before it are on their way back.
-Unproven on hardware: tests run on the pretend device of `cosmos_rl_core.testing.pretend_cuda`.
+Unproven on hardware: tests run on the pretend device of `tests/shared/doubles/pretend_cuda.py`.
 """
 
 from __future__ import annotations

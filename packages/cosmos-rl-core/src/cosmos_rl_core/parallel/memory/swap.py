@@ -6,7 +6,7 @@
     swap.back()
 
 Parameters keep their identity, views and aliases their storage. On a CPU nothing moves. Unproven on hardware: tests run
-on the pretend device of `cosmos_rl_core.testing.pretend_cuda`.
+on the pretend device of `tests/shared/doubles/pretend_cuda.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cosmos_rl_core.testing.pretend_record import Record
+from doubles.pretend_record import Record
 
 CUDA = torch.device("cuda", 0)
 _aten = torch.ops.aten

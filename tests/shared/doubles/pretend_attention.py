@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.testing.pretend_record import Record
-from cosmos_rl_core.testing.pretend_tensor import PretendTensor
+from doubles.pretend_record import Record
+from doubles.pretend_tensor import PretendTensor
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -66,7 +66,7 @@ class Record:
 
 
 def _place() -> str:
-    frames = [frame for frame in traceback.extract_stack() if "/testing/pretend_" not in frame.filename]
+    frames = [frame for frame in traceback.extract_stack() if "/doubles/pretend_" not in frame.filename]
     ours = [frame for frame in frames if "/cosmos_rl_" in frame.filename and "/tests/" not in frame.filename]
     frame = (ours or [frame for frame in frames if "/torch/" not in frame.filename])[-1]
     return f"{frame.filename.rpartition('/src/')[2].rpartition('site-packages/')[2]}:{frame.lineno} {frame.line}"

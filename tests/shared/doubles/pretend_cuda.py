@@ -36,9 +36,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 
-from cosmos_rl_core.testing.pretend_attention import check_fused, varlen_attention
-from cosmos_rl_core.testing.pretend_record import HERE, Record
-from cosmos_rl_core.testing.pretend_tensor import CUDA, PINNED, REGISTERED, Dispatch, PretendTensor, is_pinned, pin
+from doubles.pretend_attention import check_fused, varlen_attention
+from doubles.pretend_record import HERE, Record
+from doubles.pretend_tensor import CUDA, PINNED, REGISTERED, Dispatch, PretendTensor, is_pinned, pin
 
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 """Functions that copy Python or numpy data."""

@@ -1,10 +1,10 @@
 """Pauses an engine in a forward pass, so that a test cancels, switches or closes at a known point of a rollout.
 
-held = HeldModule(model)
+paused = PausedForward(model)
 call = asyncio.ensure_future(engine.generate(...))
-await held.reached()
+await paused.reached()
 switch = await posted(engine.switch(1, apply))
-held.go()
+paused.go()
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LIMIT_S = 60
 T = TypeVar("T")
 
 
-class HeldModule:
+class PausedForward:
     """Blocks forward pass number `passes` of `module` until `go` is called."""
 
     def __init__(self, module: nn.Module, *, passes: int = 3) -> None:
