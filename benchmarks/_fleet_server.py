@@ -28,7 +28,7 @@ from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.control.succession import Predecessor
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.launch.interrupts import rare_collections, run_to_end
+from cosmos_rl_core.launch.interrupts import run_to_end
 from cosmos_rl_core.observe.record import Events
 from cosmos_rl_core.observe.reporting import Reporter
 from cosmos_rl_core.types import RolloutGroup
@@ -204,5 +204,4 @@ if __name__ == "__main__":
     raise_descriptor_limit()
     folder, former = Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
     secret = read_token(folder / "token") if former else make_token(folder / "token")
-    with rare_collections(True):
-        run_to_end(SERVERS[sys.argv[1]](folder, secret, former))
+    run_to_end(SERVERS[sys.argv[1]](folder, secret, former))

@@ -86,7 +86,6 @@ FIRST_STEP = Row(
     unit="s",
     of=lambda one: one.watched.first_step_s,
     compare=truediv,
-    target="<= 0.7",
     note=FIRST_NOTE,
 )
 RSS = Row(
@@ -98,8 +97,8 @@ RSS = Row(
     is_memory=True,
 )
 PSS = replace(RSS, text="peak PSS", of=lambda one: one.watched.peak_pss / MIB)
-QWEN3_ROWS = (STEP, CPU, REWARD, FIRST_STEP, RSS, replace(PSS, target="<= 1.5"))
-SMOLLM2_ROWS = (TRAINED, CPU, FIRST_STEP, RSS, replace(PSS, target="<= 1.0"))
+QWEN3_ROWS = (STEP, CPU, REWARD, FIRST_STEP, RSS, PSS)
+SMOLLM2_ROWS = (TRAINED, CPU, FIRST_STEP, RSS, PSS)
 
 
 @dataclass(frozen=True, kw_only=True)

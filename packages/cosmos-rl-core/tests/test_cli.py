@@ -144,21 +144,6 @@ def test_the_shell_completes_commands():
     assert done.stdout.split() == ["init"], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "begins"), [(["run", "--help"], False), (["check"], False), (["run", "no.toml"], True)]
-)
-def test_run_alone_starts_a_process_that_imports_for_workers(words, begins):
-    code = f"""
-import atexit, sys
-sys.argv = ["cosmos-rl", *{words}]
-atexit.register(lambda: print("BEGUN", "cosmos_rl_core.workers.fork_server" in sys.modules))
-from cosmos_rl_core.cli.main import main
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert f"BEGUN {begins}" in done.stdout and "Traceback" not in done.stderr
-
-
 def test_an_unknown_command_is_a_users_error(cosmos_rl):
     assert "No such command 'trian'" in refused(cosmos_rl("trian", "x.toml"))
 

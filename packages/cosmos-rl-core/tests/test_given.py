@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 
 from cosmos_rl_core import Request, UserError, evaluate, generate, run
 from cosmos_rl_core.launch.given import open_recipe
-from cosmos_rl_core.launch.interrupts import on_interrupt, rare_collections, run_to_end
+from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.tiny import TINY
 from cosmos_rl_core.testing.tiny_task import hits
@@ -223,15 +222,6 @@ def test_an_interrupt_after_a_run_is_pythons_own():
     run_to_end(main())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_controller_alone_in_its_process_collects_garbage_less_often_and_leaves_it_as_it_was():
-    before = gc.get_threshold()
-    with rare_collections(True):
-        assert gc.get_threshold() == (10_000, 20, before[2])
-    assert gc.get_threshold() == before
-    with rare_collections(False):
-        assert gc.get_threshold() == before
 
 
 def test_an_interrupt_of_the_kernel_stops_the_run_in_good_order(tmp_path):

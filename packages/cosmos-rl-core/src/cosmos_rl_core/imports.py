@@ -21,8 +21,7 @@ VARIABLE = "COSMOS_RL_PYTHON_PATH"
 """Folders for child processes, as PYTHONPATH lists them."""
 PYTHON = (sys.executable, "-P")
 """Begins the command line of a child process: -P keeps the current directory off the front of sys.path."""
-WORKER_MODULE = "cosmos_rl_core.workers.main"
-WORKER = (*PYTHON, "-m", WORKER_MODULE)
+WORKER = (*PYTHON, "-m", "cosmos_rl_core.workers.main")
 """The first words of a worker's command line; the arguments of `cosmos-rl worker` follow."""
 
 

@@ -12,6 +12,7 @@ A child has a session of its own: Ctrl-C in the terminal reaches the parent alon
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import faulthandler
 import os
@@ -25,12 +26,9 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 
 from cosmos_rl_core.imports import child_environment
-
-if TYPE_CHECKING:
-    import asyncio  # imported where it is used: a run's fork server starts that much sooner
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STACKS = signal.SIGURG
@@ -109,8 +107,6 @@ class ChildProcess:
 
     async def ended(self) -> str:
         """Wait for its end on the running event loop and return `status`."""
-        import asyncio
-
         if self._ended is None:
             loop = asyncio.get_running_loop()
             self._ended = loop.create_future()
@@ -135,8 +131,6 @@ class ChildProcess:
 
 async def all_ended(children: Iterable[ChildProcess], *, timeout_s: float | None = None) -> bool:
     """Wait for all children; return whether they have ended within `timeout_s`."""
-    import asyncio
-
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*(child.ended() for child in children))

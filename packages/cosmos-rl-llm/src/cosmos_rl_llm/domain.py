@@ -19,7 +19,6 @@ from cosmos_rl_core.observe.startup import READING, phase
 from cosmos_rl_core.parallel.held import Held
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
-from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.parts import attach_files
@@ -206,22 +205,6 @@ class LLMDomain(DomainBase):
     def term_tokens(self, rollout: Rollout) -> np.ndarray:
         """The sampled tokens."""
         return rollout.arrays["tokens"]
-
-    def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """The policy, the torch engine and the model's module of transformers; none with vLLM, which starts processes.
-
-        Implements `cosmos_rl_core.optional.NamesModules`.
-        """
-        if config.rollout.engine != "torch":
-            return ()
-        directory = Path(resolve(config.model.path))
-        kind = (
-            read_json_object(directory / "config.json", hint="see model.path").get("model_type")
-            if directory.is_dir()
-            else None
-        )
-        model = [f"transformers.models.{kind}.modeling_{kind}"] if kind else []
-        return ("cosmos_rl_llm.build", "cosmos_rl_llm.engines.torch.engine", *model)
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
         """Names, shapes and dtypes from the headers of a local directory's safetensors, or else its config.json.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.types import WeightSpec
     from cosmos_rl_core.weight_sync import RankExchange, SyncCost, SyncSettings
     from cosmos_rl_transfer.publish.publisher import Publisher, RankPublisher
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
 
 class TransferSync:
     """Implements `cosmos_rl_core.weight_sync.WeightSync`. Torch is imported with the first side."""
-
-    def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """Both sides."""
-        return ("cosmos_rl_transfer.publish.publisher", "cosmos_rl_transfer.pull.subscriber")
 
     def publisher(
         self,

@@ -78,10 +78,6 @@ class VLADomain(DomainBase):
         """The engine sleeps."""
         return options
 
-    def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """The policy and the engine of this package."""
-        return ("cosmos_rl_vla.build", "cosmos_rl_vla.engines.torch") if config.rollout.engine == "torch" else ()
-
     def model_shape(
         self, model: VLAModelConfig, *, data: VLADataConfig, sampling: VLASampling | None
     ) -> ModelShape | None:

@@ -118,10 +118,6 @@ class WFMDomain(DomainBase):
         """The engine sleeps."""
         return options
 
-    def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """The policy and the engine of this package."""
-        return ("cosmos_rl_wfm.build", "cosmos_rl_wfm.engines.torch") if config.rollout.engine == "torch" else ()
-
     def model_shape(self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any) -> ModelShape | None:
         """The sizes of a local network or one from scratch; None for one on a hub."""
         from cosmos_rl_wfm.parallel.shape import read_shape

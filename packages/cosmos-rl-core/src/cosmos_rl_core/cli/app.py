@@ -7,7 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from cosmos_rl_core.cli import elastic, inference, reference, scale
 from cosmos_rl_core.cli.group import CommandGroup
 from cosmos_rl_core.cli.inference import Overrides, Recipe
 from cosmos_rl_core.imports import add_folders, import_from, pip_install
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.workers.fork_server import ForkServer
 
 app = typer.Typer(
     name="cosmos-rl",
@@ -36,7 +33,6 @@ def options(version: reference.Version = False) -> None:
 
 @app.command()
 def run(
-    context: typer.Context,
     file: Recipe,
     overrides: Overrides = None,
     *,
@@ -51,7 +47,7 @@ def run(
         plan(file, overrides)
         return
     folders, given = import_from(file), overrides or []
-    elastic.train(file, given, folders, resume=resume, overwrite=overwrite, forks=context.obj, deep=not checked)
+    elastic.train(file, given, folders, resume=resume, overwrite=overwrite, deep=not checked)
 
 
 app.command()(elastic.launch)
@@ -274,15 +270,12 @@ app.command()(inference.export_episodes)
 app.command("eval")(inference.evaluate)
 
 
-def main(arguments: list[str] | None = None, *, forks: ForkServer | None = None) -> None:
-    """Run the command line: exit code 2 with one message for a user's error, 130 after Ctrl-C.
-
-    forks: a server that has begun to import for the workers of a run.
-    """
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: exit code 2 with one message for a user's error, 130 after Ctrl-C."""
     if os.getpid() == 1:  # of a container: the kernel ignores signals without a handler
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
-        app(arguments, obj=forks)
+        app(arguments)
     except ValueError as error:
         from cosmos_rl_core.errors import UserError  # already imported by the module that raised it
 

@@ -11,15 +11,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from cosmos_rl_core.cli.inference import Overrides, Recipe
 from cosmos_rl_core.imports import import_from
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.workers.fork_server import ForkServer
 
 Resume = Annotated[
     str | None,
@@ -55,7 +52,6 @@ def train(
     *,
     resume: str | None,
     overwrite: bool,
-    forks: ForkServer | None = None,
     deep: bool = False,
 ) -> None:
     """Run a recipe to its end. Exit code: 1 if a worker was lost, 3 if the monitor has ended it, 130 if interrupted.
@@ -73,7 +69,7 @@ def train(
     notes = check_in_child(loaded, resume=resume, overwrite=overwrite) if deep else ()
     given = replace(open_recipe(loaded.whole(), python_path=folders), notes=notes)
     try:
-        result = run_supervised(given, resume=resume, overwrite=overwrite, forks=forks)
+        result = run_supervised(given, resume=resume, overwrite=overwrite)
     except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
         typer.echo(error_text(error), err=True)
         raise typer.Exit(1) from error

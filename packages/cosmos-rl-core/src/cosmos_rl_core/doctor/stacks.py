@@ -47,7 +47,6 @@ IDLE = (
     "cosmos_rl_core/observe/machine.py",
     "cosmos_rl_core/workers/main.py",
     "cosmos_rl_core/workers/rank_main.py",
-    "cosmos_rl_core/workers/fork_server.py",
 )
 """Files whose frames are those of a thread that waits for work, or begin every thread."""
 

@@ -36,7 +36,6 @@ from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_core.weight_sync import OwnsSubscriber
 from cosmos_rl_core.wire.channel import ConnectionClosed, adopt
-from cosmos_rl_core.workers.context import collector_paused
 from cosmos_rl_core.workers.failure import Failure
 
 if TYPE_CHECKING:
@@ -130,8 +129,7 @@ def _build_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
     quiet_torchao()  # transformers and diffusers import it
-    with collector_paused():
-        return assemble.build_engine(config, load_domain(config.run.domain))
+    return assemble.build_engine(config, load_domain(config.run.domain))
 
 
 async def load_engine(

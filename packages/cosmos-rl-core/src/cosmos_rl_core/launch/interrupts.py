@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -20,8 +19,6 @@ from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.launch.supervised.link import Supervised
 
 CHECK_S = 0.1
-YOUNG, MIDDLE = 10_000, 20
-"""Thresholds of the garbage collector in a controller's process, in place of 700 and 10."""
 T = TypeVar("T")
 
 _listeners: ContextVar[list[Callable[[], Any]] | None] = ContextVar("_listeners", default=None)
@@ -53,22 +50,6 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
 def _run(main: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_without_handlers(main))
-
-
-@contextlib.contextmanager
-def rare_collections(alone: bool) -> Iterator[None]:
-    """Collect garbage less often, if the controller is `alone` in its process.
-
-    A collection of all objects stops a controller with 4,096 workers for 0.2 s of processor time, and the messages and
-    records that it keeps for a while bring about one every few seconds.
-    """
-    young, middle, old = gc.get_threshold()
-    if alone and young:  # 0: switched off
-        gc.set_threshold(max(young, YOUNG), max(middle, MIDDLE), old)
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
 
 
 async def _without_handlers(main: Coroutine[Any, Any, T]) -> T:

@@ -10,26 +10,21 @@ import asyncio
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from cosmos_rl_core.assemble import build_sync
 from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.external import ExternalWorkers
 from cosmos_rl_core.launch.gpus import GpuSupply, gpus_per_rollout
 from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch, threads
 from cosmos_rl_core.launch.supervised.keeper import Ended, Keeper, Present, ProcessKeeper, WorkerSpec
-from cosmos_rl_core.optional import NamesModules
 from cosmos_rl_core.processes import machine_gpus
-from cosmos_rl_core.recipe.load import load_domain
-from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.wire.tls import TLS_FILE
-from cosmos_rl_core.workers.fork_server import ForkServer, opened
-from cosmos_rl_core.workers.node import Node, WorkerAddress, policy_node
+from cosmos_rl_core.workers.node import Node, WorkerAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,35 +231,6 @@ class LocalWorkers:
         self._changed.set()
 
 
-@contextlib.contextmanager
-def fork_server(
-    config: RunConfig, directory: Path, *, python_path: Sequence[str], begun: ForkServer | None
-) -> Iterator[ForkServer | None]:
-    """Import for the run's workers, in the server that has begun to if there is one.
-
-    None for workers that must not be forked, and for a single one unless its imports have begun.
-    """
-    node = policy_node(config.policy, bind=config.run.bind)
-    workers = (node.num_ranks == 1) + (0 if config.is_sft else config.rollout.replicas)
-    modules: Sequence[str] = ()
-    if config.run.placement == "local" and workers >= (2 if begun is None else 1):
-        modules = _modules(load_domain(config.run.domain), config)
-    if not modules:
-        if begun is not None:
-            begun.close()  # the processor is the workers'
-        yield None
-        return
-    modules = (*_modules(build_sync(config), config), *modules)
-    with opened() if begun is None else contextlib.nullcontext(begun) as server:
-        if server is not None:
-            server.load(modules, folders=python_path, log=directory / "logs" / "imports.log")
-        yield server
-
-
-def _modules(part: object, config: RunConfig) -> Sequence[str]:
-    return part.worker_modules(config) if isinstance(part, NamesModules) else ()
-
-
 async def start_processes(launch: Launch) -> LocalWorkers:
     """Start every worker of this machine; print the commands for the other machines."""
     config, controller, observer = launch.config, launch.controller, launch.observer
@@ -279,7 +245,6 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         log_dir=launch.directory / "logs",
         python_path=launch.python_path,
         policy_keeps=(launch.lock,),
-        fork_server=launch.fork_server,
     )
     workers = _local_workers(launch, keeper)
     controller.end_silent = workers.end_silent

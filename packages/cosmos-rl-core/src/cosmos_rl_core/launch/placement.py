@@ -26,7 +26,6 @@ from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
 from cosmos_rl_core.wire.tls import Tls
-from cosmos_rl_core.workers.fork_server import ForkServer
 from cosmos_rl_core.workers.node import Node
 
 STOP_GRACE_S = 60.0
@@ -55,8 +54,6 @@ class Launch:
     observer: RunObserver
     lock: int
     """Descriptor of the run directory's lock; a policy process keeps it until it ends, as it may be saving."""
-    fork_server: ForkServer | None = None
-    """Forks this machine's workers; None: they are started as commands."""
     supervised: Keeper | None = None
     """Keeps the worker processes in place of this process, which may be replaced; None: they are its children."""
 

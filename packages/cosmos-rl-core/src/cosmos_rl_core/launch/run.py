@@ -16,8 +16,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
@@ -41,8 +39,8 @@ from cosmos_rl_core.launch.check import check_here, warnings_for
 from cosmos_rl_core.launch.external import start_external
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.gpus import assign_gpus
-from cosmos_rl_core.launch.interrupts import Interrupts, rare_collections, run_to_end
-from cosmos_rl_core.launch.local import fork_server, start_processes
+from cosmos_rl_core.launch.interrupts import Interrupts, run_to_end
+from cosmos_rl_core.launch.local import start_processes
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
@@ -70,7 +68,6 @@ from cosmos_rl_core.wire.listening import (
 )
 from cosmos_rl_core.workers.directory import Removals, RunDirectory, explain_no_room
 from cosmos_rl_core.workers.failure import AGENT, receive_report
-from cosmos_rl_core.workers.fork_server import ForkServer
 from cosmos_rl_core.workers.node import policy_node
 
 RETURN_S = 10.0
@@ -119,26 +116,21 @@ def run(
     return run_given(given, resume=resume, overwrite=overwrite)
 
 
-def run_given(given: Given, *, resume: str | None, overwrite: bool, forks: ForkServer | None = None) -> RunResult:
-    """As `run`, of a recipe that is open. forks: a fork server of the caller that has begun to import."""
-    with prepared(given, resume=resume, overwrite=overwrite, forks=forks) as (directory, server):
-        return control(given, directory, resume=resume, overwrite=overwrite, forks=server)
+def run_given(given: Given, *, resume: str | None, overwrite: bool) -> RunResult:
+    """As `run`, of a recipe that is open."""
+    with prepared(given, resume=resume, overwrite=overwrite) as directory:
+        return control(given, directory, resume=resume, overwrite=overwrite)
 
 
 @contextlib.contextmanager
-def prepared(
-    given: Given, *, resume: str | None, overwrite: bool, forks: ForkServer | None
-) -> Iterator[tuple[RunDirectory, ForkServer | None]]:
-    """Lock the run's directory and let the fork server of its workers import. Errors in between are explained."""
+def prepared(given: Given, *, resume: str | None, overwrite: bool) -> Iterator[RunDirectory]:
+    """Lock the run's directory. Errors in the block are explained."""
     config, path = given.config, given.config.run.directory
     try:
         continues = config.run.placement == "external"
         opened = open_directory(path, resume=resume is not None, overwrite=overwrite, continues=continues)
-        with (
-            contextlib.closing(opened) as directory,
-            fork_server(config, path, python_path=given.python_path, begun=forks) as server,
-        ):
-            yield directory, server
+        with contextlib.closing(opened) as directory:
+            yield directory
     except OutOfMemory as error:
         raise UserError(f"{error}\n{memory_advice(config, role=error.role, reason=str(error))}") from error
     except OSError as error:
@@ -153,7 +145,6 @@ def control(
     *,
     resume: str | None,
     overwrite: bool,
-    forks: ForkServer | None = None,
     supervised: Supervised | None = None,
 ) -> RunResult:
     """Control a run to its end. `supervised`: the link to the process that keeps the workers."""
@@ -167,11 +158,10 @@ def control(
     if resume is None and takeover is None:
         claim_root(given.config, path, overwrite=overwrite)
     given.write_rows(path, resumed=resumption is not None or takeover is not None)
-    placed = _Placed(path.resolve(), directory.lock, forks, supervised)
-    ending, started = Ending(placed.directory), time.time()
+    ending, started = Ending(path.resolve()), time.time()
     alone = given.config.run.placement != "inline"
-    with ending.recorded(started), machine_log(placed.directory, "controller", alone=alone), rare_collections(alone):
-        whole = _Run(given, placed, resumption, takeover, ending)
+    with ending.recorded(started), machine_log(path.resolve(), "controller", alone=alone):
+        whole = _Run(given, directory, supervised, resumption, takeover, ending)
         result = run_to_end(whole.run([*given.notes, *directory.notes, *([short] if short else [])]))
     ending.finished(
         step=result.steps,
@@ -183,23 +173,14 @@ def control(
     return result
 
 
-class _Placed(NamedTuple):
-    """The run's place on this machine."""
-
-    directory: Path
-    lock: int
-    """Descriptor of the directory's lock."""
-    forks: ForkServer | None
-    supervised: Supervised | None
-
-
 class _Run:
     """The parts of one run and the order in which they start and stop."""
 
     def __init__(
         self,
         given: Given,
-        placed: _Placed,
+        opened: RunDirectory,
+        supervised: Supervised | None,
         resumption: Resumption | None,
         takeover: Takeover | None,
         ending: Ending,
@@ -207,9 +188,9 @@ class _Run:
         self._given = given
         self._ending = ending
         self._config = config = given.config
-        self._place = placed
-        self._directory = directory = placed.directory
-        self._supervised = placed.supervised
+        self._lock = opened.lock
+        self._directory = directory = opened.path.resolve()
+        self._supervised = supervised
         self._resumption, self._takeover = resumption, takeover
         look_up(config)
         self._policy_node = policy_node(config.policy, bind=_meeting_host(config))
@@ -235,7 +216,7 @@ class _Run:
             moves=config.elastic.controller_moves,
             supervised=self._supervised,
         )
-        self._removals = Removals(directory, lock=placed.lock)
+        self._removals = Removals(directory, lock=opened.lock)
 
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
         started = time.perf_counter()
@@ -409,8 +390,7 @@ class _Run:
                 python_path=self._given.python_path,
                 rewards=self._given.rewards,
                 observer=self._observer,
-                lock=self._place.lock,
-                fork_server=self._place.forks,
+                lock=self._lock,
                 supervised=self._supervised,
             )
         )

@@ -5,8 +5,6 @@ Placed inline, policy and engine are built in threads of one process, and initia
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import mmap
 import os
 import threading
@@ -45,19 +43,6 @@ def gpu_identity() -> str:
     return str(torch.cuda.get_device_properties(own_device()).uuid)
 
 
-def keep_freed_memory() -> None:
-    """Let this process keep the memory of freed tensors for the next ones of those sizes. glibc alone.
-
-    On a CPU each pass frees and allocates the same sizes. By default glibc returns large blocks to the kernel, whose
-    pages cost more when they come again, as zeros, than what an elementwise operation does with them.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_TRIM_THRESHOLD, -1)  # keeps what is free at the end of the heap
-        if not libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES):
-            libc.mallopt(_M_MMAP_THRESHOLD, _MOST_OF_OLD_GLIBC)
-
-
 def memory_of(device: torch.device) -> int | None:
     """Return the bytes of a GPU; None for the CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
@@ -90,12 +75,6 @@ def exact_products() -> Iterator[None]:
 
 
 T = TypeVar("T")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt(3)."""
-_MAPPED_BYTES = 2**30
-"""Blocks of at least this size are still returned to the kernel as soon as they are freed."""
-_MOST_OF_OLD_GLIBC = 2**25
-"""Before 2.35."""
 _ALIGNED = 16
 """Bytes to a multiple of which each tensor of a transfer starts: any dtype can be viewed there."""
 

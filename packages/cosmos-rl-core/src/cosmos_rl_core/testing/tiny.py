@@ -49,10 +49,6 @@ class Tiny(DomainBase):
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return options
 
-    def worker_modules(self, config: RunConfig) -> Sequence[str]:
-        """The model's module."""
-        return ("cosmos_rl_core.testing.tiny_model",)
-
     def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
         return {
             "hits": lambda: hits,

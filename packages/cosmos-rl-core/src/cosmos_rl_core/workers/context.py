@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 import threading
 import time
@@ -44,8 +43,6 @@ class WorkerContext:
     """Processes of the run on this worker's GPU."""
     address: str = ""
     """This machine's address for others of the run; empty in the controller's process, which has [run] bind."""
-    forked: bool = False
-    """Whether the memory of its imports is that of a fork server."""
     shares_process: bool = False
     """Whether other roles run in this process; then the global random state is not seeded."""
     ranks: Ranks | None = None
@@ -131,7 +128,7 @@ class Assignment:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Context for building parts in the compute thread: exclusive in the process, timed, without collections.
+        """Context for building parts in the compute thread: exclusive in the process, and timed.
 
         Phases that are named inside are spans within its own.
         """
@@ -144,7 +141,7 @@ class Assignment:
             span.enter_context(context.timeline.span(name))
             self.enter(name)
 
-        with context.build_lock, context.timeline.span("build"), collector_paused(context.forked), entering(enter):
+        with context.build_lock, context.timeline.span("build"), entering(enter):
             try:
                 yield
             finally:
@@ -161,34 +158,13 @@ class Assignment:
         import torch
 
         from cosmos_rl_core.hardware_log import log_choice
-        from cosmos_rl_core.parallel.device import keep_freed_memory, use_device
+        from cosmos_rl_core.parallel.device import use_device
 
         if use_device().type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = self.config.run.tf32
             torch.backends.cudnn.allow_tf32 = self.config.run.tf32  # convolutions, of autoencoders and pictures
             log_choice(f"float32 matrix products: {'TF32' if self.config.run.tf32 else 'exact'}")
-        elif not self.context.shares_process:
-            keep_freed_memory()
         if self.context.threads is not None:
             torch.set_num_threads(self.context.threads)
         if not self.context.shares_process:
             torch.manual_seed(self.config.run.seed)
-
-
-@contextmanager
-def collector_paused(forked: bool = False) -> Iterator[None]:
-    """Pause garbage collection; objects created inside are moved to the oldest generation afterwards.
-
-    forked: leave them young, as unfreezing would thaw the imports that a fork server has frozen, and a collection that
-    visits those copies their pages. (`gc.get_freeze_count()` is no test for it: it visits every object, 50 ms.)
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if not forked:
-            gc.freeze()
-            gc.unfreeze()  # moves them to the oldest generation, so that frequent scans of the youngest stay cheap
-        if running:
-            gc.enable()

@@ -40,7 +40,7 @@ from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.client import ControllerClient
 from cosmos_rl_core.workers.connection.interfaces import use_interface
 from cosmos_rl_core.workers.connection.lasting import ANSWER_S, LastingConnection
-from cosmos_rl_core.workers.context import Assignment, WorkerContext, collector_paused
+from cosmos_rl_core.workers.context import Assignment, WorkerContext
 from cosmos_rl_core.workers.directory import directory_of_worker, shares_directory
 from cosmos_rl_core.workers.failure import Failure, RefusedByController
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
@@ -55,11 +55,8 @@ def main() -> None:
     sys.exit(run_worker(*from_arguments(sys.argv[1:], program="worker")))
 
 
-def run_worker(worker: WorkerAddress, node: Node, *, forked: bool = False) -> int:
-    """Work until the run ends and return the exit code. A worker of one process does not return: it exits.
-
-    forked: the process shares the memory of its imports with the fork server.
-    """
+def run_worker(worker: WorkerAddress, node: Node) -> int:
+    """Work until the run ends and return the exit code. A worker of one process does not return: it exits."""
     raise_descriptor_limit()
     write_stacks_on_signal()
     worker = worker.resolved()
@@ -71,7 +68,7 @@ def run_worker(worker: WorkerAddress, node: Node, *, forked: bool = False) -> in
 
         return run_node(worker, node)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the controller decides
-    code = asyncio.run(_work(worker, node, forked=forked))
+    code = asyncio.run(_work(worker, node))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # does not wait for the thread of a reward that never returns
@@ -140,7 +137,7 @@ def _listen_for_signals(context: WorkerContext) -> asyncio.Event:
     return terminated
 
 
-async def _work(worker: WorkerAddress, node: Node, *, forked: bool) -> int:
+async def _work(worker: WorkerAddress, node: Node) -> int:
     leaving = asyncio.Event()
     try:
         connection, address = await connect_to(worker, leaving=leaving), worker_address(worker.controller)
@@ -158,7 +155,6 @@ async def _work(worker: WorkerAddress, node: Node, *, forked: bool) -> int:
         threads=worker.threads,
         processes_per_gpu=worker.processes_per_gpu,
         leaving=leaving,
-        forked=forked,
     )
     terminated = _listen_for_signals(context)
     try:
@@ -214,10 +210,9 @@ class Role(Protocol):
 
 async def run_role(role: str, context: WorkerContext, connection: LastingConnection) -> None:
     """Receive the recipe, run `policy` or `rollout` to the end, send Goodbye."""
-    with collector_paused(context.forked):  # imports torch; a worker that cannot connect fails earlier
-        from cosmos_rl_core.workers.policy import PolicyRole
-        from cosmos_rl_core.workers.rollout import RolloutRole
-        from cosmos_rl_core.workers.steps import DirectLink
+    from cosmos_rl_core.workers.policy import PolicyRole  # after the connection: imports torch
+    from cosmos_rl_core.workers.rollout import RolloutRole
+    from cosmos_rl_core.workers.steps import DirectLink
 
     welcome = await connection.receive()
     if context.ranks is not None:

@@ -28,12 +28,11 @@ from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
 from cosmos_rl_core.launch.supervised.link import CRASHED, Supervised, link, serve_controllers
 from cosmos_rl_core.observe.reporting import Ending
 from cosmos_rl_core.processes import end_with
-from cosmos_rl_core.workers.fork_server import ForkServer
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run_supervised(given: Given, *, resume: str | None, overwrite: bool, forks: ForkServer | None) -> RunResult:
+def run_supervised(given: Given, *, resume: str | None, overwrite: bool) -> RunResult:
     """As `run.run_given`, with a controller that is started again after its death.
 
     Returns in the controller's process alone. The calling process keeps the workers, and ends with the exit code of the
@@ -41,8 +40,8 @@ def run_supervised(given: Given, *, resume: str | None, overwrite: bool, forks: 
     """
     restarts = given.config.elastic.restart_controller
     if sys.platform != "linux" or given.config.run.placement != "local" or not restarts:
-        return run_given(given, resume=resume, overwrite=overwrite, forks=forks)
-    with prepared(given, resume=resume, overwrite=overwrite, forks=forks) as (directory, server):
+        return run_given(given, resume=resume, overwrite=overwrite)
+    with prepared(given, resume=resume, overwrite=overwrite) as directory:
         ours, theirs = link()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -52,10 +51,8 @@ def run_supervised(given: Given, *, resume: str | None, overwrite: bool, forks: 
                 log_dir=directory.path.resolve() / "logs",
                 python_path=given.python_path,
                 policy_keeps=(directory.lock,),
-                fork_server=server,
             )
             raise SystemExit(asyncio.run(_launch(supervisor, ours, keeper, directory.path.resolve())))
-        # From here on, the fork server is the launcher's: closing it in this process only closes a descriptor.
         ours.close()
         supervised, is_first = _next_controller(theirs, restarts, directory.path.resolve())
         if not is_first:

@@ -14,14 +14,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import msgspec
 
 from cosmos_rl_core.imports import WORKER
 from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
 from cosmos_rl_core.wire.handshake import keep_secret
-from cosmos_rl_core.workers.fork_server import ForkedProcess, ForkServer
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
 
@@ -91,22 +90,13 @@ class Keeper(Protocol):
 class ProcessKeeper:
     """Implements `Keeper` in this process. Used in an event loop."""
 
-    def __init__(
-        self,
-        *,
-        log_dir: Path,
-        python_path: Sequence[str] = (),
-        policy_keeps: tuple[int, ...] = (),
-        fork_server: ForkServer | None = None,
-    ) -> None:
+    def __init__(self, *, log_dir: Path, python_path: Sequence[str] = (), policy_keeps: tuple[int, ...] = ()) -> None:
         """python_path: folders for a recipe's "module:attribute" names. policy_keeps: descriptors inherited by policy
-        processes, so that a lock is held until they end. fork_server: forks workers of one process; without one, and
-        after its end, they are started as commands.
+        processes, so that a lock is held until they end.
         """
         self._log_dir = log_dir
         self._python_path = tuple(python_path)
         self._policy_keeps = policy_keeps
-        self._fork_server = fork_server
         self._controller = ""
         self._secrets: Mapping[str, str] = {}
         self._on_end: Callable[[Ended], None] = lambda end: None
@@ -114,7 +104,6 @@ class ProcessKeeper:
         self._specs: dict[str, WorkerSpec] = {}
         self._processes: dict[str, ChildProcess] = {}
         self._ended: dict[str, Ended] = {}
-        self._killed: set[str] = set()
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def attach(self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[Ended], None]) -> Present:
@@ -126,7 +115,6 @@ class ProcessKeeper:
         for spec in workers:
             self._specs[spec.name] = spec
             self._ended.pop(spec.name, None)
-            self._killed.discard(spec.name)
             self._spawn(spec)
 
     def kill(self, names: Sequence[str]) -> None:
@@ -134,7 +122,6 @@ class ProcessKeeper:
             process = self._processes.get(name)
             if process is None or process.exit_code is not None:
                 continue
-            self._killed.add(name)
             if self._specs[name].node.num_ranks > 1:
                 process.hang_up()  # the agent ends its ranks
             else:
@@ -162,34 +149,22 @@ class ProcessKeeper:
         with contextlib.suppress(OSError):  # the worker reports an unreadable file
             for path, text in self._secrets.items():
                 keep_secret(Path(path), text)
+        address = replace(spec.address, controller=self._controller, launcher=os.getpid())
         log = self._log_dir / f"{spec.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
-            process = self._processes[spec.name] = self._process(spec, output)
+            process = self._processes[spec.name] = ChildProcess(
+                [*WORKER, *to_arguments(address, spec.node)],
+                environment=environment(self._python_path, threads=address.threads, gpus=spec.gpus),
+                output=output,
+                keeps=self._policy_keeps if address.role == "policy" else (),
+            )
         watcher = asyncio.create_task(self._watch(spec, process, log))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    def _process(self, spec: WorkerSpec, log: IO[bytes]) -> ChildProcess:
-        address = replace(spec.address, controller=self._controller, launcher=os.getpid())
-        arguments = to_arguments(address, spec.node)
-        variables = environment(self._python_path, threads=address.threads, gpus=spec.gpus)
-        keeps = self._policy_keeps if address.role == "policy" else ()
-        if self._fork_server is not None and spec.node.num_ranks == 1:
-            forked = self._fork_server.start(arguments, environment=variables, output=log, keeps=keeps)
-            if forked is not None:
-                return forked
-        return ChildProcess([*WORKER, *arguments], environment=variables, output=log, keeps=keeps)
-
     async def _watch(self, spec: WorkerSpec, process: ChildProcess, log: Path) -> None:
         status = await process.ended()
-        if isinstance(process, ForkedProcess) and not process.started and spec.name not in self._killed:
-            self._fork_server = None  # it has ended
-            try:
-                self._spawn(spec)
-                return
-            except OSError as error:  # it would be lost with this task
-                status = f"cannot be started: {error}"
         code = process.exit_code
         assert code is not None
         end = Ended(name=spec.name, exit_code=code, status=status, last_lines=last_lines(log))
