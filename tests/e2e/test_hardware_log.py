@@ -4,7 +4,6 @@ from cosmos_rl_core import run
 
 
 def test_the_logs_of_a_run_name_the_path_of_its_weights(tmp_path, recipe_of, monkeypatch):
-    monkeypatch.setenv("COSMOS_RL_CACHE", str(tmp_path / "cache"))
     tables = recipe_of("llm", "rl")
     tables["run"] |= {"placement": "local", "max_steps": 1, "output_dir": str(tmp_path / "run")}
     run(tables)
