@@ -189,7 +189,7 @@ def test_a_run_whose_controller_hangs_is_stopped_with_all_its_processes(begin, w
     [rollout], controller = processes_of(run_dir, name="rollout-0"), contact(run_dir)["pid"]
     for pid in (controller, rollout):
         os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr("cosmos_rl_core.clusters.operator.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("cosmos_rl_core.ops.clusters.operator.CONNECT_TIMEOUT_S", 0.5)
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["stop", str(run_dir), "--now"])
     assert capsys.readouterr().out.endswith("gets SIGKILL, and all that it has started\nthe run has ended\n")

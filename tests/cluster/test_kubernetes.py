@@ -11,9 +11,9 @@ import stand_in_kubernetes
 from stand_in_kubernetes import StandIn
 
 from cosmos_rl_core.checkpoint.manifest import read_state
-from cosmos_rl_core.clusters import manifest
-from cosmos_rl_core.clusters.kubernetes import Kubernetes
-from cosmos_rl_core.clusters.launcher import ClusterRun, launch
+from cosmos_rl_core.ops.clusters import manifest
+from cosmos_rl_core.ops.clusters.kubernetes import Kubernetes
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun, launch
 from cosmos_rl_core.testing.conformance import check_launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

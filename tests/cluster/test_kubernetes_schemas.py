@@ -8,8 +8,8 @@ import subprocess
 import pytest
 import yaml
 
-from cosmos_rl_core.clusters.kubernetes import Kubernetes
-from cosmos_rl_core.clusters.launcher import ClusterRun
+from cosmos_rl_core.ops.clusters.kubernetes import Kubernetes
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun
 
 pytestmark = pytest.mark.slow
 

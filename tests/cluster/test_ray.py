@@ -12,8 +12,8 @@ import pytest
 from loopback_ray import LoopbackRay
 
 from cosmos_rl_core.checkpoint.manifest import read_state
-from cosmos_rl_core.clusters.launcher import ClusterRun
-from cosmos_rl_core.clusters.launcher import launch as launch_on
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun
+from cosmos_rl_core.ops.clusters.launcher import launch as launch_on
 from cosmos_rl_core.testing.conformance import check_launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -115,7 +115,7 @@ def test_a_launch_stays_until_the_run_has_trained_to_its_end(call, recipe, tmp_p
 def test_ray_conforms(ray, recipe, monkeypatch, wait_for):
     for name, value in ray.environment.items():
         monkeypatch.setenv(name, value)
-    from cosmos_rl_core.clusters.ray import Ray
+    from cosmos_rl_core.ops.clusters.ray import Ray
 
     run, until = ClusterRun.of(recipe(**LONG), []), partial(wait_for, timeout_s=300)
     try:

@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from cosmos_rl_core.checkpoint.manifest import read_state
-from cosmos_rl_core.clusters.launcher import ClusterRun
-from cosmos_rl_core.clusters.launcher import launch as launch_on
-from cosmos_rl_core.clusters.slurm import Slurm
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun
+from cosmos_rl_core.ops.clusters.launcher import launch as launch_on
+from cosmos_rl_core.ops.clusters.slurm import Slurm
 from cosmos_rl_core.testing.conformance import check_launcher, refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.migrate.command import migrate
+from cosmos_rl_core.ops.migrate.command import migrate
 from cosmos_rl_core.recipe.load import load_config
 
 TABLE = Path(__file__).parent / "support" / "cosmos_rl_keys.tsv"

@@ -11,10 +11,10 @@ import pytest
 from pages import PAGES, ROOT, blocks, name_of, prose
 
 from cosmos_rl_core.monitor.config import DEFAULT_RULES, MonitorConfig
+from cosmos_rl_core.ops.reward_service.settings import ServerSettings
 from cosmos_rl_core.recipe.load import load, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.schema import recipe_schema
-from cosmos_rl_core.reward.service.settings import ServerSettings
 from cosmos_rl_core.settings.problems import validated
 
 CORE = ROOT / "packages/cosmos-rl-core/src/cosmos_rl_core"

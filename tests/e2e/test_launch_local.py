@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from cosmos_rl_core.checkpoint.manifest import read_state
-from cosmos_rl_core.clusters.launcher import ClusterRun, launch
-from cosmos_rl_core.clusters.local import Local
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun, launch
+from cosmos_rl_core.ops.clusters.local import Local
 from cosmos_rl_core.testing.conformance import check_launcher
 
 ENDLESS = {"run__max_steps": 100_000, "rollout__options": {"delay_s": 0.05}}

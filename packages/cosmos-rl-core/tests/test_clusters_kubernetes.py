@@ -10,13 +10,13 @@ import pytest
 import yaml
 from kubernetes_schema import KINDS, problems
 
-from cosmos_rl_core.clusters.kubernetes import Kubernetes
-from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_files
-from cosmos_rl_core.clusters.manifest import IS_FRESH, START, Manifest, merged
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.secrets import describe_encryption, make_secrets, read_secrets
 from cosmos_rl_core.launch.takeover import take_over
+from cosmos_rl_core.ops.clusters.kubernetes import Kubernetes
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun, find_launcher, shares_files
+from cosmos_rl_core.ops.clusters.manifest import IS_FRESH, START, Manifest, merged
 from cosmos_rl_core.recipe.sections import TlsSection
 from cosmos_rl_core.wire.handshake import make_token
 from cosmos_rl_core.wire.tls import read_tls

@@ -14,10 +14,10 @@ import pytest
 from fake_platform import LEAVING, QUOTA, FakePlatform
 
 from cosmos_rl_core.cli.app import main
-from cosmos_rl_core.clusters import local
-from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, launch
-from cosmos_rl_core.clusters.local import Local, end_process
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.ops.clusters import local
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun, Launched, launch
+from cosmos_rl_core.ops.clusters.local import Local, end_process
 from cosmos_rl_core.processes import ChildProcess
 from cosmos_rl_core.testing.conformance import check_launcher, refused
 from cosmos_rl_core.wire.channel import ConnectionClosed

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from cosmos_rl_core.clusters.launcher import ClusterRun
-from cosmos_rl_core.clusters.meeting import Begin, GivenUp, Join, Meeting, Over
-from cosmos_rl_core.clusters.node import ClusterNode, gpus_of, parts_of
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun
+from cosmos_rl_core.ops.clusters.meeting import Begin, GivenUp, Join, Meeting, Over
+from cosmos_rl_core.ops.clusters.node import ClusterNode, gpus_of, parts_of
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect, serve
 
 RECIPE = """
@@ -207,7 +207,7 @@ def together(recipe, tmp_path, monkeypatch):
 
     `program` is what its workers run. The controller ends when there is a file `end`, and makes a file `over`.
     """
-    monkeypatch.setattr("cosmos_rl_core.clusters.restarted.PAUSE_S", 0.0)
+    monkeypatch.setattr("cosmos_rl_core.ops.clusters.restarted.PAUSE_S", 0.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def run(program, *overrides, folders=(), nodes=1):

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from cosmos_rl_core.clusters.follow import Logs, follow
-from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
-from cosmos_rl_core.clusters.ray import Ray, _must_listen, not_started, processes, whole
-from cosmos_rl_core.clusters.ray_supervisor import ReplicaAddress
-from cosmos_rl_core.clusters.restarted import Job, RestartedProcess
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.ops.clusters.follow import Logs, follow
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun, find_launcher
+from cosmos_rl_core.ops.clusters.ray import Ray, _must_listen, not_started, processes, whole
+from cosmos_rl_core.ops.clusters.ray_supervisor import ReplicaAddress
+from cosmos_rl_core.ops.clusters.restarted import Job, RestartedProcess
 from cosmos_rl_core.processes import environment
 
 RECIPE = """
@@ -147,7 +147,7 @@ def test_logs_are_read_as_they_grow(tmp_path):
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_stops_the_run_and_a_second_one_ends_it(cluster, monkeypatch, times):
-    monkeypatch.setattr("cosmos_rl_core.clusters.follow.CHECK_S", 0.0)
+    monkeypatch.setattr("cosmos_rl_core.ops.clusters.follow.CHECK_S", 0.0)
     stops, lines = [], []
 
     def is_alive():

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, find_launcher, launch
-from cosmos_rl_core.clusters.slurm import Slurm, _step, rollout_script, run_script
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun, Launched, find_launcher, launch
+from cosmos_rl_core.ops.clusters.slurm import Slurm, _step, rollout_script, run_script
 
 RECIPE = """
 [run]

@@ -13,16 +13,16 @@ import pytest
 from run_files import write_run
 from starlette.testclient import TestClient
 
-from cosmos_rl_core.dashboard.app import Runs, build_app
-from cosmos_rl_core.dashboard.curves import Curves
-from cosmos_rl_core.dashboard.guard import Guard
-from cosmos_rl_core.dashboard.health import health
-from cosmos_rl_core.dashboard.lines import GrowingFile
-from cosmos_rl_core.dashboard.rollouts import Rollouts
-from cosmos_rl_core.dashboard.run import find_runs, without_secrets
-from cosmos_rl_core.dashboard.server import MOST_IDLE, http_server, listen, serve
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.trace import WAITS
+from cosmos_rl_core.ops.dashboard.app import Runs, build_app
+from cosmos_rl_core.ops.dashboard.curves import Curves
+from cosmos_rl_core.ops.dashboard.guard import Guard
+from cosmos_rl_core.ops.dashboard.health import health
+from cosmos_rl_core.ops.dashboard.lines import GrowingFile
+from cosmos_rl_core.ops.dashboard.rollouts import Rollouts
+from cosmos_rl_core.ops.dashboard.run import find_runs, without_secrets
+from cosmos_rl_core.ops.dashboard.server import MOST_IDLE, http_server, listen, serve
 
 TOKEN = "a-token-of-a-test"
 
@@ -228,7 +228,7 @@ def test_a_span_that_has_not_ended_lasts_until_the_run_was_last_seen(run_dir):
 
 def test_a_window_begins_where_the_spans_of_all_processes_are_known(run_dir, monkeypatch):
     size = (run_dir / "spans" / "rollout-0.jsonl").stat().st_size
-    monkeypatch.setattr("cosmos_rl_core.dashboard.timeline.MOST_BYTES", size // 2)
+    monkeypatch.setattr("cosmos_rl_core.ops.dashboard.timeline.MOST_BYTES", size // 2)
     (run_dir / "spans" / "policy-0.jsonl").write_text('{"name":"build","at":1000.0,"dur":1.0}\n')
     (run,) = find_runs([run_dir]).values()
     run.timeline.update()

@@ -14,11 +14,11 @@ import pytest
 import uvicorn
 from run_files import group, write_run
 
-from cosmos_rl_core.dashboard.app import Runs, build_app
-from cosmos_rl_core.dashboard.guard import Guard
 from cosmos_rl_core.observe.gallery import Gallery
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines
+from cosmos_rl_core.ops.dashboard.app import Runs, build_app
+from cosmos_rl_core.ops.dashboard.guard import Guard
 from cosmos_rl_core.types import Prompt
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")

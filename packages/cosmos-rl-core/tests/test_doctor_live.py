@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from cosmos_rl_core.doctor.run import examine_run
-from cosmos_rl_core.doctor.stacks import worker_processes
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.ops.doctor.run import examine_run
+from cosmos_rl_core.ops.doctor.stacks import worker_processes
 
 pytestmark = pytest.mark.ci
 LIMIT_S = 120.0

@@ -9,9 +9,10 @@ import pytest
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.cli import app
-from cosmos_rl_core.doctor import collective, limits, machine, network, software
-from cosmos_rl_core.doctor.machine import run_check
-from cosmos_rl_core.doctor.report import Check, is_bad, render
+from cosmos_rl_core.interfaces import Check
+from cosmos_rl_core.ops.doctor import collective, limits, machine, network, software
+from cosmos_rl_core.ops.doctor.machine import run_check
+from cosmos_rl_core.ops.doctor.report import is_bad, render
 from cosmos_rl_core.recipe.load import load_config
 
 

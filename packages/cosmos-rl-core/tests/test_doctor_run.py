@@ -24,11 +24,6 @@ from cosmos_rl_core.control.evaluation import Evaluation
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.doctor import stacks
-from cosmos_rl_core.doctor.limits import GIB
-from cosmos_rl_core.doctor.run import examine_run
-from cosmos_rl_core.doctor.stacks import WorkerProcess, busy_threads, stacks_of, worker_processes
-from cosmos_rl_core.doctor.waits import RUN, WEIGHTS, Wait, chain, waits_of
 from cosmos_rl_core.errors import OutOfMemory, UserError
 from cosmos_rl_core.observe.machine import Machine, Sample
 from cosmos_rl_core.observe.nvml import Gpu
@@ -36,6 +31,11 @@ from cosmos_rl_core.observe.record import Events, Outcome, record_outcome, recor
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.ops.doctor import stacks
+from cosmos_rl_core.ops.doctor.limits import GIB
+from cosmos_rl_core.ops.doctor.run import examine_run
+from cosmos_rl_core.ops.doctor.stacks import WorkerProcess, busy_threads, stacks_of, worker_processes
+from cosmos_rl_core.ops.doctor.waits import RUN, WEIGHTS, Wait, chain, waits_of
 from cosmos_rl_core.processes import ProcessName
 from cosmos_rl_core.wire.listening import Address, listen
 
@@ -309,7 +309,7 @@ def test_02_the_rank_that_is_not_in_the_collective(written):
 def test_02_a_stopped_rank_is_named_and_shown_where_no_process_waits(written, monkeypatch):
     ranks = [WorkerProcess(pid=10**9 + n, worker=name, rank=rank, state=state, writes_stacks=False)
              for n, (name, rank, state) in enumerate((("rollout-0", "", "S"), ("policy-0", "1", "T")))]  # fmt: skip
-    monkeypatch.setattr("cosmos_rl_core.doctor.run.worker_processes", lambda run_dir: ranks)
+    monkeypatch.setattr("cosmos_rl_core.ops.doctor.run.worker_processes", lambda run_dir: ranks)
     found = examine_run(written.status(members=("policy-0", "rollout-0")).path, stacks=True)
     assert line(found, "waits").text == f"policy-0 does not run: rank 1, process {ranks[1].pid} is stopped (SIGSTOP)"
     assert "rollout-0" not in found.stacks
@@ -732,7 +732,7 @@ def hanging(tmp_path):
 
 
 def test_the_stacks_of_a_hanging_worker_are_read_without_permission_to_trace(hanging, tmp_path, monkeypatch):
-    monkeypatch.setattr("cosmos_rl_core.doctor.stacks._py_spy", lambda: "")
+    monkeypatch.setattr("cosmos_rl_core.ops.doctor.stacks._py_spy", lambda: "")
     (found,) = worker_processes(tmp_path)
     assert (found.pid, found.worker, found.writes_stacks, found.trouble) == (hanging.pid, "rollout-0", True, "")
     text = stacks_of([found], tmp_path)

@@ -14,11 +14,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from cosmos_rl_core.dashboard.machines import MOST_POINTS, Machines
 from cosmos_rl_core.observe import machine
 from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.nvml import Gpu, Gpus
 from cosmos_rl_core.observe.thinned import ThinnedLog
+from cosmos_rl_core.ops.dashboard.machines import MOST_POINTS, Machines
 from cosmos_rl_core.processes import cpu_s, process_tree, resident_bytes
 
 BUSY = "x = bytearray(50_000_000)\nprint('there', flush=True)\nwhile True: pass"

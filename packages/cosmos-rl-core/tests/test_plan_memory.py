@@ -15,7 +15,7 @@ from cosmos_rl_core.launch.memory import (
     rollout_needs,
     written,
 )
-from cosmos_rl_core.launch.plan import Memory, _memory_texts
+from cosmos_rl_core.ops.plan.plan import Memory, _memory_texts
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from cosmos_rl_core.ops.reward_service.server import RewardServer
+from cosmos_rl_core.ops.reward_service.settings import load_settings
 from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, encode_body
-from cosmos_rl_core.reward.service.server import RewardServer
-from cosmos_rl_core.reward.service.settings import load_settings
 
 TOKEN = "correct-horse"
 REWARDS = '''

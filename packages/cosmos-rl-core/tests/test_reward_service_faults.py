@@ -16,10 +16,10 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.ops.reward_service.backend import Backend
+from cosmos_rl_core.ops.reward_service.settings import load_settings
+from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, encode_body
-from cosmos_rl_core.reward.service.backend import Backend
-from cosmos_rl_core.reward.service.jobs import Spool
-from cosmos_rl_core.reward.service.settings import load_settings
 
 REWARDS = """
 import os, signal
@@ -61,7 +61,7 @@ def start(folder, **reward):
 def enqueue(backend, **row):
     name = next(iter(backend.pools))
     pieces, _ = encode_body(header := Header(groups=[GroupSpec(size=2, row=row)], rewards=[RewardSpec(name)]), {})
-    spool = Spool()
+    spool = BodySpool()
     for piece in pieces():
         spool.write(piece)
     return backend.add(header, spool)

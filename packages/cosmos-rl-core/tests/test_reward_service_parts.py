@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.ops.reward_service.jobs import Conflict, Jobs, QueueFull
+from cosmos_rl_core.ops.reward_service.settings import load_settings
+from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.remote import client_token, server_token
 from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, encode_body, read_request
-from cosmos_rl_core.reward.service.jobs import Conflict, Jobs, QueueFull, Spool
-from cosmos_rl_core.reward.service.settings import load_settings
 from cosmos_rl_core.reward.wire_format import MalformedBody, find_arrays, safetensors_parts
 from cosmos_rl_core.settings.base import ConfigError
 
@@ -218,7 +219,7 @@ def jobs(clock=None, **keys):
 
 
 def spool(content=b"abc"):
-    filled = Spool()
+    filled = BodySpool()
     filled.write(content)
     return filled
 

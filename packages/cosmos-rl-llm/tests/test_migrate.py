@@ -6,7 +6,7 @@ import pytest
 
 from cosmos_rl_core.cli.app import app
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.migrate.command import migrate
+from cosmos_rl_core.ops.migrate.command import migrate
 from cosmos_rl_core.recipe.load import load_config
 
 GRPO = """

@@ -7,7 +7,7 @@ import tomli_w
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import check
-from cosmos_rl_core.migrate.command import migrate
+from cosmos_rl_core.ops.migrate.command import migrate
 from cosmos_rl_core.recipe.load import load_config
 
 PI05 = """

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cosmos_rl_core.launch.plan import plan
+from cosmos_rl_core.ops.plan.plan import plan
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.recipe.load import load_config

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 import tomli_w
 
-from cosmos_rl_core.migrate.command import migrate
+from cosmos_rl_core.ops.migrate.command import migrate
 from cosmos_rl_core.recipe.load import load_config
 
 COMMON = """

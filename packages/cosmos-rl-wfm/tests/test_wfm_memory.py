@@ -8,7 +8,7 @@ import torch
 from wfm_fixtures import mock_data, pixel_model, recipe, save_pipeline, tiny_model
 
 from cosmos_rl_core.launch.memory import parse_bytes
-from cosmos_rl_core.launch.plan import plan
+from cosmos_rl_core.ops.plan.plan import plan
 from cosmos_rl_core.parallel.held import PREPARE
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.memory.swap import tensors_of

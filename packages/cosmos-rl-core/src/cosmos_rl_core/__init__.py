@@ -13,13 +13,12 @@ from cosmos_rl_core.imports import lazy_exports
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
     from cosmos_rl_core.algorithms.table import Algorithm
-    from cosmos_rl_core.doctor.report import Check
     from cosmos_rl_core.domain_base import DomainBase
     from cosmos_rl_core.errors import PromptError, SampleError, UserError, WorkerFailed
     from cosmos_rl_core.inference.evaluate import Evaluated, evaluate
     from cosmos_rl_core.inference.generate import Generated, generate
     from cosmos_rl_core.inference.request import Instances, Request
-    from cosmos_rl_core.interfaces import Domain, Objective, Policy, Recorder, RewardFn, RolloutEngine
+    from cosmos_rl_core.interfaces import Check, Domain, Objective, Policy, Recorder, RewardFn, RolloutEngine
     from cosmos_rl_core.launch.observer import RunResult
     from cosmos_rl_core.launch.run import run
     from cosmos_rl_core.parallel.gradients import accumulate
@@ -64,9 +63,8 @@ _HOMES = {
         *("Episode", "LossTerm", "Microbatch", "PolicyOutputs", "Prompt", "Rollout", "RolloutGroup", "Sampling"),
         *("Share", "TermBatch", "TrainBatch", "WeightSpec"),
     ),
-    "interfaces": ("Domain", "Objective", "Policy", "Recorder", "RewardFn", "RolloutEngine"),
+    "interfaces": ("Check", "Domain", "Objective", "Policy", "Recorder", "RewardFn", "RolloutEngine"),
     "weight_sync": ("WeightSync",),
-    "doctor.report": ("Check",),
     "domain_base": ("DomainBase",),
     "train.policy_base": ("PolicyBase",),
     "rollout.engine_thread": ("EngineRequest", "ThreadedEngine"),

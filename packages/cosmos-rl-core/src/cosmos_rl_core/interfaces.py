@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from cosmos_rl_core.types import (
     Aggregates,
@@ -279,6 +279,20 @@ class SamplingConfig(Protocol):
     def evaluation(self, *, temperature: float, max_terms: int | None) -> Any:
         """As `build`, for an evaluation, with the keys of [eval]; raises UserError for a key that does not apply."""
         ...
+
+
+Level = Literal["ok", "note", "bad"]
+
+
+class Check(NamedTuple):
+    """A line of a diagnosis, by `cosmos-rl doctor`: a level, a name, an observation and a remedy."""
+
+    level: Level
+    """note: works, with a limit that may matter. bad: runs fail, or are slow, because of it."""
+    name: str
+    text: str
+    fix: str = ""
+    """The remedy, for a note or a bad line."""
 
 
 class Domain(ABC):

@@ -29,10 +29,10 @@ _SHIPPED: dict[str, dict[str, str]] = {
     },
     "cosmos_rl.rewards": {"remote": "cosmos_rl_core.reward.remote:RemoteReward"},
     "cosmos_rl.launchers": {
-        "kubernetes": "cosmos_rl_core.clusters.kubernetes:Kubernetes",
-        "local": "cosmos_rl_core.clusters.local:Local",
-        "ray": "cosmos_rl_core.clusters.ray:Ray",
-        "slurm": "cosmos_rl_core.clusters.slurm:Slurm",
+        "kubernetes": "cosmos_rl_core.ops.clusters.kubernetes:Kubernetes",
+        "local": "cosmos_rl_core.ops.clusters.local:Local",
+        "ray": "cosmos_rl_core.ops.clusters.ray:Ray",
+        "slurm": "cosmos_rl_core.ops.clusters.slurm:Slurm",
     },
     "cosmos_rl.doctors": {
         "hub": "cosmos_rl_llm.hub:checks",

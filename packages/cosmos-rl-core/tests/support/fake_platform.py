@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from cosmos_rl_core.clusters.launcher import FOLDER, rollouts_of
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.ops.clusters.launcher import FOLDER, rollouts_of
 
 QUOTA = 6
 """Maximum number of jobs."""

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from cosmos_rl_core.doctor.report import Check
+from cosmos_rl_core.interfaces import Check
 from cosmos_rl_core.storage.hub import seconds_ahead, silence
 
 APART_S = 5.0

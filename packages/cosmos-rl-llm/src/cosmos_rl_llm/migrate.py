@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cosmos_rl_core.migrate.common import POLICY, is_supervised
-from cosmos_rl_core.migrate.migration import DEFAULT, FILL_IN, Migration
+from cosmos_rl_core.ops.migrate.common import POLICY, is_supervised
+from cosmos_rl_core.ops.migrate.migration import DEFAULT, FILL_IN, Migration
 
 MAX_LENGTH, MAX_TOKENS = 4096, 2048
 """The old defaults of policy.model_max_length and rollout.max_response_length."""

@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.doctor.report import Check
+from cosmos_rl_core.interfaces import Check
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.processes import rdma_devices

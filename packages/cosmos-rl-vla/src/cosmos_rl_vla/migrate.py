@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.migrate.common import POLICY, is_supervised
-from cosmos_rl_core.migrate.migration import FILL_IN, Migration
+from cosmos_rl_core.ops.migrate.common import POLICY, is_supervised
+from cosmos_rl_core.ops.migrate.migration import FILL_IN, Migration
 
 MAX_STEPS, NUM_ENVS, CHUNKS = 512, 1, 16
 """The old defaults of vla.max_steps, vla.num_envs and vla.training_chunk_size."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cosmos_rl_core.migrate.common import POLICY, is_supervised
-from cosmos_rl_core.migrate.migration import Migration
+from cosmos_rl_core.ops.migrate.common import POLICY, is_supervised
+from cosmos_rl_core.ops.migrate.migration import Migration
 
 SIZE, FRAMES, VIDEO = (512, 512), 1, 81
 """Height and width, frames of a picture and of a video where the old recipe names none."""

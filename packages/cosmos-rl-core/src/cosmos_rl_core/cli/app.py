@@ -99,7 +99,7 @@ def plan(
     import json
 
     from cosmos_rl_core.launch.memory import parse_bytes
-    from cosmos_rl_core.launch.plan import plan as plan_config
+    from cosmos_rl_core.ops.plan.plan import plan as plan_config
     from cosmos_rl_core.recipe.load import load_config
 
     size = None if memory is None else parse_bytes(memory)
@@ -128,7 +128,7 @@ def migrate(
     out: Annotated[Path | None, typer.Option(metavar="NEW.toml", help="File to write; default: the terminal.")] = None,
 ) -> None:
     """Convert a recipe of NVIDIA's Cosmos-RL; exit code 3 if a key of it has no equivalent."""
-    from cosmos_rl_core.migrate.command import migrate_file
+    from cosmos_rl_core.ops.migrate.command import migrate_file
 
     migrated = migrate_file(file)
     if out is None:
@@ -164,8 +164,8 @@ def reward_server(
 ) -> None:
     """Serve rewards to runs on this and other machines; flags override FILE."""
     folders = import_from(file or Path("rewards.toml"))
+    from cosmos_rl_core.ops.reward_service.start import run_server
     from cosmos_rl_core.recipe.load import read_toml
-    from cosmos_rl_core.reward.service.start import run_server
 
     raw = read_toml(file) if file else {}
     flags = {"host": host, "port": port, "token_file": str(token_file) if token_file else None}
@@ -225,7 +225,7 @@ def dashboard(
     from cosmos_rl_core.errors import UserError
 
     try:
-        from cosmos_rl_core.dashboard.server import serve
+        from cosmos_rl_core.ops.dashboard.server import serve
     except ModuleNotFoundError as error:
         raise UserError(f"the dashboard needs {error.name}: {pip_install('cosmos-rl-core[dashboard]')}") from error
     serve(runs or [Path("runs")], host=host, port=port, token_file=token_file, say=typer.echo)
@@ -248,9 +248,9 @@ def doctor(
     """Examine this machine, or find out why a run fails, hangs or does not learn; exit code 1 if something is bad."""
     import json
 
-    from cosmos_rl_core.doctor.machine import examine_machine_of
-    from cosmos_rl_core.doctor.report import as_rows, is_bad, render
-    from cosmos_rl_core.doctor.run import examine_run
+    from cosmos_rl_core.ops.doctor.machine import examine_machine_of
+    from cosmos_rl_core.ops.doctor.report import as_rows, is_bad, render
+    from cosmos_rl_core.ops.doctor.run import examine_run
 
     if target is not None and target.suffix != ".toml":
         found = examine_run(target, stacks=stacks)

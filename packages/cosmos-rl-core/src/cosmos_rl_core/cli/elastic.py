@@ -109,8 +109,8 @@ def node(
     """Run one of several equal machines of a run, which take their roles from the recipe."""
     import asyncio
 
-    from cosmos_rl_core.clusters.launcher import ClusterRun
-    from cosmos_rl_core.clusters.node import ClusterNode
+    from cosmos_rl_core.ops.clusters.launcher import ClusterRun
+    from cosmos_rl_core.ops.clusters.node import ClusterNode
 
     _check(file, overrides, external=True)
     run = ClusterRun.of(file, overrides or [])
@@ -130,9 +130,9 @@ def launch(
     detach: Annotated[bool, typer.Option("--detach", help="On Ray, return when all processes have started.")] = False,
 ) -> None:
     """Start the controller and the workers of a run on a platform, with the settings of [cluster]."""
-    from cosmos_rl_core.clusters.follow import Follows
-    from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_files
-    from cosmos_rl_core.clusters.launcher import launch as launch_on
+    from cosmos_rl_core.ops.clusters.follow import Follows
+    from cosmos_rl_core.ops.clusters.launcher import ClusterRun, find_launcher, shares_files
+    from cosmos_rl_core.ops.clusters.launcher import launch as launch_on
     from cosmos_rl_core.settings.base import ConfigError
 
     deep = shares_files(on) and not dry_run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from cosmos_rl_core.clusters.launcher import Launched
+    from cosmos_rl_core.ops.clusters.launcher import Launched
 
 CHECK_S = 0.5
 Wanted = Annotated[
@@ -38,8 +38,8 @@ def scale(
     """Start or drain workers of a live run, and wait until they are ready or gone; on a cluster, submit their jobs."""
     import asyncio
 
-    from cosmos_rl_core.clusters.launcher import Launched
-    from cosmos_rl_core.clusters.operator import operator_of, request_workers
+    from cosmos_rl_core.ops.clusters.launcher import Launched
+    from cosmos_rl_core.ops.clusters.operator import operator_of, request_workers
 
     run_dir = None if "=" in wanted[0] else Path(wanted[0])
     numbers = parse(wanted if run_dir is None else wanted[1:])
@@ -62,11 +62,11 @@ def stop(
     """End a run after the step in work, which is saved; a second time, or with --now, at once."""
     import asyncio
 
-    from cosmos_rl_core.clusters.launcher import Launched
-    from cosmos_rl_core.clusters.local import end_process
-    from cosmos_rl_core.clusters.operator import Unreachable, operator_of, request_end
     from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
     from cosmos_rl_core.errors import UserError
+    from cosmos_rl_core.ops.clusters.launcher import Launched
+    from cosmos_rl_core.ops.clusters.local import end_process
+    from cosmos_rl_core.ops.clusters.operator import Unreachable, operator_of, request_end
     from cosmos_rl_core.workers.directory import lock_holder
 
     operator = partial(operator_of, run_dir, controller=controller, token_file=token_file, tls_file=tls_file)
@@ -100,10 +100,10 @@ def stop(
 
 def status(run_dir: Run) -> None:
     """Show the jobs, members, samples and waits of a run."""
-    from cosmos_rl_core.clusters.launcher import Launched
     from cosmos_rl_core.control.status import live_controller, read_status, render
     from cosmos_rl_core.errors import UserError
     from cosmos_rl_core.observe.record import read_outcome
+    from cosmos_rl_core.ops.clusters.launcher import Launched
 
     launched, jobs = Launched.of(run_dir), {}
     try:

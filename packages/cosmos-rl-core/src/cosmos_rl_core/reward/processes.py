@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.reward.service.jobs import Spool
-from cosmos_rl_core.reward.service.pool import PoolMetrics, RewardPool, Task
-from cosmos_rl_core.reward.service.settings import ServedReward
-from cosmos_rl_core.reward.service.worker import OF_ITEMS, Build, Item, Result
+from cosmos_rl_core.reward.pool.body import BodySpool
+from cosmos_rl_core.reward.pool.pool import PoolMetrics, RewardPool, Task
+from cosmos_rl_core.reward.pool.settings import ServedReward
+from cosmos_rl_core.reward.pool.worker import OF_ITEMS, Build, Item, Result
 from cosmos_rl_core.reward.values import place, too_long
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.payload import encode_group
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class _Call:
     """A group on its way through the pool."""
 
-    spool: Spool
+    spool: BodySpool
     result: asyncio.Future[Result]
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -55,7 +55,7 @@ class RewardProcesses:
     async def score(self, build: Build, body: bytes) -> tuple[Result, Task]:
         """Return the result for an encoded group, once a process is free and has scored it."""
         pool = await self._started()
-        spool = Spool()
+        spool = BodySpool()
         call = _Call(spool, asyncio.get_running_loop().create_future())
         try:
             spool.write(body)

@@ -28,7 +28,7 @@ from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
-    from cosmos_rl_core.clusters.launcher import ClusterRun, Launcher
+    from cosmos_rl_core.ops.clusters.launcher import ClusterRun, Launcher
 
 MakeEngine = Callable[[], RolloutEngine]
 EngineCheck = Callable[[MakeEngine, Prompt, Any], Awaitable[None]]

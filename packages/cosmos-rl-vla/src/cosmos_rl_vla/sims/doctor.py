@@ -16,8 +16,8 @@ import typer
 from PIL import Image
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.doctor.report import Check
 from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.interfaces import Check
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_vla.sims.base import GROUP
 from cosmos_rl_vla.sims.pool.group import Lost

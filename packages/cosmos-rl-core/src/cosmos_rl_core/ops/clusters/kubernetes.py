@@ -1,0 +1,180 @@
+"""Kubernetes: a JobSet with the controller and the policies, and a Job for each rollout replica (`clusters.manifest`).
+
+`plan` returns the text for `kubectl apply -f -`; the other methods call kubectl. Jobs are found by their labels.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import subprocess
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun, rollouts_of
+from cosmos_rl_core.ops.clusters.manifest import REPLICA_LABEL, RUN_LABEL, Manifest
+from cosmos_rl_core.wire.certificates import make_bundles
+from cosmos_rl_core.wire.handshake import TOKEN_BYTES
+
+COMMAND_TIMEOUT_S = 60.0
+HAS_SECRETS = "# The Secrets are those of this run: do not publish this text.\n"
+READ = "jobsets.jobset.x-k8s.io,jobs.batch"
+KINDS = f"{READ},configmaps,secrets"
+NO_JOB_SETS = ('resource type "jobsets"', 'no matches for kind "JobSet"')
+"""In kubectl's message where JobSet is not installed."""
+JOB_SET = "https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
+
+
+class Job(NamedTuple):
+    """A Job of a run."""
+
+    replica: str
+    """"controller" or a replica's name."""
+    state: str
+    ended: bool
+    leaving: bool
+    """Whether it is being deleted, while its pods save."""
+
+
+class Kubernetes:
+    """Implements `Launcher`."""
+
+    shares_files = False
+
+    def plan(self, run: ClusterRun) -> str:
+        """Return the objects as YAML, with the run's secrets: a new token, unless [cluster.kubernetes] has a
+        token_secret, and with [tls] new certificates."""
+        tls = make_bundles(valid_days=run.config.tls.valid_days) if run.config.tls.enabled else None
+        text = to_yaml(Manifest(run).objects(token=secrets.token_hex(TOKEN_BYTES), tls=tls))
+        is_secret = tls is not None or not run.config.cluster.kubernetes.token_secret
+        return (HAS_SECRETS if is_secret else "") + text
+
+    def start(self, run: ClusterRun) -> list[str]:
+        """Create the objects, after removing those of an earlier launch that has ended."""
+        name = Manifest(run).name
+        text = self.plan(run)
+        _kubectl(run, "delete", KINDS, f"--selector={RUN_LABEL}={name}", "--cascade=foreground", "--wait=true")
+        created = _kubectl(run, "create", "--filename=-", text=text).splitlines()
+        job = f"job/{name}-controller-0"
+        return [
+            *created,
+            f"output: {_shown(run, 'logs', '--follow', job)}",
+            f"status: {_shown(run, 'exec', job, '--', 'cosmos-rl', 'status', Manifest(run).directory)}",
+        ]
+
+    def alive(self, run: ClusterRun) -> Mapping[str, str]:
+        """Return the state of each Job that has not ended: "1 active", "suspended"; while its pods save, "leaving"."""
+        return {job.replica: job.state for job in _jobs(run) if not job.ended}
+
+    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
+        """Create Jobs of rollouts, or delete those with the highest numbers, whose prompts others then get."""
+        manifest, count = Manifest(run), rollouts_of(wanted, platform="kubernetes")
+        rollouts = {job.replica: job for job in _jobs(run) if job.replica.startswith("rollout-")}
+        there = sorted((name for name, job in rollouts.items() if not (job.ended or job.leaving)), key=_number)
+        lines = []
+        for name in there[count:]:
+            deleted = f"{manifest.name}-{name}"
+            lines += _kubectl(run, "delete", "jobs.batch", deleted, "--cascade=foreground", "--wait=false").splitlines()
+        possible = (one for one in run.rollouts(count + len(rollouts)) if one.name not in rollouts)
+        more = [manifest.rollout(one) for one, _ in zip(possible, range(count - len(there)), strict=False)]
+        if more:
+            lines += _kubectl(run, "create", "--filename=-", text=to_yaml(more)).splitlines()
+        return lines
+
+    def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
+        """Delete all objects; return a line for each."""
+        selector = f"--selector={RUN_LABEL}={Manifest(run).name}"
+        lines = _kubectl(run, "delete", KINDS, selector, "--cascade=foreground", "--wait=false").splitlines()
+        if now:
+            _kubectl(run, "delete", "pods", selector, "--grace-period=0", "--force", "--wait=false")
+        return [line for line in lines if " deleted" in line]
+
+
+def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
+    """Return YAML documents. Raises UserError without the extra `kubernetes`."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise UserError(f"PyYAML is missing: {pip_install('cosmos-rl-core[kubernetes]')}") from error
+
+    class Dumper(yaml.SafeDumper):
+        """Writes texts of several lines as such, and no aliases."""
+
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    def text(dumper: Dumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, explicit_start=True, width=120)
+
+
+def _jobs(run: ClusterRun) -> list[Job]:
+    """Return the Jobs of a run as the cluster has them, and those that its JobSet has not created yet, or has ended."""
+    selector = f"--selector={RUN_LABEL}={Manifest(run).name}"
+    items = json.loads(_kubectl(run, "get", READ, selector, "--output=json"))["items"]
+    found = [_job(item) for item in items if item["kind"] == "Job"]
+    there = {job.replica for job in found}
+    for item in items:
+        if item["kind"] == "JobSet" and not item.get("status", {}).get("terminalState"):
+            leaving = "deletionTimestamp" in item["metadata"]
+            suspended = item["spec"].get("suspend", False)
+            state = "leaving" if leaving else "suspended" if suspended else "no Job yet"
+            missing = [one["name"] for one in item["spec"]["replicatedJobs"] if one["name"] not in there]
+            found += [Job(replica=name, state=state, ended=False, leaving=leaving) for name in missing]
+    return found
+
+
+def _job(item: Mapping[str, Any]) -> Job:
+    """Return the state of a Job."""
+    status, metadata = item.get("status", {}), item["metadata"]
+    true = {one["type"]: one for one in status.get("conditions", []) if one["status"] == "True"}
+    end = true.get("Complete") or true.get("Failed")
+    state = f"{status.get('active', 0)} active"
+    if end is not None:
+        state = " ".join(filter(None, (end["type"], end.get("reason"))))
+    elif item["spec"].get("suspend"):
+        state = "suspended"
+    leaving = "deletionTimestamp" in metadata
+    return Job(
+        replica=metadata["labels"][REPLICA_LABEL],
+        state="leaving" if leaving else state,
+        ended=end is not None and not leaving,
+        leaving=leaving,
+    )
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _place(run: ClusterRun) -> list[str]:
+    namespace = run.config.cluster.kubernetes.namespace
+    return [f"--namespace={namespace}"] if namespace else []
+
+
+def _shown(run: ClusterRun, *arguments: str) -> str:
+    return shlex.join(["kubectl", *_place(run), *arguments])
+
+
+def _kubectl(run: ClusterRun, *arguments: str, text: str | None = None) -> str:
+    """Run kubectl with `text` as its input; return its output. Raises UserError with its error message."""
+    command = ["kubectl", *_place(run), *arguments]
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise UserError("kubectl is not installed here") from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{shlex.join(command)} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        text = done.stderr.strip() or f"exit code {done.returncode}"
+        if any(words in text for words in NO_JOB_SETS):
+            text += f"; JobSet is not installed in the cluster: kubectl apply --server-side -f {JOB_SET}"
+        raise UserError(f"{shlex.join(command)}: {text}")
+    return done.stdout

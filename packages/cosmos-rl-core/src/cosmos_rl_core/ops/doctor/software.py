@@ -1,0 +1,95 @@
+"""Checks of Python, packages, torch and GPUs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+
+from cosmos_rl_core.interfaces import Check
+from cosmos_rl_core.launch.versions import PACKAGES, too_old
+from cosmos_rl_core.processes import machine_gpus
+
+GIB = 2**30
+DRIVER_S = 10.0
+NO_CUDA = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
+
+
+def python() -> Iterator[Check]:
+    yield Check("ok", "python", f"{platform.python_version()}, {sys.executable}")
+
+
+def packages(version: Callable[[str], str] = metadata.version) -> Iterator[Check]:
+    """Yield whether the packages of Cosmos-RL have one version, and libraries that are too old."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name.removeprefix("cosmos-rl-")] = version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{name} {number}" for name, number in found.items())
+        newest = max(found.values())
+        fix = " ".join(f"cosmos-rl-{name}=={newest}" for name in found)
+        yield Check("bad", "cosmos-rl", f"packages of different versions: {listed}", f"pip install {fix}")
+    elif found:
+        yield Check("ok", "cosmos-rl", f"{next(iter(found.values()))}: {', '.join(found)}")
+    else:
+        yield Check("note", "cosmos-rl", "imported from source, not installed")
+    for text in too_old():
+        observed, _, fix = text.rpartition(": ")
+        yield Check("bad", "libraries", observed, fix)
+
+
+def torch_and_gpus() -> Iterator[Check]:
+    """Yield torch's build against the driver, and each GPU with its memory."""
+    import torch
+    from torch.cuda import nccl
+
+    there, build = machine_gpus(os.environ), torch.version.cuda
+    if not there:
+        yield Check("ok", "torch", f"{torch.__version__}, for {f'CUDA {build}' if build else 'the CPU'}")
+        yield Check("note", "GPUs", "none: models train on the CPU")
+        return
+    driver = driver_version()
+    if build is None:
+        text = f"{torch.__version__} has no CUDA build, and this machine has {len(there)} GPUs"
+        yield Check("bad", "torch", text, NO_CUDA)
+        return
+    if not torch.cuda.is_available():
+        text = f"{torch.__version__} for CUDA {build} cannot use the driver {driver or '(nvidia-smi is missing)'}"
+        yield Check("bad", "torch", text, f"a driver for CUDA {build} or newer, or torch for an older CUDA")
+        return
+    yield Check("ok", "torch", f"{torch.__version__} for CUDA {build}, driver {driver or 'of unknown version'}")
+    for index in range(torch.cuda.device_count()):
+        yield gpu(torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index), index=index)
+    if torch.distributed.is_nccl_available():
+        yield Check("ok", "NCCL", ".".join(map(str, nccl.version())))
+    else:
+        yield Check("bad", "NCCL", "this build of torch has no NCCL: policies of several GPUs cannot train", NO_CUDA)
+
+
+def gpu(name: str, free: int, total: int, *, index: int) -> Check:
+    """Return the line of a GPU. free, total: bytes."""
+    text = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if free < 0.9 * total:
+        fix = "nvidia-smi lists the processes on it; CUDA_VISIBLE_DEVICES chooses other GPUs"
+        return Check("note", f"GPU {index}", f"{text}: another process uses it", fix)
+    return Check("ok", f"GPU {index}", text)
+
+
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver; empty if nvidia-smi is missing or fails."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ""
+    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""

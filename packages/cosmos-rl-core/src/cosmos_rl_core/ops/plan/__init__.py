@@ -1,0 +1,1 @@
+"""`cosmos-rl plan`."""

@@ -1,0 +1,121 @@
+"""Jobs and the pools that score them: the server without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+
+from prometheus_client import Gauge
+
+from cosmos_rl_core.ops.reward_service.jobs import Job, Jobs
+from cosmos_rl_core.ops.reward_service.metrics import Metrics, RewardMetrics
+from cosmos_rl_core.ops.reward_service.settings import ServerSettings
+from cosmos_rl_core.reward.pool.body import BodySpool
+from cosmos_rl_core.reward.pool.pool import RewardPool, Task
+from cosmos_rl_core.reward.pool.worker import Item, Result
+from cosmos_rl_core.reward.request import Header, RewardSpec
+
+_SWEEP_S = 1.0
+
+
+class Unserved(Exception):
+    """A reward or an option that this server does not serve."""
+
+
+class Backend:
+    """Queues requests, scores them, and stores results until they expire.
+
+    async with Backend(settings, log=print) as backend:        # workers are up; UserError
+        job = backend.add(header, spool)                       # Unserved, Conflict
+        await job.done.wait()
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        log: Callable[[str], None],
+        python_path: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._stack = AsyncExitStack()
+        self.jobs = Jobs(
+            queue_size=settings.queue_size,
+            queue_bytes=settings.queue_bytes,
+            ttl_s=settings.ttl_s,
+            fetched_ttl_s=settings.fetched_ttl_s,
+            clock=clock,
+        )
+        self.metrics = Metrics(clock=clock)
+        self.pools = {
+            name: RewardPool(
+                served, self._take, RewardMetrics(self.metrics, name), log=log, python_path=tuple(python_path)
+            )
+            for served in settings.rewards
+            for name in [served.called]
+        }
+        for name, pool in self.pools.items():
+            self.metrics.depths.labels(name).set_function(lambda pool=pool: pool.depth)
+            self.metrics.workers.labels(name).set_function(lambda pool=pool: len(pool.pids))
+        is_open = self.metrics.add(Gauge, "requests_open", "Requests that are arriving or not done.", ())
+        is_open.set_function(lambda: self.jobs.num_open)
+        open_bytes = self.metrics.add(Gauge, "open_bytes", "Size of their bodies.", ())
+        open_bytes.set_function(lambda: self.jobs.open_bytes)
+
+    async def __aenter__(self) -> Backend:
+        async with AsyncExitStack() as stack:
+            for pool in self.pools.values():
+                await stack.enter_async_context(pool)
+            sweeper = asyncio.create_task(self._sweep())
+            stack.callback(sweeper.cancel)
+            stack.callback(self.jobs.close)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def add(self, header: Header, spool: BodySpool) -> Job:
+        """Queue a request for each of its rewards; a request with a known id is not queued again.
+
+        Raises Unserved for rewards and options that this server does not serve, and Conflict.
+        """
+        for i, reward in enumerate(header.rewards):
+            self._check(reward, at=f"$.rewards[{i}]")
+        job, is_new = self.jobs.add(header, spool)
+        if is_new:
+            now = self._clock()
+            for i, reward in enumerate(header.rewards):
+                item = Item(num_bytes=job.num_bytes, reward=i)
+                self.pools[reward.name].submit(Task(job=job, item=item, since=now))
+        return job
+
+    def down(self) -> list[str]:
+        """Rewards without a worker."""
+        return [name for name, pool in self.pools.items() if not pool.pids]
+
+    def _take(self, task: Task, result: Result) -> None:
+        assert isinstance(task.job, Job)
+        if result.error:
+            self.jobs.fail(task.job, result.error)
+        else:
+            self.jobs.score(task.job, task.item.reward, result.scores)
+
+    def _check(self, reward: RewardSpec, *, at: str) -> None:
+        pool = self.pools.get(reward.name)
+        if pool is None:
+            raise Unserved(f"header: no reward {reward.name!r} is served; known: {', '.join(self.pools)} - at `{at}`")
+        allowed = pool.settings.request_options
+        for option in reward.options:
+            if option not in allowed:
+                known = ", ".join(allowed) or "none"
+                raise Unserved(f"header: option {option!r} is not for requests to set; those are: {known} - at `{at}`")
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.jobs.forget_expired()

@@ -1,0 +1,180 @@
+"""The requests of a server and their bodies, from arrival to the expiry of results. Bounded; no request is dropped.
+
+reserved -- body read --> queued -- all rewards scored --> done | failed -- fetched or expired --> deleted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from cosmos_rl_core.reward.pool.body import BodySpool
+from cosmos_rl_core.reward.request import Header
+
+
+class QueueFull(Exception):
+    """The queue has no room."""
+
+
+class Conflict(Exception):
+    """A request id was used again with another body."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Job:
+    """One request."""
+
+    header: Header
+    spool: BodySpool
+    num_bytes: int
+    uuid: str
+    """The server's id."""
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    """Scores of the finished rewards."""
+    error: str = ""
+    """Reason of the failure."""
+    waiting_for: set[int]
+    """Indices of the header's unfinished rewards."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    was_fetched: bool = False
+    expires_at: float = math.inf
+
+    @property
+    def total(self) -> list[float]:
+        """Weighted sum of the rewards, [B]; a reward in parts counts as their sum."""
+        weights = {reward.name: reward.weight for reward in self.header.rewards}
+        columns = [(weights[name.partition(".")[0]], values) for name, values in self.scores.items()]
+        return [sum(weight * values[i] for weight, values in columns) for i in range(self.header.size)]
+
+
+class Jobs:
+    """All jobs of a server.
+
+    with jobs.reserve(num_bytes):                 # QueueFull -> 429
+        ...                                       # read the body
+        job, is_new = jobs.add(header, spool)     # Conflict -> 409
+    jobs.score(job, reward, scores); jobs.fail(job, reason)
+    jobs.find(uuid); jobs.fetched(job); jobs.forget_expired()
+    """
+
+    def __init__(
+        self, *, queue_size: int, queue_bytes: int, ttl_s: float, fetched_ttl_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._queue_size = queue_size
+        self._queue_bytes = queue_bytes
+        self._ttl_s = ttl_s
+        self._fetched_ttl_s = fetched_ttl_s
+        self._clock = clock
+        self._by_uuid: dict[str, Job] = {}
+        self._by_id: dict[tuple[str, str], Job] = {}
+        self.num_open = 0
+        """Number of arriving and unfinished requests."""
+        self.open_bytes = 0
+        """Total size of their bodies."""
+        self.closed = False
+
+    @contextmanager
+    def reserve(self, num_bytes: int) -> Iterator[None]:
+        """Reserve room for an arriving body; `add` takes over the reservation. Raises QueueFull."""
+        full = self.num_open >= self._queue_size
+        if full or (self.num_open and self.open_bytes + num_bytes > self._queue_bytes):
+            raise QueueFull(f"{self.num_open} requests of {self.open_bytes} bytes are not done; ask again later")
+        self._open(1, num_bytes)
+        try:
+            yield
+        finally:
+            self._open(-1, -num_bytes)
+
+    def add(self, header: Header, spool: BodySpool) -> tuple[Job, bool]:
+        """Return the job of a request and whether it is new; for a known job the spool is closed.
+
+        Raises Conflict for an id that was used with another body.
+        """
+        key = (header.client, header.id)
+        known = self._by_id.get(key) if header.id else None
+        if known is not None and known.expires_at > self._clock():
+            if (known.spool.crc, known.num_bytes) != (spool.crc, spool.num_bytes):
+                raise Conflict(f"request id {header.id!r} was used for another request; give each its own")
+            spool.close()
+            return known, False
+        waiting_for = set(range(len(header.rewards)))
+        job = Job(header=header, spool=spool, num_bytes=spool.num_bytes, uuid=uuid.uuid4().hex, waiting_for=waiting_for)
+        self._by_uuid[job.uuid] = job
+        if header.id:
+            self._by_id[key] = job
+        self._open(1, job.num_bytes)
+        return job, True
+
+    def find(self, uuid: str) -> Job | None:
+        """Return a stored job."""
+        job = self._by_uuid.get(uuid)
+        return job if job is not None and job.expires_at > self._clock() else None
+
+    def score(self, job: Job, reward: int, scores: dict[str, list[float]]) -> None:
+        """Store a reward's scores; the last one finishes the job. Invalid scores fail it."""
+        name = job.header.rewards[reward].name
+        if job.done.is_set():
+            return
+        if wrong := _what_is_wrong(scores, name=name, size=job.header.size):
+            self.fail(job, wrong)
+            return
+        job.scores.update(scores)
+        job.waiting_for.discard(reward)
+        if not job.waiting_for:
+            self._finish(job)
+
+    def fail(self, job: Job, reason: str) -> None:
+        """End a job without scores."""
+        if not job.done.is_set():
+            job.error = reason
+            self._finish(job)
+
+    def fetched(self, job: Job) -> None:
+        """Record that a result was sent; it expires `fetched_ttl_s` after the first time."""
+        if not job.was_fetched:
+            job.was_fetched = True
+            job.expires_at = self._clock() + self._fetched_ttl_s
+
+    def forget_expired(self) -> None:
+        """Delete expired results."""
+        now = self._clock()
+        for job in [job for job in self._by_uuid.values() if job.expires_at <= now]:
+            del self._by_uuid[job.uuid]
+            key = (job.header.client, job.header.id)
+            if self._by_id.get(key) is job:
+                del self._by_id[key]
+
+    def close(self) -> None:
+        """Wake all waiters and drop unfinished jobs: the server is stopping, and clients retry with the next one."""
+        self.closed = True
+        for job in self._by_uuid.values():
+            if not job.done.is_set():
+                self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        job.spool.close()
+        job.expires_at = self._clock() + self._ttl_s
+        self._open(-1, -job.num_bytes)
+        job.done.set()
+
+    def _open(self, jobs: int, num_bytes: int) -> None:
+        self.num_open += jobs
+        self.open_bytes += num_bytes
+
+
+def _what_is_wrong(scores: dict[str, list[float]], *, name: str, size: int) -> str:
+    """Return the problem of a worker's scores, or an empty string. Checked again here, independently of the worker."""
+    if not scores or any(key.partition(".")[0] != name for key in scores):
+        return f"{name} gave scores for {', '.join(scores) or 'nothing'}"
+    for key, values in scores.items():
+        if not _are_finite(values, size=size):
+            return f"{key} gave {len(values)} values for {size} samples, or one that is not finite"
+    return ""
+
+
+def _are_finite(values: Sequence[float], *, size: int) -> bool:
+    return len(values) == size and all(map(math.isfinite, values))

@@ -1,0 +1,348 @@
+"""The worker processes of one reward and their queue of requests.
+
+    submit(task) --> queue --> a free worker takes up to batch_size --> scores | error --> on_result
+                       ^                    |
+                       +--- worker died ----+     its requests return to the front, each to run alone
+
+Every request gets a result. A request whose worker died is run again, up to `max_attempts` times in total, and alone,
+so that a request that crashes its worker affects no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import GRACE_S, ChildProcess, all_ended, environment
+from cosmos_rl_core.reward.pool.body import BodySpool
+from cosmos_rl_core.reward.pool.settings import ServedReward
+from cosmos_rl_core.reward.pool.worker import Answer, Ask, Build, FromWorker, Item, Refused, Result, send_descriptors
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
+
+SECRETS = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
+"""Environment variables of the server that rewards must not see."""
+
+
+class WorkerDied(Exception):
+    """The process ended, or was killed after a timeout. The message is its exit status."""
+
+    def __init__(self, reason: str, *, is_late: bool = False) -> None:
+        super().__init__(reason)
+        self.is_late = is_late
+        """Whether it was killed after a timeout."""
+
+
+class WorkerProcess:
+    """A worker process with its reward built.
+
+    worker = await WorkerProcess.start(settings, python_path=())
+    answer = await worker.ask(ask, descriptors)                    # WorkerDied
+    status = await worker.process.ended()
+    """
+
+    def __init__(self, process: ChildProcess, connection: Connection, pair: socket.socket, *, timeout_s: float) -> None:
+        self.process = process
+        self._connection = connection
+        self._socket = pair
+        self._timeout_s = timeout_s
+
+    @staticmethod
+    async def start(settings: ServedReward, *, python_path: Sequence[str] = ()) -> WorkerProcess:
+        """Start a process and wait until its reward is built.
+
+        Raises UserError if the reward cannot be built, and WorkerDied if the process ends or takes too long.
+        """
+        worker = await _spawn(settings, python_path)
+        try:
+            async with asyncio.timeout(settings.start_timeout_s):
+                build = Build(name=settings.name, label=settings.called, options=settings.options)
+                await worker._connection.send(build)
+                first: FromWorker = await worker._connection.receive()
+        except (ConnectionClosed, TimeoutError) as error:
+            timed_out = isinstance(error, TimeoutError)
+            why = f"took longer than start_timeout_s = {settings.start_timeout_s:g}" if timed_out else "ended"
+            how = await (worker.kill() if timed_out else worker.end())
+            raise WorkerDied(f"the worker {why} while it was building the reward ({how})") from error
+        except asyncio.CancelledError:
+            await worker.kill()
+            raise
+        if isinstance(first, Refused):
+            await worker.kill()
+            raise UserError(f"[[rewards]] {settings.name}: {first.reason}")
+        return worker
+
+    async def ask(self, ask: Ask, descriptors: Sequence[int]) -> Answer:
+        """Return the worker's answer. Raises WorkerDied; a worker that takes longer than `timeout_s` is killed."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                send_descriptors(self._socket, descriptors)  # nothing else is in flight, so the buffer has room
+                await self._connection.send(ask)
+                answer: FromWorker = await self._connection.receive()
+        except TimeoutError as error:
+            await self.kill()
+            reason = f"the worker took longer than timeout_s = {self._timeout_s:g} and was killed"
+            raise WorkerDied(reason, is_late=True) from error
+        except (ConnectionClosed, OSError) as error:
+            raise WorkerDied(f"the worker died ({await self.end()})") from error
+        if not isinstance(answer, Answer) or len(answer.results) != len(ask.items):
+            await self.kill()
+            raise WorkerDied("the worker answered out of turn and was killed")
+        return answer
+
+    async def end(self) -> str:
+        """Wait for a process that closed its socket and return its exit status; kill it if it does not end."""
+        await all_ended([self.process], timeout_s=GRACE_S)
+        return await self.kill()
+
+    async def kill(self) -> str:
+        """Kill the process and its children, and return its exit status: "exit code 1" or "signal SIGKILL"."""
+        self.process.kill()
+        self._connection.close()
+        return await self.process.ended()
+
+
+async def _spawn(settings: ServedReward, python_path: Sequence[str]) -> WorkerProcess:
+    python = settings.python or sys.executable
+    variables = {name: value for name, value in environment(python_path).items() if name not in SECRETS}
+    try:
+        process, ours = ChildProcess.connected(
+            [python, "-P", "-m", "cosmos_rl_core.reward.pool.worker"],
+            environment={**variables, **settings.env},
+            output=2,  # a reward's output is written to the server's stderr
+        )
+    except OSError as error:
+        raise UserError(f"[[rewards]] {settings.name}: cannot run {python}: {error.strerror}") from error
+    connection = await adopt(ours, decode=FromWorker, name=settings.called)
+    return WorkerProcess(process, connection, ours, timeout_s=settings.timeout_s)
+
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
+
+
+class Body(Protocol):
+    """The bytes that are scored."""
+
+    spool: BodySpool
+    done: asyncio.Event
+    """Set when nobody waits for the result."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Task:
+    """One reward of one job, or of a group."""
+
+    job: Body
+    item: Item
+    since: float
+    """Time of queueing."""
+    attempts: int = 0
+    death: WorkerDied | None = None
+    """The last worker's that died of it."""
+
+
+class PoolMetrics:
+    """Counts nothing."""
+
+    def restarted(self) -> None:
+        """Count a worker that died."""
+
+    def scored(self, *, seconds: float) -> None:
+        """Count a batch."""
+
+    def settled(self, *, since: float, failed: bool) -> None:
+        """Count a finished request."""
+
+
+@dataclass(eq=False)
+class RewardPool:
+    """Workers that compute one reward.
+
+    async with RewardPool(settings, ...) as pool:         # every worker has built the reward; UserError
+        pool.submit(task)
+    """
+
+    settings: ServedReward
+    on_result: Callable[[Task, Result], None]
+    metrics: PoolMetrics
+    log: Callable[[str], None]
+    """Receives a message for each worker that dies."""
+    python_path: Sequence[str] = ()
+    _queue: deque[Task] = field(default_factory=deque)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _workers: dict[int, WorkerProcess] = field(default_factory=dict)
+    _runners: list[asyncio.Task[str]] = field(default_factory=list)
+    _num_out: int = 0
+    """Number of abandoned workers."""
+    _broken: str = ""
+    """The reason if no worker is left."""
+
+    async def __aenter__(self) -> RewardPool:
+        starting = [self._start() for _ in range(self.settings.workers)]
+        started = await asyncio.gather(*starting, return_exceptions=True)
+        self._workers = {i: one for i, one in enumerate(started) if isinstance(one, WorkerProcess)}
+        failed = [one for one in started if isinstance(one, BaseException)]
+        if failed:
+            await self._kill_all()
+            if isinstance(failed[0], WorkerDied):
+                raise UserError(f"[[rewards]] {self.settings.name}: {failed[0]}") from failed[0]
+            raise failed[0]
+        self._runners = [asyncio.create_task(self._run(slot)) for slot in self._workers]
+        for runner in self._runners:
+            runner.add_done_callback(self._count_out)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
+        await self._kill_all()
+
+    def abandon(self) -> None:
+        """End the workers with the next turn of the event loop, if that has not ended and with it the workers."""
+        for runner in self._runners:
+            if not runner.get_loop().is_closed():
+                runner.cancel()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running workers."""
+        return [worker.process.pid for worker in self._workers.values()]
+
+    @property
+    def depth(self) -> int:
+        """Number of requests waiting for a worker."""
+        return len(self._queue)
+
+    def submit(self, task: Task) -> None:
+        """Queue a request; its result is passed to `on_result`."""
+        if self._broken:
+            self._settle(task, Result(error=self._broken))
+            return
+        self._queue.append(task)
+        self._arrived.set()
+
+    async def _run(self, slot: int) -> str:
+        """Run a worker and replace it when it dies. Returns the reason if no replacement starts."""
+        while True:
+            worker = self._workers[slot]
+            try:
+                await self._feed(worker)
+            except WorkerDied as death:
+                del self._workers[slot]
+                self.log(f"{self.settings.called}: {death}; starting another")
+            except asyncio.CancelledError:  # of an event loop that ends, too
+                await worker.kill()
+                raise
+            self.metrics.restarted()
+            try:
+                self._workers[slot] = await self._restart()
+            except WorkerDied as death:
+                return f"{self.settings.called}: its worker cannot be started again: {death}"
+
+    async def _feed(self, worker: WorkerProcess) -> None:
+        """Send batches to a worker. Raises WorkerDied, also for an idle worker."""
+        ended = asyncio.create_task(worker.process.ended())
+        ended.add_done_callback(lambda _: self._arrived.set())
+        try:
+            while True:
+                batch = await self._take(ended)
+                if not batch:
+                    raise WorkerDied(f"the worker died ({await worker.kill()})")
+                await self._score(worker, batch)
+        finally:
+            ended.cancel()
+
+    async def _take(self, ended: asyncio.Task[str]) -> list[Task]:
+        """Wait for requests and return up to batch_size, or one that must run alone; none if `ended` is done."""
+        await self._wait_for(1, ended)
+        if self.settings.batch_wait_s and self._queue and not self._queue[0].attempts:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.batch_wait_s):
+                    await self._wait_for(self.settings.batch_size, ended)
+            await self._wait_for(1, ended)  # another worker may have taken them
+        if ended.done():
+            return []
+        batch = [self._queue.popleft()]
+        while self._queue and len(batch) < self.settings.batch_size and not batch[0].attempts:
+            if self._queue[0].attempts:
+                break
+            batch.append(self._queue.popleft())
+        if self._queue:
+            self._arrived.set()
+        return batch
+
+    async def _wait_for(self, count: int, ended: asyncio.Task[str]) -> None:
+        while len(self._queue) < count and not ended.done():
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def _score(self, worker: WorkerProcess, batch: Sequence[Task]) -> None:
+        """Score a batch. Raises WorkerDied after returning its requests to the queue."""
+        batch = [task for task in batch if not task.job.done.is_set()]  # another reward may have failed the job
+        if not batch:
+            return
+        ask = Ask(items=[task.item for task in batch], timeout_s=self.settings.timeout_s)
+        try:
+            answer = await worker.ask(ask, [task.job.spool.descriptor for task in batch])
+        except WorkerDied as death:
+            for task in batch:
+                task.attempts, task.death = task.attempts + 1, death
+            spent = [task for task in batch if task.attempts >= self.settings.max_attempts]
+            for task in spent:
+                times = f"{task.attempts} times" if task.attempts > 1 else "once"
+                self._settle(task, Result(error=f"{self.settings.called} was tried {times}: {death}"))
+            self._put_back([task for task in batch if task not in spent])
+            raise
+        self.metrics.scored(seconds=answer.seconds)
+        for task, result in zip(batch, answer.results, strict=True):
+            self._settle(task, result)
+
+    def _settle(self, task: Task, result: Result) -> None:
+        self.metrics.settled(since=task.since, failed=bool(result.error))
+        self.on_result(task, result)
+
+    def _put_back(self, batch: Sequence[Task]) -> None:
+        if batch:
+            self._queue.extendleft(reversed(batch))
+            self._arrived.set()
+
+    async def _start(self) -> WorkerProcess:
+        return await WorkerProcess.start(self.settings, python_path=self.python_path)
+
+    async def _restart(self) -> WorkerProcess:
+        """Start a replacement for a dead worker, with backoff. Raises WorkerDied after repeated failures."""
+        number = 0
+        while True:
+            try:
+                return await self._start()
+            except (WorkerDied, UserError) as error:
+                self.log(f"{self.settings.called}: {error}")
+                number += 1
+                if number == self.settings.max_failed_starts:
+                    raise WorkerDied(str(error)) from error
+            await asyncio.sleep(min(_FIRST_PAUSE_S * 2**number, _LONGEST_PAUSE_S))
+
+    def _count_out(self, runner: asyncio.Task[str]) -> None:
+        """Continue with one worker fewer; if none is left, fail all waiting requests."""
+        if runner.cancelled():
+            return
+        error = runner.exception()
+        reason = runner.result() if error is None else f"{self.settings.called}: the server failed: {error!r}"
+        self.log(reason)
+        self._num_out += 1
+        if self._num_out < self.settings.workers:
+            return
+        self._broken = reason
+        while self._queue:
+            self._settle(self._queue.popleft(), Result(error=reason))
+
+    async def _kill_all(self) -> None:
+        await asyncio.gather(*(worker.kill() for worker in self._workers.values()))
