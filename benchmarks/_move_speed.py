@@ -159,9 +159,9 @@ NOTE = (
 
 def _ratios(times: dict[str, list[float]]) -> list[Figure]:
     pairs: Sequence[tuple[str, str, str]] = (
-        ("shm", "two memcpys", "<= 1.2"),
+        ("shm", "two memcpys", "<= 1.5"),
         ("shm, columns cut over 2", "two memcpys", "<= 1.5"),
-        ("shm, in place", "two memcpys", "<= 1.2"),
+        ("shm, in place", "two memcpys", "<= 1.5"),
         ("nixl", "memcpy", "<= 1.3"),
     )
     faster = (("tcp", "raw recv_into", ">= 0.9"), ("tcp", "gloo send and recv", ">= 1"))
