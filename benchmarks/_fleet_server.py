@@ -24,7 +24,7 @@ from cosmos_rl_core.control.journal.journal import FLUSH_BURST, FLUSHES_PER_S, J
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.server import Controller, Job
+from cosmos_rl_core.control.server import Controller, ControllerSettings
 from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.control.succession import Predecessor
 from cosmos_rl_core.data.source import PromptSource
@@ -32,7 +32,7 @@ from cosmos_rl_core.launch.interrupts import run_to_end
 from cosmos_rl_core.observe.record import Events
 from cosmos_rl_core.observe.reporting import Reporter
 from cosmos_rl_core.types import RolloutGroup
-from cosmos_rl_core.wire.channel import Connection, Server, serve
+from cosmos_rl_core.wire.channel import ChannelServer, Connection, serve
 from cosmos_rl_core.wire.handshake import make_token, read_token
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 
@@ -62,7 +62,7 @@ RETURN_S = 10.0
 async def serve_controller(directory: Path, token: bytes, port: int) -> None:
     """Serve as `cosmos-rl controller` does: journal on disk, status.json every second. port: of the dead one, or 0."""
     source = PromptSource([{"prompt": f"{n}: {PROMPT}"} for n in range(1000)], origin="rows")
-    job = Job(
+    job = ControllerSettings(
         config_toml="# a resolved recipe\n" * 100,
         run_dir=directory,
         resume_from="",
@@ -177,7 +177,7 @@ def _numbered(lease: p.LeasedPrompt, sample: int) -> p.LeasedPrompt:
     return p.LeasedPrompt(sample, lease.attempt, lease.deadline, lease.row, lease.origin)
 
 
-async def _until_stdin_closes(server: Server, *beside, replay: tuple[int, float] = (0, 1.0)) -> None:
+async def _until_stdin_closes(server: ChannelServer, *beside, replay: tuple[int, float] = (0, 1.0)) -> None:
     print(server.address, *replay, flush=True)
     tasks = [asyncio.create_task(work) for work in beside]
     loop, over = asyncio.get_running_loop(), asyncio.Event()

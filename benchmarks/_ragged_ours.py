@@ -18,7 +18,7 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
-from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View, VisionFamily, view_of
+from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View, VisionFamily, view_of
 
 Step = Callable[[], float]
 
@@ -50,7 +50,7 @@ def _view(sample: Sample, family: VisionFamily | None) -> View:
     if sample.picture is None:
         return EMPTY_VIEW
     assert family is not None
-    item = Item(kind="image", pixels=sample.picture.patches, grid=sample.picture.grid)
+    item = MediaItem(kind="image", pixels=sample.picture.patches, grid=sample.picture.grid)
     return view_of(np.array(sample.prompt), [item], family)
 
 

@@ -26,11 +26,11 @@ import torch
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig, VLASampling
-from cosmos_rl_vla.engines.torch import SimulationEngine, TorchEngineOptions
+from cosmos_rl_vla.engines.torch import SimulationEngine, VLATorchOptions
 from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
 from cosmos_rl_vla.models.families import load
-from cosmos_rl_vla.models.loaded import Loaded
-from cosmos_rl_vla.observations import Observer
+from cosmos_rl_vla.models.loaded import LoadedPolicy
+from cosmos_rl_vla.observations import ObservationConverter
 from cosmos_rl_vla.sims.metaworld import instruction
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
@@ -73,16 +73,16 @@ def measure_overlap(tasks: Sequence[str], *, slots: int, episodes: int, rounds: 
 
 
 async def _rounds(
-    loaded: Loaded, pool: NotingPool, tasks: Sequence[str], *, episodes: int, rounds: int
+    loaded: LoadedPolicy, pool: NotingPool, tasks: Sequence[str], *, episodes: int, rounds: int
 ) -> dict[str, float]:
     passes: list[Callable[[], Acted]] = []
     note_passes(loaded, passes)
     engine = SimulationEngine(
         loaded.model,
         weights=dict,
-        observer=Observer(loaded.stats, loaded.instructions),
+        observer=ObservationConverter(loaded.stats, loaded.instructions),
         pool=pool,
-        options=TorchEngineOptions(),
+        options=VLATorchOptions(),
     )
     seconds: dict[str, list[float]] = {name: [] for name in ("both", "simulation", "inference")}
     try:
@@ -137,7 +137,7 @@ def play(pool: NotingPool, script: dict[int, list[tuple[str, int] | np.ndarray]]
         standing = [event.slot for event in pool.wait()] if left else []
 
 
-def note_passes(loaded: Loaded, passes: list[Callable[[], Acted]]) -> None:
+def note_passes(loaded: LoadedPolicy, passes: list[Callable[[], Acted]]) -> None:
     """Record each pass of the model, to repeat it."""
     act = loaded.model.act
 
@@ -148,7 +148,7 @@ def note_passes(loaded: Loaded, passes: list[Callable[[], Acted]]) -> None:
     vars(loaded.module)["act"] = noted  # in place of the method
 
 
-def tiny_policy(tasks: Sequence[str], folder: Path) -> Loaded:
+def tiny_policy(tasks: Sequence[str], folder: Path) -> LoadedPolicy:
     ActionStats.unit(4).save(folder)
     words = tuple(instruction(task) for task in tasks)
     config = VLAModelConfig(action_dim=4, state_dim=4, words=words, stats=str(folder / "action_stats.json"))

@@ -40,10 +40,10 @@ class LightMetaWorld(_Drawn):
     """Our scene, stepped and rendered as vector environments do it."""
 
     def __init__(self, task: str) -> None:
-        from cosmos_rl_vla.sims.metaworld import Kind, Scene, import_metaworld
+        from cosmos_rl_vla.sims.metaworld import MetaWorldScene, MetaWorldSceneKey, import_metaworld
 
         import_metaworld()
-        self._scene = Scene(Kind(task, SIZE, 42.0))
+        self._scene = MetaWorldScene(MetaWorldSceneKey(task, SIZE, 42.0))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         full = self._scene.reset(seed or 0)

@@ -12,7 +12,7 @@ from _wfm_work import Model, TextName, Work
 from torch import Tensor
 
 from cosmos_rl_core.types import RolloutGroup
-from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.base import ClipSize
 from cosmos_rl_wfm.models.build import build_model
 
 AWAY = 1e-2
@@ -23,7 +23,7 @@ AWAY = 1e-2
 def plain_loop(model: Model, folder: Path, *, text: TextName, work: Work, checkpointing: bool = False) -> PlainLoop:
     """The plain loop around the folder's model."""
     loaded = build_model(model.config(folder, text), parts=("network", "codec", "text"))
-    loop = PlainLoop(loaded, size=Size(**model.size), work=work)
+    loop = PlainLoop(loaded, size=ClipSize(**model.size), work=work)
     if checkpointing:
         loop.network.enable_gradient_checkpointing()
     return loop

@@ -23,7 +23,7 @@ from _wfm_work import Work
 from torch import Tensor
 
 from cosmos_rl_core.types import Prompt
-from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.base import ClipSize
 from cosmos_rl_wfm.models.codec import Codec, to_video
 from cosmos_rl_wfm.models.model import DiffusersModel
 from cosmos_rl_wfm.rewards.pixels import brightness
@@ -47,7 +47,7 @@ class Samples:
 class PlainLoop:
     """Network, frozen reference and optimizer, without a framework."""
 
-    def __init__(self, model: DiffusersModel, *, size: Size, work: Work, seed: int = 0) -> None:
+    def __init__(self, model: DiffusersModel, *, size: ClipSize, work: Work, seed: int = 0) -> None:
         self.model, self.network, self.work = model, model.network, work
         self.network.requires_grad_(True).train()
         self.reference = copy.deepcopy(self.network).requires_grad_(False)

@@ -26,7 +26,7 @@ from transfer_oracle import bytes_held, random_case, wrong_parts
 from cosmos_rl_transfer.layout import spread
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.layout.shapes import read_shapes
-from cosmos_rl_transfer.planning.plan import Plan, plan
+from cosmos_rl_transfer.planning.plan import TransferPlan, plan
 
 BUCKET_BYTES = 8 << 20
 SMALL_BUCKETS = (64, 200, 1000, 1 << 20)
@@ -155,7 +155,7 @@ def relay_figures(model: Model) -> Iterator[Figure]:
         yield Figure(metric=name, value=value, unit="x", target=target)
 
 
-def _direct(source: Manifest, target: Manifest) -> Plan:
+def _direct(source: Manifest, target: Manifest) -> TransferPlan:
     return plan(source, target, bucket_bytes=BUCKET_BYTES, relay="off")
 
 
@@ -166,7 +166,7 @@ RULES: dict[str, Callable[[int, int], int]] = {
 """Which of so many owners serves a replica."""
 
 
-def _busiest(made: Plan, choose: Callable[[int, int], int]) -> int:
+def _busiest(made: TransferPlan, choose: Callable[[int, int], int]) -> int:
     """Bytes the busiest source sends where `choose` names the owner."""
     sent = Counter[int]()
     for replica, part in enumerate(made.replicas):

@@ -40,7 +40,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm.data.collate import Sample, pack_batch
+from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.engines.torch.engine import check_generation
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
@@ -221,7 +221,7 @@ def _gradients(model: PreTrainedModel, logprobs: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def _samples() -> list[Sample]:
+def _samples() -> list[TrainSequence]:
     """Two prompts with three responses each, of 4 to 25 tokens."""
     rng = np.random.default_rng(0)
     samples = []
@@ -230,7 +230,7 @@ def _samples() -> list[Sample]:
         for _ in range(3):
             tokens = _tokens(rng, int(rng.integers(4, 26)))
             samples.append(
-                Sample(
+                TrainSequence(
                     prompt_tokens=prompt,
                     tokens=tokens,
                     logprobs=np.zeros(len(tokens), np.float32),

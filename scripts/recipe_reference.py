@@ -20,7 +20,7 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.base import Strict, descriptions
 from cosmos_rl_core.settings.problems import as_toml
-from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
+from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, LLMTorchOptions
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.rewards import REWARDS
 
@@ -59,7 +59,7 @@ def render() -> str:
         model = DOMAIN_TABLES.get(name) or _model(field.annotation)
         assert model is not None, f"[{name}] is no section"
         parts += _section(name, model)
-    parts += _section("rollout.options", TorchEngineOptions)
+    parts += _section("rollout.options", LLMTorchOptions)
     parts += _section("rollout.options", VllmEngineOptions, title='`[rollout.options]` of engine = "vllm"')
     for name, reward in sorted(REWARDS.items()):
         assert isinstance(reward, type) and issubclass(reward, Strict)

@@ -57,7 +57,7 @@ def launched(cluster, recipe, start, finished, tmp_path):
     def run(*flags, **changes):
         made = recipe(**changes)
         out, _ = finished(start("launch", tmp_path / "run.toml", "--on", "kubernetes", *flags))
-        return cluster.root / "claims" / "claim" / manifest.Manifest(made).name, out
+        return cluster.root / "claims" / "claim" / manifest.KubernetesManifest(made).name, out
 
     return run
 
@@ -153,7 +153,7 @@ def test_a_frozen_controller_is_killed_by_its_probe(cluster, recipe, monkeypatch
     monkeypatch.setattr(manifest, "FROZEN_S", 10)
     run = recipe(**SLOW, elastic__leave_s=0.0)
     launch("kubernetes", run, resume=False)
-    run_dir = cluster.root / "claims" / "claim" / manifest.Manifest(run).name
+    run_dir = cluster.root / "claims" / "claim" / manifest.KubernetesManifest(run).name
     trains(run_dir)
     pod = cluster.pod("controller")
     pod.freeze()

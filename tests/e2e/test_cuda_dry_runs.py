@@ -12,7 +12,7 @@ import pytest
 
 from cosmos_rl_core import run
 from cosmos_rl_core.inference import worker
-from cosmos_rl_core.inference.pool import Answer, Row, Task
+from cosmos_rl_core.inference.pool import InstanceTask, PromptRow, RowResult
 from cosmos_rl_core.recipe.load import load_config, load_domain, tables_of
 from cosmos_rl_core.train.trainer import Trainer
 from doubles.pretend_cuda import pretend_cuda
@@ -171,13 +171,13 @@ def test_generate_mixes_no_devices(domain, recipe_of):
     prepare(domain)
     config = load_config(tables, generating=True)
     rows, origin = load_domain(domain).load_rows(config.data)
-    task = Task(
+    task = InstanceTask(
         name="instance",
         recipe=tables_of(config, generating=True),
         checkpoint="",
         averaged=False,
         version=0,
-        rows=[Row(sample=place, columns=row, origin=f"{origin}:{place}") for place, row in enumerate(rows[:2])],
+        rows=[PromptRow(sample=place, columns=row, origin=f"{origin}:{place}") for place, row in enumerate(rows[:2])],
         num_samples=2,
         rows_at_once=None,
         scored=True,
@@ -187,7 +187,7 @@ def test_generate_mixes_no_devices(domain, recipe_of):
     answers = []
     with pretend_cuda() as record:
         asyncio.run(worker._answer_all(task, answers.append))
-    assert [answer for answer in answers if not isinstance(answer, Answer)] == []
+    assert [answer for answer in answers if not isinstance(answer, RowResult)] == []
     assert sorted(answer.sample for answer in answers) == [0, 1]
     assert not [line for answer in answers for line in answer.lines if "error" in line]
     assert not record.mismatches, record

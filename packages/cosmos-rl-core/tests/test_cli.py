@@ -20,7 +20,7 @@ from cosmos_rl_core.cli.elastic import error_text
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.status import live_controller
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.record import Outcome, record_outcome
+from cosmos_rl_core.observe.record import RecordedOutcome, record_outcome
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel
 
@@ -399,7 +399,7 @@ def test_status_of_a_finished_run_is_no_alarm(run_dir, cosmos_rl):
 
 
 def test_status_of_a_run_that_failed_has_the_reason_and_the_command_that_continues(run_dir, cosmos_rl):
-    outcome = Outcome(
+    outcome = RecordedOutcome(
         state="failed",
         message="policy-0: KeyError: 'x'",
         worker="policy-0",

@@ -16,7 +16,7 @@ from cosmos_rl_core.launch.secrets import describe_encryption, make_secrets, rea
 from cosmos_rl_core.launch.takeover import take_over
 from cosmos_rl_core.ops.clusters.kubernetes import Kubernetes
 from cosmos_rl_core.ops.clusters.launcher import ClusterRun, find_launcher, shares_files
-from cosmos_rl_core.ops.clusters.manifest import IS_FRESH, START, Manifest, merged
+from cosmos_rl_core.ops.clusters.manifest import IS_FRESH, START, KubernetesManifest, merged
 from cosmos_rl_core.recipe.sections import TlsSection
 from cosmos_rl_core.wire.handshake import make_token
 from cosmos_rl_core.wire.tls import read_tls
@@ -52,7 +52,7 @@ def cluster(tmp_path):
 def objects(run):
     """The objects of the plan, by kind and the end of their names."""
     found = list(yaml.safe_load_all(Kubernetes().plan(run)))
-    return {(one["kind"], one["metadata"]["name"].removeprefix(Manifest(run).name)): one for one in found}
+    return {(one["kind"], one["metadata"]["name"].removeprefix(KubernetesManifest(run).name)): one for one in found}
 
 
 def container(job):
@@ -117,7 +117,7 @@ def test_a_pod_has_what_its_process_needs(cluster):
     assert container(found["Job", "-rollout-1"])["resources"] == {"limits": {"nvidia.com/gpu": 1}}
     words = container(found["Job", "-rollout-1"])["command"]
     assert words[words.index("--name") + 1] == "rollout-1"
-    host = f"{Manifest(cluster()).name}-controller-0-0.{Manifest(cluster()).name}"
+    host = f"{KubernetesManifest(cluster()).name}-controller-0-0.{KubernetesManifest(cluster()).name}"
     assert words[words.index("--controller") + 1] == f"tcp://{host}:29400"
     assert f"run.advertise={host}:29400" in container(jobs["controller"])["command"]
     recipe = found["ConfigMap", "-recipe"]["data"]["run.toml"]
@@ -128,7 +128,7 @@ def test_a_policy_over_machines_is_restarted_as_a_whole(cluster):
     found = objects(cluster(*MACHINES))["JobSet", ""]
     second = found["spec"]["replicatedJobs"][2]["template"]
     assert (second["spec"]["completions"], second["spec"]["backoffLimit"]) == (2, 0)
-    name = Manifest(cluster()).name
+    name = KubernetesManifest(cluster()).name
     assert container(second)["command"][-4:] == [
         "--node",
         "$(MACHINE)",
@@ -168,7 +168,7 @@ def test_overlays_are_merged_by_role(cluster):
     policy, controller = (jobs[name]["spec"]["template"] for name in ("policy-0", "controller"))
     assert (policy["spec"]["schedulerName"], controller["spec"]["schedulerName"]) == ("y", "x")
     assert policy["spec"]["tolerations"] == [{"operator": "Exists"}]
-    assert policy["metadata"]["labels"] == {"cosmos-rl/run": Manifest(run).name, "team": "a"}
+    assert policy["metadata"]["labels"] == {"cosmos-rl/run": KubernetesManifest(run).name, "team": "a"}
     assert container(jobs["policy-0"])["resources"] == {"limits": {"nvidia.com/gpu": 1, "rdma": 8}}
     with pytest.raises(UserError, match="an item of containers has no name"):
         objects(cluster('cluster.kubernetes.pod.spec={containers=[{image="x"}]}'))
@@ -208,8 +208,11 @@ def test_pods_get_the_certificates_of_the_run(cluster, monkeypatch, tmp_path):
     jobs = {job["name"]: job["template"] for job in found["JobSet", ""]["spec"]["replicatedJobs"]}
     jobs["rollout-1"] = found["Job", "-rollout-1"]
     variables = {name: secrets_of(container(job)) for name, job in jobs.items()}
-    workers = {"COSMOS_RL_TOKEN": ("mine", "token"), "COSMOS_RL_TLS": (f"{Manifest(run).name}-tls", "tls.pem")}
-    own = {"COSMOS_RL_CONTROLLER_TLS": (f"{Manifest(run).name}-tls", "tls_controller.pem")}
+    workers = {
+        "COSMOS_RL_TOKEN": ("mine", "token"),
+        "COSMOS_RL_TLS": (f"{KubernetesManifest(run).name}-tls", "tls.pem"),
+    }
+    own = {"COSMOS_RL_CONTROLLER_TLS": (f"{KubernetesManifest(run).name}-tls", "tls_controller.pem")}
     assert variables.pop("controller") == workers | own
     assert set(variables) == {"policy-0", "policy-1", "rollout-1"} and all(one == workers for one in variables.values())
 
@@ -336,7 +339,10 @@ def test_the_states_are_those_of_the_jobs(cluster, kubectl):
     Kubernetes().scale(run, {"rollout": 3})  # rollout-0 stays, and the name of the one that has ended is in use
     calls = (kubectl / "calls").read_text().splitlines()
     kinds = "jobsets.jobset.x-k8s.io,jobs.batch"
-    assert calls[0] == f"--namespace=team get {kinds} --selector=cosmos-rl/run={Manifest(run).name} --output=json"
+    assert (
+        calls[0]
+        == f"--namespace=team get {kinds} --selector=cosmos-rl/run={KubernetesManifest(run).name} --output=json"
+    )
     assert calls[-1] == "--namespace=team create --filename=-"
 
 

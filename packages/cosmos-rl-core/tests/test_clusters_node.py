@@ -8,7 +8,7 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.ops.clusters.launcher import ClusterRun
-from cosmos_rl_core.ops.clusters.meeting import Begin, GivenUp, Join, Meeting, Over
+from cosmos_rl_core.ops.clusters.meeting import Begin, GivenUp, Meeting, NodeJoin, Over
 from cosmos_rl_core.ops.clusters.node import ClusterNode, gpus_of, parts_of
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect, serve
 
@@ -85,12 +85,12 @@ def meet(recipe, talk, *, policies=1):
     async def go():
         several = (f"policy.replicas={policies}", "policy.num_nodes=2", "policy.ranks_per_node=1")
         meeting = Meeting(parts_of(recipe(*several, "rollout.replicas=1"), policies * 2 + 1))
-        server = await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Join | GivenUp, on_connect=meeting.on_connect)
+        server = await serve("tcp://127.0.0.1:0", token=TOKEN, decode=NodeJoin | GivenUp, on_connect=meeting.on_connect)
 
         async def join(node, *, nodes=policies * 2 + 1, address="10.0.0.1", process="a"):
             hello = Hello(name=f"node-{node}", role="node")
             connection = await connect(server.address, token=TOKEN, hello=hello, decode=Begin | GivenUp | Over)
-            await connection.send(Join(node=node, nodes=nodes, address=address, process=process))
+            await connection.send(NodeJoin(node=node, nodes=nodes, address=address, process=process))
             return connection
 
         try:

@@ -16,7 +16,7 @@ from cosmos_rl_core.ops.clusters.follow import Logs, follow
 from cosmos_rl_core.ops.clusters.launcher import ClusterRun, find_launcher
 from cosmos_rl_core.ops.clusters.ray import Ray, _must_listen, not_started, processes, whole
 from cosmos_rl_core.ops.clusters.ray_supervisor import ReplicaAddress
-from cosmos_rl_core.ops.clusters.restarted import Job, RestartedProcess
+from cosmos_rl_core.ops.clusters.restarted import ProcessJob, RestartedProcess
 from cosmos_rl_core.processes import environment
 
 RECIPE = """
@@ -79,7 +79,7 @@ def test_processes_without_an_answer_are_not_said_to_have_no_place(cluster):
 
 def test_a_process_that_ends_is_leaving():
     """Another one takes its place when the number is raised again."""
-    process = RestartedProcess(Job(name="rollout-0", command=("sleep", "60"), restarts=3), environment())
+    process = RestartedProcess(ProcessJob(name="rollout-0", command=("sleep", "60"), restarts=3), environment())
     assert not process.is_last
     process.end()
     assert process.is_last

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.ops.clusters.restarted import Job, Processes, RestartedProcess
+from cosmos_rl_core.ops.clusters.restarted import Processes, ProcessJob, RestartedProcess
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def process(tmp_path):
 
     def make(script, **changes):
         fixed = {"name": "rollout-0", "log": str(tmp_path / "log"), "restarts": 2, "last": (0, 2)}
-        job = Job(**{**fixed, "command": ("bash", "-c", script, "worker"), **changes})
+        job = ProcessJob(**{**fixed, "command": ("bash", "-c", script, "worker"), **changes})
         return RestartedProcess(job, dict(os.environ)), tmp_path / "log"
 
     return make

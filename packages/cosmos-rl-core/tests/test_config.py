@@ -13,7 +13,7 @@ from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.recipe.load import dump_resolved, load_config
 from cosmos_rl_core.settings.base import ConfigError, Problem, Strict, descriptions
-from cosmos_rl_core.settings.source import Source
+from cosmos_rl_core.settings.source import RecipeSource
 from cosmos_rl_core.testing.tiny import Tiny
 
 
@@ -114,7 +114,7 @@ v = [
   2,
 ]
 """
-    source = Source(name="f.toml", text=text)
+    source = RecipeSource(name="f.toml", text=text)
     keys = {"top.a b": 2, "x": 3, "x.y.z.k.1.m": 4, "x.y.z.n": 5, "list.0.inner": 7, "list.1.v.1": 11}
     assert {key: int(source.place(key, value=False).split(":")[1]) for key in keys} == keys
     assert source.place("x.y.z.n", value=True) == "f.toml:5:14"
@@ -132,7 +132,7 @@ def test_the_scanner_finds_the_keys_that_tomllib_finds(path):
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         return {key}.union(*(keys(held, f"{key}.{name}" if key else str(name)) for name, held in inner))
 
-    assert set(Source(name="", text=text).entries) == keys(tomllib.loads(text), "") - {""}
+    assert set(RecipeSource(name="", text=text).entries) == keys(tomllib.loads(text), "") - {""}
 
 
 def test_a_key_in_the_wrong_section_is_pointed_to_the_right_one():

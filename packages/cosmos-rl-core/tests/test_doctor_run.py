@@ -25,16 +25,16 @@ from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.errors import OutOfMemory, UserError
-from cosmos_rl_core.observe.machine import Machine, Sample
+from cosmos_rl_core.observe.machine import MachineMetrics, MachineSample
 from cosmos_rl_core.observe.nvml import Gpu
-from cosmos_rl_core.observe.record import Events, Outcome, record_outcome, record_start
+from cosmos_rl_core.observe.record import Events, RecordedOutcome, record_outcome, record_start
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.ops.doctor import stacks
 from cosmos_rl_core.ops.doctor.limits import GIB
 from cosmos_rl_core.ops.doctor.run import examine_run
-from cosmos_rl_core.ops.doctor.stacks import WorkerProcess, busy_threads, stacks_of, worker_processes
+from cosmos_rl_core.ops.doctor.stacks import InspectedProcess, busy_threads, stacks_of, worker_processes
 from cosmos_rl_core.ops.doctor.waits import RUN, WEIGHTS, Wait, chain, waits_of
 from cosmos_rl_core.processes import ProcessName
 from cosmos_rl_core.wire.listening import Address, listen
@@ -221,7 +221,7 @@ class Written:
         return self
 
     def ends(self, state="failed", **fields):
-        record_outcome(self.path, Outcome(state=state, step=41, ended=time.time(), **fields))
+        record_outcome(self.path, RecordedOutcome(state=state, step=41, ended=time.time(), **fields))
         return self.status(phase="failed" if state == "failed" else "finished")
 
     def examine(self):
@@ -307,7 +307,7 @@ def test_02_the_rank_that_is_not_in_the_collective(written):
 
 
 def test_02_a_stopped_rank_is_named_and_shown_where_no_process_waits(written, monkeypatch):
-    ranks = [WorkerProcess(pid=10**9 + n, worker=name, rank=rank, state=state, writes_stacks=False)
+    ranks = [InspectedProcess(pid=10**9 + n, worker=name, rank=rank, state=state, writes_stacks=False)
              for n, (name, rank, state) in enumerate((("rollout-0", "", "S"), ("policy-0", "1", "T")))]  # fmt: skip
     monkeypatch.setattr("cosmos_rl_core.ops.doctor.run.worker_processes", lambda run_dir: ranks)
     found = examine_run(written.status(members=("policy-0", "rollout-0")).path, stacks=True)
@@ -396,7 +396,7 @@ def test_07_a_worker_that_the_kernel_killed(written):
 
 def test_07_memory_and_disk_that_are_nearly_full(written):
     gpu = Gpu(index=0, name="H100", memory=79 * GIB, memory_total=80 * GIB)
-    machine = Machine(
+    machine = MachineMetrics(
         cpus=8,
         cpu=1.0,
         memory=97 * GIB,
@@ -407,7 +407,9 @@ def test_07_memory_and_disk_that_are_nearly_full(written):
         sent=0.0,
         gpus=(gpu,),
     )
-    sample = Sample(time=1.0, process="rollout-0", host="node-3", pid=1, cpu=1.0, memory=60 * GIB, machine=machine)
+    sample = MachineSample(
+        time=1.0, process="rollout-0", host="node-3", pid=1, cpu=1.0, memory=60 * GIB, machine=machine
+    )
     (written.path / "system").mkdir()
     (written.path / "system" / "rollout-0.jsonl").write_bytes(msgspec.json.encode(sample) + b"\n")
     found = written.ends(message="rollout-0 died (signal SIGKILL)").examine()
@@ -692,8 +694,8 @@ def test_a_run_that_was_copied_from_another_machine_is_not_called_alive(written)
 
 def test_a_child_that_has_ended_and_a_short_wait_for_the_disk_are_no_trouble(tmp_path, monkeypatch):
     seen = iter(["D", "S"])
-    monkeypatch.setattr(stacks, "_process", lambda pid, worker: WorkerProcess(pid, worker, "", next(seen), True))
-    process = WorkerProcess(1, "rollout-0", "", "D", True)
+    monkeypatch.setattr(stacks, "_process", lambda pid, worker: InspectedProcess(pid, worker, "", next(seen), True))
+    process = InspectedProcess(1, "rollout-0", "", "D", True)
     assert stacks._watched(process, is_main=True).trouble == ""
     seen = iter(["D", "D", "D"])
     assert stacks._watched(process, is_main=True).trouble == "process 1 waits for a disk"

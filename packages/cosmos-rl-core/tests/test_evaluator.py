@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.evaluation import Evaluator
-from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.peers import Peers, WorkerPeer
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_core.wire.channel import ConnectionClosed
@@ -55,7 +55,7 @@ def make(*, every_steps=2, max_steps: int | None = 5, rows=ROWS, rows_per_group=
 def replica(name) -> Any:
     """A rollout replica on a wire that keeps what is posted."""
     wire: Any = Wire()
-    return Peer(name=name, role="rollout", connection=wire, incarnation=1)
+    return WorkerPeer(name=name, role="rollout", connection=wire, incarnation=1)
 
 
 def connected(*replicas):

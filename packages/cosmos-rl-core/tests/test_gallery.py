@@ -10,7 +10,7 @@ from PIL import Image
 
 from cosmos_rl_core.errors import MediaError
 from cosmos_rl_core.observe.gallery import AnswerGallery, Gallery
-from cosmos_rl_core.observe.pages import PAPER, Row, animation, as_gif, contact_grid, fit_clip
+from cosmos_rl_core.observe.pages import PAPER, PageRow, animation, as_gif, contact_grid, fit_clip
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 
@@ -237,10 +237,10 @@ def test_small_clips_are_enlarged_pixel_by_pixel():
     assert (large[:, ::4, ::4] == video).all() and (large[:, 3::4, 3::4] == video).all()
 
 
-def make_row(*, clips: int = 3, frames: int = 4, title: str = "a disc") -> Row:
+def make_row(*, clips: int = 3, frames: int = 4, title: str = "a disc") -> PageRow:
     greys = [60 * i + 20 * np.arange(frames - i) for i in range(clips)]
     videos = tuple(np.tile(grey.astype(np.uint8)[:, None, None, None], (1, 32, 32, 3)) for grey in greys)
-    return Row(title=title, clips=videos, labels=tuple((f"{i}.00", "brightness 0.1") for i in range(clips)))
+    return PageRow(title=title, clips=videos, labels=tuple((f"{i}.00", "brightness 0.1") for i in range(clips)))
 
 
 def test_pages_of_a_film_are_alike_in_size_and_even():
@@ -251,7 +251,7 @@ def test_pages_of_a_film_are_alike_in_size_and_even():
 
 
 def test_frames_of_all_rows_of_a_sheet_stand_under_one_another():
-    short, long = make_row(), Row(title="b", clips=make_row().clips, labels=(("0.1", "a much longer label"),) * 3)
+    short, long = make_row(), PageRow(title="b", clips=make_row().clips, labels=(("0.1", "a much longer label"),) * 3)
     edges = []
     for rows in ([short, long], [long, short]):
         pixels = np.asarray(contact_grid(rows))

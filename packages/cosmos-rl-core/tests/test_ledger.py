@@ -83,7 +83,7 @@ class Play:
 
     def lose(self, *samples: int, replica: str = "policy-0", reason: str = "gone", epoch: int | None = None):
         epoch = self.ledger.members.epoch if epoch is None else epoch
-        return self.send(replica, m.PayloadsLost(self.ledger.version, epoch, samples, reason))
+        return self.send(replica, m.PayloadsUnreadable(self.ledger.version, epoch, samples, reason))
 
     def vote(self, replica: str = "policy-0", *, step: int | None = None):
         step = self.ledger.version if step is None else step

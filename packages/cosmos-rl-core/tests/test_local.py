@@ -7,7 +7,7 @@ import pytest
 
 from cosmos_rl_core.launch.local import LocalWorkers
 from cosmos_rl_core.launch.placement import share_threads
-from cosmos_rl_core.launch.supervised.keeper import Ended, ProcessKeeper
+from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper, WorkerEnded
 from cosmos_rl_core.processes import LAST_LINES, last_lines
 from cosmos_rl_core.wire.handshake import make_token, read_token
 
@@ -162,7 +162,7 @@ class StartsOnly:
 
 
 def left(name):
-    return Ended(name=name, exit_code=0, status="exit code 0", last_lines="left")
+    return WorkerEnded(name=name, exit_code=0, status="exit code 0", last_lines="left")
 
 
 def test_the_last_rollout_worker_that_leaves_is_started_again_as_often_as_a_killed_one(tmp_path):

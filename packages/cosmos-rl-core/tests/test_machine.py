@@ -18,7 +18,7 @@ from cosmos_rl_core.observe import machine
 from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.nvml import Gpu, Gpus
 from cosmos_rl_core.observe.thinned import ThinnedLog
-from cosmos_rl_core.ops.dashboard.machines import MOST_POINTS, Machines
+from cosmos_rl_core.ops.dashboard.machines import MOST_POINTS, MachineHistory
 from cosmos_rl_core.processes import cpu_s, process_tree, resident_bytes
 
 BUSY = "x = bytearray(50_000_000)\nprint('there', flush=True)\nwhile True: pass"
@@ -162,7 +162,7 @@ def test_the_dashboard_joins_the_files_of_a_machine(tmp_path):
                 gpu = {"index": 0, "name": "H100", "memory": number, "memory_total": 80, "busy": 0.5}
                 row["machine"] = {**figures, "cpu": 0.5, "memory": number, "gpus": [gpu]}
                 log.write(json.dumps(row) + "\n")
-    found = Machines(tmp_path).read()
+    found = MachineHistory(tmp_path).read()
     [host] = found["machines"]
     assert (host["host"], host["cpus"], host["at"][-1], host["memory"][-1]) == ("a", 2, 2999.0, 999)
     assert len(host["at"]) == len(host["gpus"][0]["busy"]) <= MOST_POINTS
@@ -170,4 +170,4 @@ def test_the_dashboard_joins_the_files_of_a_machine(tmp_path):
         ("policy-0", 999, 999.0),
         ("rollout-0", 999, 2999.0),
     ]
-    assert Machines(tmp_path / "none").read() == {"machines": [], "processes": []}
+    assert MachineHistory(tmp_path / "none").read() == {"machines": [], "processes": []}

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cosmos_rl_core.control.reports import Observer
+from cosmos_rl_core.control.reports import ProgressObserver
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.observer import Watch, _alarms, _Totals
-from cosmos_rl_core.monitor import HackMonitor, Metrics, MonitorConfig, Rule, State, beyond
+from cosmos_rl_core.monitor import CheckMetrics, HackMonitor, MonitorConfig, Rule, State, beyond
 from cosmos_rl_core.monitor.monitor import History, TrainingSteps
 from cosmos_rl_core.recipe.load import load_config
 
-BASE = Metrics(step=0, reward=0.080, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
+BASE = CheckMetrics(step=0, reward=0.080, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
 
 
-def watch(*looks: Metrics, config: MonitorConfig | None = None) -> list:
+def watch(*looks: CheckMetrics, config: MonitorConfig | None = None) -> list:
     monitor = HackMonitor(config or MonitorConfig())
     return [monitor.observe(metrics) for metrics in looks]
 
@@ -28,7 +28,7 @@ def one_rule(**rule) -> MonitorConfig:
 
 
 def losses(*values: float, **rule) -> list:
-    looks = [Metrics(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate(values)]
+    looks = [CheckMetrics(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate(values)]
     return watch(*looks, config=one_rule(watch="held_out_loss", **rule))
 
 
@@ -36,7 +36,7 @@ def losses(*values: float, **rule) -> list:
 
 
 def test_unregularised_flow_grpo_is_stopped_with_a_sentence_that_says_why():
-    hacked = Metrics(step=60, reward=0.679, judges={"prompt_ok": 0.05}, held_out_loss=1.73, beyond=1.0)
+    hacked = CheckMetrics(step=60, reward=0.679, judges={"prompt_ok": 0.05}, held_out_loss=1.73, beyond=1.0)
     first, last = watch(BASE, hacked)
     assert first.action is None
     assert last.action == "stop"
@@ -49,26 +49,26 @@ def test_unregularised_flow_grpo_is_stopped_with_a_sentence_that_says_why():
 
 @pytest.mark.parametrize(("reward", "judge", "loss"), [(0.097, 0.71, 0.08), (0.086, 0.71, 0.08)])
 def test_ddrl_and_its_control_raise_no_alarm(reward, judge, loss):
-    after = Metrics(step=60, reward=reward, judges={"prompt_ok": judge}, held_out_loss=loss)
+    after = CheckMetrics(step=60, reward=reward, judges={"prompt_ok": judge}, held_out_loss=loss)
     verdicts = watch(BASE, after)
     assert [(verdict.action, verdict.standing) for verdict in verdicts] == [(None, 0), (None, 0)]
 
 
 def test_a_reward_that_is_earned_raises_no_alarm():
-    base = Metrics(step=0, reward=0.424, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
-    _, after = watch(base, Metrics(step=60, reward=0.880, judges={"prompt_ok": 0.62}, held_out_loss=0.11))
+    base = CheckMetrics(step=0, reward=0.424, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
+    _, after = watch(base, CheckMetrics(step=60, reward=0.880, judges={"prompt_ok": 0.62}, held_out_loss=0.11))
     assert after.action is None
 
 
 def test_a_data_term_that_is_too_weak_is_found_out_by_the_judge():
-    _, after = watch(BASE, Metrics(step=60, reward=0.177, judges={"prompt_ok": 0.39}, held_out_loss=0.09))
+    _, after = watch(BASE, CheckMetrics(step=60, reward=0.177, judges={"prompt_ok": 0.39}, held_out_loss=0.09))
     assert after.action == "warn"
     assert "while judge 'prompt_ok' fell from 0.67 to 0.39" in after.text
 
 
 def test_the_loss_alone_stops_a_run_without_judges():
     _, after = watch(
-        Metrics(step=0, reward=0.080, held_out_loss=0.08), Metrics(step=60, reward=0.679, held_out_loss=1.73)
+        CheckMetrics(step=0, reward=0.080, held_out_loss=0.08), CheckMetrics(step=60, reward=0.679, held_out_loss=1.73)
     )
     assert (after.action, after.text) == ("stop", "step 60: held-out loss 0.08 -> 1.73; the run stops")
 
@@ -77,14 +77,14 @@ def test_the_loss_alone_stops_a_run_without_judges():
 
 
 def test_a_judge_that_falls_with_the_reward_is_no_hack():
-    _, after = watch(BASE, Metrics(step=9, reward=0.05, judges={"prompt_ok": 0.08}))
+    _, after = watch(BASE, CheckMetrics(step=9, reward=0.05, judges={"prompt_ok": 0.08}))
     assert after.action is None
 
 
 def test_several_judges_are_watched_one_by_one():
     _, after = watch(
-        Metrics(step=0, reward=0.1, judges={"a": 0.5, "b": 0.5}),
-        Metrics(step=1, reward=0.2, judges={"a": 0.6, "b": 0.1}),
+        CheckMetrics(step=0, reward=0.1, judges={"a": 0.5, "b": 0.5}),
+        CheckMetrics(step=1, reward=0.2, judges={"a": 0.6, "b": 0.1}),
     )
     assert {alarm.metric for alarm in after.alarms} == {"judge/b"}
 
@@ -110,7 +110,7 @@ def test_an_alarm_stands_until_the_figure_is_well_inside():
 
 
 def test_a_lower_bound_releases_upwards():
-    looks = [Metrics(step=step, reward=0.0, diversity=value) for step, value in enumerate([1.0, 0.4, 0.52, 0.56])]
+    looks = [CheckMetrics(step=step, reward=0.0, diversity=value) for step, value in enumerate([1.0, 0.4, 0.52, 0.56])]
     verdicts = watch(*looks, config=one_rule(watch="diversity", below=0.5))
     assert [v.standing for v in verdicts] == [0, 1, 1, 0]
     assert verdicts[1].text == "step 1: diversity 1 -> 0.4"
@@ -118,7 +118,9 @@ def test_a_lower_bound_releases_upwards():
 
 def test_an_alarm_about_a_judge_is_over_when_the_reward_is_back_at_its_start():
     fallen = {"prompt_ok": 0.4}
-    verdicts = watch(BASE, Metrics(step=1, reward=0.15, judges=fallen), Metrics(step=2, reward=0.08, judges=fallen))
+    verdicts = watch(
+        BASE, CheckMetrics(step=1, reward=0.15, judges=fallen), CheckMetrics(step=2, reward=0.08, judges=fallen)
+    )
     assert [v.standing for v in verdicts] == [0, 1, 0]
 
 
@@ -135,13 +137,16 @@ def test_a_start_that_is_no_number_is_not_taken_for_one():
 
 
 def test_a_start_of_zero_has_no_multiples():
-    looks = [Metrics(step=step, reward=0.1 * step, judges={"ocr": value}) for step, value in enumerate([0.0, -1.0])]
+    looks = [
+        CheckMetrics(step=step, reward=0.1 * step, judges={"ocr": value}) for step, value in enumerate([0.0, -1.0])
+    ]
     assert [v.action for v in watch(*looks)] == [None, None]
 
 
 def test_a_figure_that_is_not_measured_keeps_its_alarm_and_its_count():
     looks = [
-        Metrics(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate([1.0, 3.0, None, 3.0, None])
+        CheckMetrics(step=step, reward=0.0, held_out_loss=value)
+        for step, value in enumerate([1.0, 3.0, None, 3.0, None])
     ]
     verdicts = watch(*looks, config=one_rule(watch="held_out_loss", above=2.0, patience=2))
     assert [v.action for v in verdicts] == [None, None, None, "warn", None]
@@ -152,7 +157,7 @@ def test_the_strongest_of_several_actions_is_taken():
     rules = tuple(
         Rule(watch="held_out_loss", above=x, action=a) for x, a in ((2, "warn"), (3, "stop"), (4, "rollback"))
     )
-    looks = (Metrics(step=0, reward=0, held_out_loss=1.0), Metrics(step=5, reward=0, held_out_loss=9.0))
+    looks = (CheckMetrics(step=0, reward=0, held_out_loss=1.0), CheckMetrics(step=5, reward=0, held_out_loss=9.0))
     assert watch(*looks, config=MonitorConfig(rules=rules))[1].action == "rollback"
     assert watch(*looks, config=MonitorConfig(rules=rules[:2]))[1].action == "stop"
 
@@ -168,7 +173,7 @@ def test_a_rollback_names_the_last_step_at_which_all_was_well():
 
 def test_a_look_at_which_a_warning_is_due_is_no_good_one():
     rules = (Rule(watch="held_out_loss", above=2.0), Rule(watch="held_out_loss", above=4.0, action="rollback"))
-    looks = [Metrics(step=i, reward=0, held_out_loss=value) for i, value in enumerate([1.0, 1.5, 3.0, 5.0])]
+    looks = [CheckMetrics(step=i, reward=0, held_out_loss=value) for i, value in enumerate([1.0, 1.5, 3.0, 5.0])]
     assert watch(*looks, config=MonitorConfig(rules=rules))[-1].rollback_to == 1
 
 
@@ -181,7 +186,7 @@ def test_with_no_good_step_to_go_back_to_the_run_stops():
 
 
 def test_a_monitor_goes_on_from_its_journaled_state():
-    looks = [Metrics(step=i, reward=i / 10, judges={"j": j}) for i, j in enumerate([0.5, 0.3, 0.3, 0.2, 0.5, 0.1])]
+    looks = [CheckMetrics(step=i, reward=i / 10, judges={"j": j}) for i, j in enumerate([0.5, 0.3, 0.3, 0.2, 0.5, 0.1])]
     whole = HackMonitor(MonitorConfig())
     state = State()
     for metrics in looks:
@@ -193,7 +198,7 @@ def test_a_monitor_goes_on_from_its_journaled_state():
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=12))
 def test_alarms_raised_less_those_over_are_those_that_stand(looks):
-    verdicts = watch(*(Metrics(step=i, reward=r, judges={"j": j}) for i, (r, j) in enumerate(looks)))
+    verdicts = watch(*(CheckMetrics(step=i, reward=r, judges={"j": j}) for i, (r, j) in enumerate(looks)))
     standing = 0
     for verdict in verdicts:
         standing += len(verdict.alarms) - len(verdict.over)
@@ -235,7 +240,7 @@ def test_a_first_value_may_be_measured_before_the_first_look():
     monitor = HackMonitor(one_rule(watch="diversity", below=0.5))
     monitor.begin(diversity=0.8)
     monitor.begin(diversity=0.3)
-    assert monitor.observe(Metrics(step=20, reward=0.0, diversity=0.35)).action == "warn"
+    assert monitor.observe(CheckMetrics(step=20, reward=0.0, diversity=0.35)).action == "warn"
 
 
 def test_beyond_is_the_share_above_the_best():
@@ -260,7 +265,7 @@ def test_beyond_is_the_share_above_the_best():
 def test_a_collapse_is_a_warning_of_the_default_rules(first, later, said):
     def metrics(step, values):
         training = {name: value for name, value in values.items() if name != "reward"}
-        return Metrics(step=step, reward=values.get("reward", 0.5), training=training)
+        return CheckMetrics(step=step, reward=values.get("reward", 0.5), training=training)
 
     quiet, verdict = watch(metrics(1, first), metrics(2, later))
     assert quiet.action is None
@@ -268,7 +273,7 @@ def test_a_collapse_is_a_warning_of_the_default_rules(first, later, said):
 
 
 def rewards(*values, **changes):
-    return watch(*(Metrics(step=step, reward=value, **changes) for step, value in enumerate(values)))
+    return watch(*(CheckMetrics(step=step, reward=value, **changes) for step, value in enumerate(values)))
 
 
 def test_a_reward_that_rose_and_fell_back_to_its_start_is_an_alarm():
@@ -285,14 +290,14 @@ def test_a_reward_that_falls_a_little_is_no_alarm(values):
 def test_the_best_value_is_in_the_journaled_state():
     monitor = HackMonitor(MonitorConfig())
     for step, value in enumerate([0.1, 0.9]):
-        monitor.observe(Metrics(step=step, reward=value))
+        monitor.observe(CheckMetrics(step=step, reward=value))
     resumed = HackMonitor(MonitorConfig(), state=State.from_json(json.loads(json.dumps(monitor.state.as_json()))))
-    assert resumed.observe(Metrics(step=2, reward=0.1)).action == "warn"
+    assert resumed.observe(CheckMetrics(step=2, reward=0.1)).action == "warn"
 
 
 def test_a_gradient_norm_that_explodes_is_an_alarm_at_the_second_check():
     looks = [
-        Metrics(step=step, reward=0.5, training={"grad_norm": norm}) for step, norm in enumerate([1.0, 30.0, 30.0])
+        CheckMetrics(step=step, reward=0.5, training={"grad_norm": norm}) for step, norm in enumerate([1.0, 30.0, 30.0])
     ]
     verdicts = watch(*looks)
     assert [v.action for v in verdicts] == [None, None, "warn"]
@@ -300,16 +305,16 @@ def test_a_gradient_norm_that_explodes_is_an_alarm_at_the_second_check():
 
 
 def test_a_check_of_training_metrics_alone_keeps_what_evaluations_have_found():
-    fallen = Metrics(step=1, reward=0.2, judges={"prompt_ok": 0.4}, held_out_loss=0.08)
-    verdicts = watch(BASE, fallen, Metrics(step=2, reward=None, training={"entropy": 1.0}))
+    fallen = CheckMetrics(step=1, reward=0.2, judges={"prompt_ok": 0.4}, held_out_loss=0.08)
+    verdicts = watch(BASE, fallen, CheckMetrics(step=2, reward=None, training={"entropy": 1.0}))
     assert [v.standing for v in verdicts] == [0, 1, 1]
     monitor = HackMonitor(MonitorConfig())
-    for metrics in (BASE, Metrics(step=7, reward=None, training={"entropy": 1.0})):
+    for metrics in (BASE, CheckMetrics(step=7, reward=None, training={"entropy": 1.0})):
         monitor.observe(metrics)
     assert monitor.state.last_good == 0
 
 
-class Noted(Observer):
+class Noted(ProgressObserver):
     """Remembers the notes."""
 
     def __init__(self):
@@ -374,7 +379,7 @@ def test_a_stop_says_why(tmp_path, config):
 def test_the_closing_table_has_alarms_skipped_steps_and_the_reason_of_a_stop(tmp_path):
     monitor, history = HackMonitor(MonitorConfig()), History(tmp_path, first_step=0)
     for step, value in enumerate([0.9, 0.1]):
-        metrics = Metrics(step=step, reward=value)
+        metrics = CheckMetrics(step=step, reward=value)
         history.add(metrics, monitor.observe(metrics), monitor.state)
     result = SimpleNamespace(run_dir=tmp_path, stopped="why")
     assert _alarms(result, _Totals(steps=2, skipped=1)) == {

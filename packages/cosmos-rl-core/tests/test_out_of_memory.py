@@ -12,7 +12,7 @@ from cosmos_rl_core.errors import OutOfMemory
 from cosmos_rl_core.launch import memory
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.parallel.held import STEP, Held, Needs
+from cosmos_rl_core.parallel.held import STEP, MemoryPart, Needs
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.tiny import Tiny
 from cosmos_rl_core.wire.handshake import Hello
@@ -161,7 +161,10 @@ def counted(monkeypatch):
     def needs(shape, config, domain, *, device_bytes=None, **_):
         sizes.append(device_bytes)
         kept = 300 if config.policy.memory.activation_checkpointing == "none" else 10
-        parts = (Held(name="parameters", bytes=100 << 20), Held(name="activations", bytes=kept << 20, at=(STEP,)))
+        parts = (
+            MemoryPart(name="parameters", bytes=100 << 20),
+            MemoryPart(name="activations", bytes=kept << 20, at=(STEP,)),
+        )
         return Needs(process="a policy rank", parts=parts)
 
     class Shape:
@@ -169,7 +172,7 @@ def counted(monkeypatch):
 
     monkeypatch.setattr(memory, "policy_needs", needs)
     monkeypatch.setattr(Full, "model_shape", lambda self, model, *, data, sampling: Shape())
-    rollout = Needs(process="a rollout replica", parts=(Held(name="weights", bytes=7 << 20),))
+    rollout = Needs(process="a rollout replica", parts=(MemoryPart(name="weights", bytes=7 << 20),))
     monkeypatch.setattr(memory, "rollout_needs", lambda *_, **__: rollout)
     return sizes
 

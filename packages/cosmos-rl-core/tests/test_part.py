@@ -9,7 +9,7 @@ import pytest
 from cosmos_rl_core.algorithms.advantages import BatchAdvantage
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.train.batcher import Batcher
-from cosmos_rl_core.train.part import Part
+from cosmos_rl_core.train.part import BatchPart
 from cosmos_rl_core.types import Episode, Prompt, Rollout, RolloutGroup, TrainBatch
 
 COUNT = 3
@@ -100,7 +100,7 @@ def in_parts(groups, **settings):
     together = Together(COUNT)
 
     def work(place):
-        part = Part(groups[place::COUNT], together.at(place), with_text=False)
+        part = BatchPart(groups[place::COUNT], together.at(place), with_text=False)
         return batcher(**settings)(part.groups, step=5, part=part)
 
     with ThreadPoolExecutor(COUNT) as pool:
@@ -138,7 +138,7 @@ def test_the_first_replica_can_write_all_rollouts(tmp_path, with_text):
     with ThreadPoolExecutor(COUNT) as pool:
         parts = list(
             pool.map(
-                lambda place: Part(groups[place::COUNT], together.at(place), with_text=with_text),
+                lambda place: BatchPart(groups[place::COUNT], together.at(place), with_text=with_text),
                 range(COUNT),
             )
         )

@@ -3,7 +3,7 @@
 import asyncio
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.peers import AT_ONCE, Peer, Peers
+from cosmos_rl_core.control.peers import AT_ONCE, Peers, WorkerPeer
 from cosmos_rl_core.observe.startup import Phases
 from cosmos_rl_core.wire.channel import ConnectionClosed
 
@@ -17,7 +17,7 @@ def beat(progress, busy_s):
 
 
 def test_idleness_is_taken_over_the_time_between_two_steps():
-    peer = Peer(name="rollout-0", role="rollout", connection=NoConnection(), heartbeat_at=100.0)
+    peer = WorkerPeer(name="rollout-0", role="rollout", connection=NoConnection(), heartbeat_at=100.0)
     peers = Peers()
     peers.add(peer)
     peer.beat(beat(1, 1.0), now=102.0)
@@ -31,7 +31,7 @@ def test_idleness_is_taken_over_the_time_between_two_steps():
 
 
 def test_without_a_new_heartbeat_the_last_figure_stands():
-    peer = Peer(name="policy-0", role="policy", connection=NoConnection(), heartbeat_at=100.0)
+    peer = WorkerPeer(name="policy-0", role="policy", connection=NoConnection(), heartbeat_at=100.0)
     peers = Peers()
     peers.add(peer)
     peer.beat(beat(1, 1.0), now=102.0)
@@ -40,7 +40,7 @@ def test_without_a_new_heartbeat_the_last_figure_stands():
 
 
 def test_a_rollout_has_started_when_it_has_weights_and_a_policy_when_it_is_ready():
-    peers = {role: Peer(name=role, role=role, connection=NoConnection()) for role in ("policy", "rollout")}
+    peers = {role: WorkerPeer(name=role, role=role, connection=NoConnection()) for role in ("policy", "rollout")}
     for peer in peers.values():
         peer.phases.enter("importing", now=0.0)
         peer.ready(p.Ready(), now=2.0)
@@ -54,7 +54,7 @@ def test_a_rollout_has_started_when_it_has_weights_and_a_policy_when_it_is_ready
 
 
 def test_a_process_that_returns_has_no_start():
-    peer = Peer(name="rollout-0", role="rollout", connection=NoConnection())
+    peer = WorkerPeer(name="rollout-0", role="rollout", connection=NoConnection())
     peer.ready(p.Ready(), now=2.0)
     assert (peer.phases.current, peer.phases.seconds) == ("", {})
 
@@ -67,7 +67,7 @@ class Closing:
 
 
 def test_a_word_to_a_worker_that_has_just_left_disturbs_nobody():
-    peer = Peer(name="policy-0", role="policy", connection=Closing(), heartbeat_at=100.0)
+    peer = WorkerPeer(name="policy-0", role="policy", connection=Closing(), heartbeat_at=100.0)
     peer.dismiss("the run is over")
 
 
@@ -83,7 +83,7 @@ class Wire:
 
 def test_messages_wait_for_the_welcome_even_a_stop_because_the_policy_saves_before_it_leaves():
     wire = Wire()
-    peer = Peer(name="policy-0", role="policy", connection=wire)
+    peer = WorkerPeer(name="policy-0", role="policy", connection=wire)
     address, stop, welcome = p.SyncFrom(address="here"), p.Stop(reason="interrupted"), p.Welcome(1, 0, 0)
     peer.post(address)
     peer.post(stop)
@@ -94,7 +94,7 @@ def test_messages_wait_for_the_welcome_even_a_stop_because_the_policy_saves_befo
 
 def test_a_dismissed_worker_leaves_before_its_welcome():
     wire = Wire()
-    peer = Peer(name="rollout-0", role="rollout", connection=wire)
+    peer = WorkerPeer(name="rollout-0", role="rollout", connection=wire)
     peer.dismiss("the run is over")
     assert wire.sent == [p.Stop(reason="the run is over")]
 
@@ -102,7 +102,7 @@ def test_a_dismissed_worker_leaves_before_its_welcome():
 def test_a_name_that_comes_back_in_another_role_is_counted_once():
     peers = Peers()
     for role in ("rollout", "policy"):
-        peers.add(Peer(name="worker", role=role, connection=NoConnection()))
+        peers.add(WorkerPeer(name="worker", role=role, connection=NoConnection()))
     assert (peers.of_role("rollout"), len(peers.of_role("policy")), len(peers.by_name)) == ([], 1, 1)
     peers.remove("worker")
     assert (peers.of_role("policy"), peers.by_name) == ([], {})
@@ -111,7 +111,7 @@ def test_a_name_that_comes_back_in_another_role_is_counted_once():
 def test_messages_to_thousands_leave_in_turns_each_before_what_follows_it():
     peers, wires = Peers(), {f"rollout-{number}": Wire() for number in range(3 * AT_ONCE)}
     for name, wire in wires.items():
-        peers.add(Peer(name=name, role="rollout", connection=wire, incarnation=1))
+        peers.add(WorkerPeer(name=name, role="rollout", connection=wire, incarnation=1))
     release, stop = p.Release(["a file"]), p.Stop(reason="over")
     last = f"rollout-{3 * AT_ONCE - 1}"
 

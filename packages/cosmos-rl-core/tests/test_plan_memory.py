@@ -15,11 +15,11 @@ from cosmos_rl_core.launch.memory import (
     rollout_needs,
     written,
 )
-from cosmos_rl_core.ops.plan.plan import Memory, _memory_texts
+from cosmos_rl_core.ops.plan.plan import MemoryPlan, _memory_texts
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of
-from cosmos_rl_core.parallel.held import START, STEP, UPDATE, Held, Needs
+from cosmos_rl_core.parallel.held import START, STEP, UPDATE, MemoryPart, Needs
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection, SamplingSection, SyncSection
@@ -272,13 +272,13 @@ def test_more_ranks_are_asked_for_in_the_keys_that_the_recipe_uses(keys, change)
 
 def test_the_fullest_time_is_what_counts():
     parts = (
-        Held(name="always", bytes=10),
-        Held(name="whole", bytes=50, at=(START,)),
-        Held(name="work", bytes=30, at=(STEP,)),
-        Held(name="other work", bytes=20, at=("clips are encoded",)),
-        Held(name="both", bytes=5, at=(STEP, "clips are encoded")),
-        Held(name="elsewhere", bytes=1000, host=True),
-        Held(name="who knows", bytes=None),
+        MemoryPart(name="always", bytes=10),
+        MemoryPart(name="whole", bytes=50, at=(START,)),
+        MemoryPart(name="work", bytes=30, at=(STEP,)),
+        MemoryPart(name="other work", bytes=20, at=("clips are encoded",)),
+        MemoryPart(name="both", bytes=5, at=(STEP, "clips are encoded")),
+        MemoryPart(name="elsewhere", bytes=1000, host=True),
+        MemoryPart(name="who knows", bytes=None),
     )
     needs = Needs(process="a rank", parts=parts)
     assert (needs.device, needs.fullest, needs.host) == (50, START, 1000)  # before anything else is there
@@ -318,7 +318,7 @@ def test_a_reference_is_a_second_model_but_for_adapters_and_policies_that_have_o
 
 
 def test_what_a_domain_counts_has_to_fit_too():
-    more = Counting(policy=[Held(name="encoder", bytes=2**30)])
+    more = Counting(policy=[MemoryPart(name="encoder", bytes=2**30)])
     config = rl_recipe()
     needed = policy_needs(shape(), config, more).device
     assert needed == policy_needs(shape(), config, Plain()).device + 2**30
@@ -386,12 +386,12 @@ def test_published_versions_are_held_in_the_hosts_memory(sync, gpu, copies, slot
     assert needs.device == policy_needs(shape(), rl_recipe(), Plain(), gpu=gpu).device + on_device
 
 
-WEIGHTS = Held(name="weights", bytes=10)
+WEIGHTS = MemoryPart(name="weights", bytes=10)
 
 
 def memory_of(*, given, shared=False, in_turns=False, policy=(), rollout=(WEIGHTS,)):
-    policy = Needs(process="a policy rank", parts=(Held(name="parameters", bytes=60), *policy))
-    return Memory(
+    policy = Needs(process="a policy rank", parts=(MemoryPart(name="parameters", bytes=60), *policy))
+    return MemoryPlan(
         rank=of(),
         policy=policy,
         rollout=Needs(process="a rollout replica", parts=rollout),
@@ -405,7 +405,7 @@ def test_nothing_is_said_to_fit_while_a_part_of_it_is_not_known():
     assert memory_of(given=None).fits is None
     assert memory_of(given=60).fits is True
     assert memory_of(given=59).fits is False
-    unknown = (Held(name="cache", bytes=None),)
+    unknown = (MemoryPart(name="cache", bytes=None),)
     assert memory_of(given=60, rollout=unknown).fits is None
     assert memory_of(given=59, rollout=unknown).fits is False
     assert memory_of(given=1, rollout=unknown).unknown == ("a rollout replica: cache",)
@@ -414,16 +414,18 @@ def test_nothing_is_said_to_fit_while_a_part_of_it_is_not_known():
 def test_processes_on_one_device_have_to_fit_together_and_others_each():
     assert memory_of(given=69, shared=True).fits is False
     assert memory_of(given=70, shared=True).fits is True
-    assert memory_of(given=60, rollout=(Held(name="weights", bytes=61),)).fits is False
+    assert memory_of(given=60, rollout=(MemoryPart(name="weights", bytes=61),)).fits is False
 
 
 def test_in_turns_the_larger_one_has_to_fit_beside_the_context_of_the_other():
-    contexts = {"policy": (Held(name="CUDA context", bytes=3), Held(name="2 NCCL communicators", bytes=4))}
-    rollout = (WEIGHTS, Held(name="CUDA context", bytes=5))
+    contexts = {"policy": (MemoryPart(name="CUDA context", bytes=3), MemoryPart(name="2 NCCL communicators", bytes=4))}
+    rollout = (WEIGHTS, MemoryPart(name="CUDA context", bytes=5))
     found = memory_of(given=71, in_turns=True, rollout=rollout, **contexts)
     assert (found.devices, found.fits) == ((72,), False)
     assert memory_of(given=72, in_turns=True, rollout=rollout, **contexts).fits is True
-    large = memory_of(given=100, in_turns=True, rollout=(Held(name="weights", bytes=90), *rollout[1:]), **contexts)
+    large = memory_of(
+        given=100, in_turns=True, rollout=(MemoryPart(name="weights", bytes=90), *rollout[1:]), **contexts
+    )
     assert large.devices == (102,)
 
 

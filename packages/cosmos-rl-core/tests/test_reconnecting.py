@@ -104,7 +104,7 @@ async def test_what_was_not_answered_is_sent_again_and_what_was_is_not():
 async def test_a_rollback_that_was_missed_is_received():
     connection, _ = lasting(Line(WELCOME, None), Line(p.Welcome(incarnation=3, lineage=1, version=2)))
     await connection.receive()
-    assert await connection.receive() == p.RolledBack(lineage=1, version=2)
+    assert await connection.receive() == p.LineageRolledBack(lineage=1, version=2)
 
 
 @in_a_loop

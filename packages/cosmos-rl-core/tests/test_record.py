@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from cosmos_rl_core.control.status import Member
+from cosmos_rl_core.control.status import MemberStatus
 from cosmos_rl_core.errors import TakenOver, UserError, WorkerFailed
 from cosmos_rl_core.observe.record import (
     Events,
-    Outcome,
+    RecordedOutcome,
     failure,
     read_outcome,
     read_start,
@@ -40,7 +40,7 @@ def start(run_dir, *, command=("/bin/cosmos-rl", "run", "a.toml"), monkeypatch, 
 
 def test_each_start_is_kept_and_removes_the_earlier_outcome(tmp_path, monkeypatch):
     start(tmp_path, monkeypatch=monkeypatch)
-    record_outcome(tmp_path, Outcome(state="interrupted"))
+    record_outcome(tmp_path, RecordedOutcome(state="interrupted"))
     start(tmp_path, monkeypatch=monkeypatch, parent="checkpoints/step_5")
     start(tmp_path, monkeypatch=monkeypatch, parent="checkpoints/step_9")
     found = read_start(tmp_path)
@@ -86,7 +86,9 @@ def test_a_launched_run_is_continued_by_launch(tmp_path, monkeypatch, checkpoint
 
 
 def test_a_users_error_has_no_traceback_and_an_unexpected_one_has(tmp_path):
-    assert failure(UserError("no such file"), tmp_path) == Outcome(state="failed", message="no such file", exit_code=2)
+    assert failure(UserError("no such file"), tmp_path) == RecordedOutcome(
+        state="failed", message="no such file", exit_code=2
+    )
     try:
         raise KeyError("x")
     except KeyError as error:
@@ -135,7 +137,7 @@ def test_events_of_a_removed_directory_are_dropped(tmp_path):
 
 
 def status(*, phase="training", **states):
-    members = [Member(name=name, role="rollout", state=state, age_s=0.0) for name, state in states.items()]
+    members = [MemberStatus(name=name, role="rollout", state=state, age_s=0.0) for name, state in states.items()]
     return {"phase": phase, "generation": 0, "members": members}
 
 
@@ -187,7 +189,7 @@ def test_workers_that_come_change_and_go():
 
 
 def starting(phase="", **started):
-    return Member(name="r0", role="rollout", state="joining", age_s=0.0, phase=phase, started=started)
+    return MemberStatus(name="r0", role="rollout", state="joining", age_s=0.0, phase=phase, started=started)
 
 
 def test_the_phases_of_a_start_are_events():

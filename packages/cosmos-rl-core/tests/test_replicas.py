@@ -24,7 +24,7 @@ from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.train import pieces, replicas
 from cosmos_rl_core.train.learner import Undo
 from cosmos_rl_core.train.pieces import Checksum, packed, unpack
-from cosmos_rl_core.train.replicas import ReplicaGroup, Waiting
+from cosmos_rl_core.train.replicas import RankWaits, ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, StepResult
 from cosmos_rl_core.wire.channel import serve
@@ -174,7 +174,7 @@ def test_a_group_is_kept_until_the_operations_that_were_given_up_have_ended():
 
 
 def test_a_wait_for_other_replicas_is_seen_while_it_can_be_left():
-    waits = [Waiting(), Waiting()]
+    waits = [RankWaits(), RankWaits()]
     over = threading.Event()
 
     def work(place, store):
@@ -193,7 +193,7 @@ def test_a_wait_for_other_replicas_is_seen_while_it_can_be_left():
         left.set()
 
     left = threading.Event()
-    assert not Waiting().is_now
+    assert not RankWaits().is_now
     in_threads(work, 2)
 
 
@@ -240,7 +240,7 @@ def test_all_ranks_of_a_replica_see_the_loss_of_a_peer_of_one():
         agree = alone if place else lambda data: [data, b"l"]  # what rank 0 of the same replica says
         members = ReplicaGroup.__new__(ReplicaGroup)
         members._is_over, members._timeout_s, members._agree = (lambda: False), 30, agree
-        members._group, members._waiting, members._device = None, Waiting(), torch.device("cpu")
+        members._group, members._waiting, members._device = None, RankWaits(), torch.device("cpu")
         with pytest.raises(EpochOver) if place == 0 else nothing():
             members._finish([])
 
@@ -328,7 +328,7 @@ def test_the_others_wait_for_the_state_of_a_newcomer_longer_than_for_a_sum(monke
     monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
     add = Checksum.add
     monkeypatch.setattr(Checksum, "add", lambda self, data: (time.sleep(0.1), add(self, data)))
-    waits = [Waiting() for _ in range(3)]
+    waits = [RankWaits() for _ in range(3)]
 
     def work(place, store):
         members = group(store, place, 3, timeout_s=1.0, waiting=waits[place])
@@ -469,7 +469,7 @@ def test_a_group_that_can_be_aborted_is():
     over = threading.Event()
     members = ReplicaGroup.__new__(ReplicaGroup)
     members._is_over, members._timeout_s, members._agree = over.is_set, 30, alone
-    members._device, members._waiting, members._group = torch.device("cuda"), Waiting(), FakeNccl()
+    members._device, members._waiting, members._group = torch.device("cuda"), RankWaits(), FakeNccl()
     threading.Timer(0.1, over.set).start()
     with pytest.raises(EpochOver, match="was lost"):
         members.sum([torch.ones(3)])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.ops.reward_service.jobs import Conflict, Jobs, QueueFull
+from cosmos_rl_core.ops.reward_service.jobs import Jobs, QueueFull, RequestConflict
 from cosmos_rl_core.ops.reward_service.settings import load_settings
 from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.remote import client_token, server_token
@@ -296,7 +296,7 @@ def test_a_request_id_belongs_to_one_body_of_one_client():
     first, _ = held.add(header(id="1", client="a"), spool())
     assert held.add(header(id="1", client="a"), spool()) == (first, False)
     assert held.add(header(id="1", client="b"), spool(b"other"))[1]
-    with pytest.raises(Conflict):
+    with pytest.raises(RequestConflict):
         held.add(header(id="1", client="a"), spool(b"other"))
 
 

@@ -13,7 +13,7 @@ from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout import following
 from cosmos_rl_core.rollout.following import Publication, WeightFollower
 from cosmos_rl_core.rollout.rollouter import Rollouter
-from cosmos_rl_core.rollout.worker import Lease, RolloutWorker
+from cosmos_rl_core.rollout.worker import PromptLease, RolloutWorker
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 
 
@@ -193,7 +193,7 @@ async def _zero(group):
 
 
 def lease(sample, *, attempt=1, evaluation=False, **row):
-    return Lease(prompt=Prompt(sample_id=sample, row=row), attempt=attempt, evaluation=evaluation)
+    return PromptLease(prompt=Prompt(sample_id=sample, row=row), attempt=attempt, evaluation=evaluation)
 
 
 def test_a_lease_is_answered_with_a_group_and_a_new_request():

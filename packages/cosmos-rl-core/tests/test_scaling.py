@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.peers import Peers, WorkerPeer
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.placement import Added
 from cosmos_rl_core.launch.scaling import Scaling, wanted_rollouts
@@ -77,7 +77,7 @@ class Run:
 
     def joins(self, name):
         role = name.partition("-")[0]
-        peer = Peer(name=name, role=role, connection=Wire(), incarnation=1, is_ready=True)
+        peer = WorkerPeer(name=name, role=role, connection=Wire(), incarnation=1, is_ready=True)
         self.peers.add(peer)
         return peer
 

@@ -21,7 +21,7 @@ from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.peers import IN_USE_S, STARTING_S
-from cosmos_rl_core.control.server import Controller, Job
+from cosmos_rl_core.control.server import Controller, ControllerSettings
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import TakenOver, UserError, WorkerFailed, WorkerLost
 from cosmos_rl_core.observe.slices import at_once
@@ -116,7 +116,7 @@ async def running(tmp_path, *, observer=None, ledger=None, supervised=False, clo
     """A controller of a run of two groups a step, and the task in which it runs."""
     rows = [{"n": n} for n in range(10)]
     source = PromptSource(rows, origin="rows", shuffle=False, is_slow=lambda row: row["n"] != 2)
-    job = Job(
+    job = ControllerSettings(
         config_toml="",
         run_dir=tmp_path,
         resume_from="",
@@ -492,7 +492,9 @@ async def test_after_the_loss_of_all_policies_a_new_one_trains_the_undone_steps_
         await policy.hears(p.Committed)
         policy.says(p.StepDone(step=0, version=1, metrics={"of": 0.0}), None)
 
-        assert await rollout.hears(p.RolledBack) == p.RolledBack(lineage=1, version=0, resume_from="step_0")
+        assert await rollout.hears(p.LineageRolledBack) == p.LineageRolledBack(
+            lineage=1, version=0, resume_from="step_0"
+        )
         assert observer.steps == []
         policy = Worker(controller, "policy", "policy-0")
         welcome = await policy.hears(p.Welcome)
@@ -695,7 +697,7 @@ async def test_a_group_that_cannot_be_read_is_leased_again_and_comes_in_another_
     async with running(tmp_path, observer=observer) as (controller, _):
         policy, rollout, batch = await batch_of_references(controller)
         rollout.says(p.RequestLeases(version=0, capacity=8))
-        policy.says(p.PayloadsLost(step=0, epoch=batch.epoch, samples=(1,), reason="it is gone"))
+        policy.says(p.PayloadsUnreadable(step=0, epoch=batch.epoch, samples=(1,), reason="it is gone"))
         [again] = (await rollout.hears(p.Grant)).prompts
         assert (again.sample, again.attempt) == (1, 2)
         rollout.says(delivery(again, spooled(1, copy=2)))

@@ -306,7 +306,7 @@ class UnheldStaysReady(Ledger):
     """Groups that nobody has after a restart are put into batches."""
 
 
-UnheldStaysReady.rules = {**Ledger.rules, events.Unheld: lambda ledger, event: None}
+UnheldStaysReady.rules = {**Ledger.rules, events.GroupsUnheld: lambda ledger, event: None}
 
 
 MUTANTS = [

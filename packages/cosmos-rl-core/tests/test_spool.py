@@ -13,10 +13,10 @@ from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
 from cosmos_rl_core.rollout.spool.store import (
     PIECE_BYTES,
     Answer,
-    Piece,
     Pull,
     Spool,
     Spooled,
+    SpoolPiece,
     clear_spools,
     serve_spool,
     spool_root,
@@ -291,7 +291,7 @@ async def test_a_pull_goes_on_where_its_connection_broke():
     async def one_byte_each(connection):
         pull = await connection.receive()
         offsets.append(pull.offset)
-        message: Answer = Piece(memoryview(b"data"[pull.offset : pull.offset + 1]))
+        message: Answer = SpoolPiece(memoryview(b"data"[pull.offset : pull.offset + 1]))
         await connection.send(message)
 
     server = await wire_server(one_byte_each)

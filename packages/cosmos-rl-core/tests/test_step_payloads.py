@@ -48,7 +48,7 @@ def test_what_cannot_be_read_is_named_and_counted_in_the_figures_of_the_step():
         reader = Reader({"a": b"A"})
         read = StepPayloads(reader, None)
         lost = await read(batch(spooled("b"), spooled("a"), b"x"))
-        assert lost == p.PayloadsLost(step=3, epoch=1, samples=(7,), reason="b is gone")
+        assert lost == p.PayloadsUnreadable(step=3, epoch=1, samples=(7,), reason="b is gone")
         reader.files["b"] = b"B"
         assert (await read(batch(spooled("b"), spooled("a"), epoch=2))).metrics["spool_lost"] == 1
         assert (await read(batch(spooled("b"), epoch=2))).metrics["spool_lost"] == 0

@@ -37,12 +37,12 @@ def test_a_replica_that_returns_without_its_groups_is_not_awaited(restarted):
     succession, batches, fed, requested = restarted
     succession.returned("rollout-1", holding=(31,))
     assert batches.awaited == {30, 31, 32}
-    assert fed == [events.Unheld((33,))]
+    assert fed == [events.GroupsUnheld((33,))]
     assert not requested
     succession.returned("rollout-0", holding=())
     succession.returned("rollout-1", holding=())
     assert not batches.awaited
-    assert fed[1:] == [events.Unheld((32,))], "the batch in work is with its policy"
+    assert fed[1:] == [events.GroupsUnheld((32,))], "the batch in work is with its policy"
     assert len(requested) == 1
 
 

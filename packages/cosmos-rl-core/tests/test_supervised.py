@@ -13,8 +13,8 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.local import LocalWorkers
-from cosmos_rl_core.launch.supervised.keeper import Ended, Present, WorkerSpec
-from cosmos_rl_core.launch.supervised.link import Attach, Outbox, Supervised, link, serve_controllers
+from cosmos_rl_core.launch.supervised.keeper import Present, WorkerEnded, WorkerSpec
+from cosmos_rl_core.launch.supervised.link import AttachController, Outbox, SupervisedKeeper, link, serve_controllers
 from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.workers.node import Node, WorkerAddress
 
@@ -47,11 +47,11 @@ def spec(name, **changes):
 
 
 def end(name, code, status="", last_lines="the end"):
-    return Ended(name=name, exit_code=code, status=status, last_lines=last_lines)
+    return WorkerEnded(name=name, exit_code=code, status=status, last_lines=last_lines)
 
 
 def supervised(theirs):
-    return Supervised(socket=theirs, supervisor=0, interrupted=False, can_restart=True)
+    return SupervisedKeeper(socket=theirs, supervisor=0, interrupted=False, can_restart=True)
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +104,7 @@ def test_messages_to_an_earlier_controller_are_skipped():
     async def go():
         kept, ended = Kept(Present(began=True, workers=(spec("policy-0"),), ended=())), []
         async with served(kept) as theirs:
-            first = Attach(controller="tcp://first:1", secrets={}, pid=os.getpid() + 1)
+            first = AttachController(controller="tcp://first:1", secrets={}, pid=os.getpid() + 1)
             Outbox(theirs).send(first)
             await until(lambda: kept.on_end is not None)
             kept.on_end(end("policy-0", 1))  # nobody reads it

@@ -12,7 +12,7 @@ from cosmos_rl_core.algorithms.rules import mask_prefixes
 from cosmos_rl_core.types import FinishReason, PolicyOutputs, Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.media.item import Item, View
+from cosmos_rl_llm.media.item import MediaItem, View
 
 
 def make_rollout(
@@ -157,7 +157,7 @@ def test_routes_lie_beside_the_tokens():
 
 @pytest.mark.parametrize("shown", [(0, 1), (0, 2), (0, 3)])
 def test_ranks_get_pictures_evenly(shown):
-    view = View(items=(Item(kind="image", pixels=np.ones((8, 2), np.float32)),), index=np.zeros(8, np.int64))
+    view = View(items=(MediaItem(kind="image", pixels=np.ones((8, 2), np.float32)),), index=np.zeros(8, np.int64))
     groups = []
     for number in range(4):
         rollouts = [make_rollout(range(8), range(2)), make_rollout(range(8), range(3))]

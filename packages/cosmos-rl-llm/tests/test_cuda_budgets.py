@@ -21,7 +21,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Sampling, Share
 from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.domain import _recommend_vllm
-from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
+from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
 from cosmos_rl_llm.model.miniature import miniature
 from cosmos_rl_llm.policy import probe
 from cosmos_rl_llm.policy.parallelize import parallelize
@@ -163,7 +163,7 @@ def test_a_dispatch_over_ranks_waits_once_for_its_splits(monkeypatch):
 
 def engine_requests(**sampling):
     return [
-        Request(
+        GenerationRequest(
             prompt_tokens=np.concatenate([each.prompt_tokens, each.tokens]),
             num_samples=2,
             first_sample=0,

@@ -24,8 +24,8 @@ from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 from cosmos_rl_llm.engines.vllm.weight_map.chart import chart_of
 from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, manifest_for
-from cosmos_rl_llm.engines.vllm.weight_map.names import Names
-from cosmos_rl_llm.engines.vllm.weight_map.place import Place
+from cosmos_rl_llm.engines.vllm.weight_map.names import VllmNames
+from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
 from cosmos_rl_llm.engines.vllm.weight_map.table import place
 from cosmos_rl_llm.engines.vllm.weight_map.trace import trace
 from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, detached, twin
@@ -185,10 +185,10 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-def places_of(model: Any, specs: Sequence[WeightSpec], by: str) -> list[Place]:
+def places_of(model: Any, specs: Sequence[WeightSpec], by: str) -> list[LandingRegion]:
     """What the table alone, the trace alone, or both together say."""
     if by == "table":
-        names = Names(model)
+        names = VllmNames(model)
         return [found for spec in specs for found in place(names, spec.name, spec.shape) or ()]
     places = trace(model, specs).places if by == "trace" else chart_of(model, specs).places
     return [found for several in places.values() for found in several]
@@ -308,7 +308,7 @@ def test_the_table_knows_every_tensor_of_the_family(family, checkpoint):
     config = vllm_config(made.path, tensor_parallel_size=2)
     with acting_as(1, tp=2):
         model = twin(config)
-        names, places = Names(model), trace(model, made.specs).places
+        names, places = VllmNames(model), trace(model, made.specs).places
         assert {spec.name: place(names, spec.name, spec.shape) for spec in made.specs} == places
 
 
@@ -576,7 +576,7 @@ def test_the_table_does_not_hide_that_a_loader_computes(checkpoint):
     old, new = (random_tensors(made.specs, seed=seed) for seed in range(2))
     with acting_as(0):
         model, bare = served(config, old, take=doubles_the_last_norm), twin(config)
-        assert place(Names(bare), "model.norm.weight", (64,)) is not None
+        assert place(VllmNames(bare), "model.norm.weight", (64,)) is not None
         doubles_the_last_norm(bare)
         landing = Landing(model, chart_of(bare, made.specs), vllm_config=config, rank=0)
         update(landing, new)

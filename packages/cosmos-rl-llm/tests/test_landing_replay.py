@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.weight_map.chart import is_repeatable, lands
-from cosmos_rl_llm.engines.vllm.weight_map.place import Place
+from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
 from cosmos_rl_transfer.layout.manifest import Box
 
 Load = Callable[["Model", Tensor], object]
@@ -34,9 +34,9 @@ class Model(nn.Module):
             self._load(self, tensor)
 
 
-STRAIGHT = Place("x", WHOLE, "p", (4, 1), 0)
-TRANSPOSED = Place("x", WHOLE, "p", (1, 4), 0)
-NOTHING = Place.nothing("x", "p", ndim=2)
+STRAIGHT = LandingRegion("x", WHOLE, "p", (4, 1), 0)
+TRANSPOSED = LandingRegion("x", WHOLE, "p", (1, 4), 0)
+NOTHING = LandingRegion.nothing("x", "p", ndim=2)
 
 
 def copies(model: Model, x: Tensor) -> None:
@@ -74,7 +74,7 @@ def test_one_of_three_places_is_right(load, right, dtype):
 
 
 def test_what_lands_elsewhere_is_seen_where_it_is_looked_for():
-    elsewhere = Place("x", WHOLE, "q", (4, 1), 0)
+    elsewhere = LandingRegion("x", WHOLE, "q", (4, 1), 0)
     assert not lands(Model(copies_twice), SQUARE, [STRAIGHT], beside=[elsewhere])
     assert lands(Model(copies_twice), SQUARE, [STRAIGHT, elsewhere])
 

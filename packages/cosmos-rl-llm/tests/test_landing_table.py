@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_llm.engines.vllm.weight_map.names import Names
+from cosmos_rl_llm.engines.vllm.weight_map.names import VllmNames
 from cosmos_rl_llm.engines.vllm.weight_map.table import place
 from cosmos_rl_transfer.layout.manifest import Box
 
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def found(model: nn.Module, name: str, *shape: int) -> list[tuple[Box, str, int]] | None:
-    places = place(Names(model), name, shape)
+    places = place(VllmNames(model), name, shape)
     return None if places is None else [(p.box, p.parameter, p.start) for p in places]
 
 

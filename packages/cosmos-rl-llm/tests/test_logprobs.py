@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
-from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.model.causal_lm import OutputHead
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from doubles.ranks import run_ranks
 
@@ -71,7 +71,7 @@ def cut_over_ranks(rank, world_size, *, size):
     found = {}
     for number, (softcap, options) in enumerate(CASES):
         hidden, weight, bias, labels = problem(size)
-        head = Head(weight[own].clone(), bias[own].clone(), softcap)
+        head = OutputHead(weight[own].clone(), bias[own].clone(), softcap)
         with Widths() as widths:
             metrics = evaluate(hidden, head, labels, size=-(-size // world_size), vocabulary=part, **options)
         found |= {f"{number}/{name}": array for name, array in metrics.items()}
@@ -85,7 +85,7 @@ def test_a_cut_vocabulary_changes_nothing_and_is_never_gathered(world_size):
     ranks = run_ranks(cut_over_ranks, world_size, size=size)
     for number, (softcap, options) in enumerate(CASES):
         hidden, weight, bias, labels = problem(size)
-        expected = evaluate(hidden, Head(weight, bias, softcap), labels, size=size, **options)
+        expected = evaluate(hidden, OutputHead(weight, bias, softcap), labels, size=size, **options)
         metrics = {name: [rank[f"{number}/{name}"] for rank in ranks] for name in (*expected, "beyond")}
         for name in ("logprobs", "entropy"):
             for found in metrics[name]:
@@ -99,6 +99,6 @@ def test_a_cut_vocabulary_changes_nothing_and_is_never_gathered(world_size):
 def test_no_terms_give_no_logprobs_and_a_gradient_of_zeros():
     hidden, weight, _, labels = problem(11)
     weight.requires_grad_()
-    logprobs, _ = term_logprobs(hidden[:0], Head(weight, None, None), labels[:0], logits_bytes=10**6)
+    logprobs, _ = term_logprobs(hidden[:0], OutputHead(weight, None, None), labels[:0], logits_bytes=10**6)
     logprobs.sum().backward()
     assert logprobs.shape == (0,) and not weight.grad.any()

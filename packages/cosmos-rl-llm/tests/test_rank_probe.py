@@ -14,12 +14,12 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMLoraSection
-from cosmos_rl_llm.model.miniature import Size, miniature
+from cosmos_rl_llm.model.miniature import MiniatureSize, miniature
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.rank_probe import check_ranks, fitting_size
 from doubles.ranks import run_ranks
 
-SMALL = Size()
+SMALL = MiniatureSize()
 RIGHT = {
     "glm4_moe_lite": "shared experts that the plan leaves out",
     "gpt_neox": "a configuration without num_key_value_heads",
@@ -34,7 +34,7 @@ REFUSED = {
 }
 
 
-def small(kind: str, size: Size = SMALL) -> PreTrainedModel:
+def small(kind: str, size: MiniatureSize = SMALL) -> PreTrainedModel:
     config = AutoConfig.for_model(kind)
     return miniature(cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]), config, size)
 

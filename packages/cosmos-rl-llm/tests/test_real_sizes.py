@@ -29,7 +29,7 @@ from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm import build
 from cosmos_rl_llm.config import LLMModelConfig
-from cosmos_rl_llm.data.collate import Sample, pack_batch
+from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model import weights
 from cosmos_rl_llm.model.causal_lm import empty_model
@@ -233,7 +233,7 @@ def test_a_rank_of_a_whole_model_starts_within_the_planned_bytes(monkeypatch, tm
 
 def one_microbatch():
     rng = np.random.default_rng(0)
-    sample = Sample(
+    sample = TrainSequence(
         prompt_tokens=rng.integers(0, 1000, 1).astype(np.int32),
         tokens=rng.integers(0, 1000, TOKENS).astype(np.int32),
         logprobs=np.zeros(TOKENS, np.float32),

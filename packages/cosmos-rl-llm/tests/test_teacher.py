@@ -24,13 +24,13 @@ from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.media.vision import find_family
-from cosmos_rl_llm.model.causal_lm import Head, make_model
+from cosmos_rl_llm.model.causal_lm import OutputHead, make_model
 from cosmos_rl_llm.policy.logprobs import Vocabulary
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.teacher.check import check_length, check_tokens, first_difference
 from cosmos_rl_llm.teacher.divergence import Top, Whole, term_divergence, with_rest
-from cosmos_rl_llm.teacher.teacher import Teacher, check_processing
+from cosmos_rl_llm.teacher.teacher import LLMTeacher, check_processing
 from doubles.ranks import run_ranks
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
@@ -85,7 +85,7 @@ def trl_logits():
 def test_the_loss_is_trls(beta, terms_at_a_time):
     student, teacher = trl_logits()
     student.requires_grad_()
-    head = Head(torch.eye(7, dtype=torch.float64), None)
+    head = OutputHead(torch.eye(7, dtype=torch.float64), None)
     values, *_ = term_divergence(
         student,
         head,
@@ -102,8 +102,8 @@ def test_the_loss_is_trls(beta, terms_at_a_time):
 
 def heads(softcap):
     """The policy's head with rows for more tokens than the teacher's."""
-    policy = Head(random(0, VOCABULARY + 3, HIDDEN), random(1, VOCABULARY + 3), softcap, 0.8)
-    return policy, Head(random(2, VOCABULARY, TEACHERS), random(3, VOCABULARY), None)
+    policy = OutputHead(random(0, VOCABULARY + 3, HIDDEN), random(1, VOCABULARY + 3), softcap, 0.8)
+    return policy, OutputHead(random(2, VOCABULARY, TEACHERS), random(3, VOCABULARY), None)
 
 
 def classes_of(teacher_hidden, teacher, *, top_k):
@@ -194,7 +194,7 @@ def test_no_tensor_holds_all_terms_over_the_vocabulary():
 
 def test_a_policy_far_from_its_teacher_has_finite_gradients():
     hidden = torch.tensor([[200.0, -200.0, 0.0]]).requires_grad_()
-    head = Head(torch.eye(3), None)
+    head = OutputHead(torch.eye(3), None)
     teacher = Whole(torch.tensor([[-200.0, 200.0, 0.0]]), head, 1.0, Vocabulary.all(3))
     for beta in (0.0, 0.5, 1.0):
         values, *_ = term_divergence(hidden, head, teacher, beta=beta, temperature=1.0, logits_bytes=10**6)
@@ -279,7 +279,7 @@ def taught_policy(section, setup=None, *, sees=False):
     options = {"temperature": 0.8, "vision": vision_of(own) if sees else None}
     kind = PipelinedPolicy if setup is not None and setup.parallel.pp > 1 else CausalLMPolicy
     policy = kind(own, setup=setup, **options)
-    teacher = Teacher(kind(other, setup=frozen, **options), policy, section)
+    teacher = LLMTeacher(kind(other, setup=frozen, **options), policy, section)
     teacher.module.requires_grad_(False)
     return policy, teacher
 

@@ -11,7 +11,7 @@ from cosmos_rl_core.ops.plan.plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.media.item import Item, view_of
+from cosmos_rl_llm.media.item import MediaItem, view_of
 from cosmos_rl_llm.media.vision import find_family
 from doubles.ranks import run_ranks
 from doubles.resident import policy_peak
@@ -85,7 +85,7 @@ def groups_of(config, family, size, *, number):
     for _ in range(2 * number):
         pixels = random.standard_normal((height * width, made.blank("image").pixels.shape[1]), np.float32)
         tokens = np.full(height * width // 4, made.token_ids["image"], np.int32)
-        view = view_of(tokens, [Item(kind="image", pixels=pixels, grid=(1, height, width))], made)
+        view = view_of(tokens, [MediaItem(kind="image", pixels=pixels, grid=(1, height, width))], made)
         rollout = Rollout(
             arrays={"prompt_tokens": tokens, "tokens": np.arange(16, dtype=np.int32) + 40, **view.arrays},
             rollout_logprobs=np.zeros(16, np.float32),

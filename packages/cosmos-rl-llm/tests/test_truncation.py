@@ -13,7 +13,7 @@ from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.data.collate import collate, collate_sft
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
-from cosmos_rl_llm.model.causal_lm import Head, load_model, load_tokenizer
+from cosmos_rl_llm.model.causal_lm import OutputHead, load_model, load_tokenizer
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.policy.policy import TextPolicy
 from cosmos_rl_llm.policy.truncation import Repeats, Truncation
@@ -114,7 +114,7 @@ def test_values_and_gradients_are_those_of_the_kept_tokens(truncation, softcap, 
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
     labels = torch.tensor([0, 17, 299, 5, 5])
-    head = Head(weight, None, softcap, 1.0)
+    head = OutputHead(weight, None, softcap, 1.0)
     found = term_logprobs(
         hidden, head, labels, temperature=0.8, truncation=truncation, with_entropy=True, logits_bytes=logits_bytes
     )
@@ -137,9 +137,11 @@ def part(rank, world_size):
     hidden, weight = torch.randn(6, 8), torch.randn(301, 8)
     labels, truncation = torch.tensor([0, 17, 300, 5, 5, 150]), Truncation(top_k=40, top_p=0.9)
     vocabulary = Vocabulary.part(301, axis)
-    head = vocabulary.rows(Head(weight, None, None, 1.0))
+    head = vocabulary.rows(OutputHead(weight, None, None, 1.0))
     found, _ = term_logprobs(hidden, head, labels, truncation=truncation, logits_bytes=10**9, vocabulary=vocabulary)
-    whole, _ = term_logprobs(hidden, Head(weight, None, None, 1.0), labels, truncation=truncation, logits_bytes=10**9)
+    whole, _ = term_logprobs(
+        hidden, OutputHead(weight, None, None, 1.0), labels, truncation=truncation, logits_bytes=10**9
+    )
     return {"found": found.numpy(), "whole": whole.numpy()}
 
 
@@ -173,7 +175,7 @@ def repeats():
 def test_values_and_gradients_are_those_with_the_penalty(truncation, softcap, logits_bytes):
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(300, 8, requires_grad=True)
-    labels, head = TOKENS[TERMS + 1], Head(weight, None, softcap, 1.0)
+    labels, head = TOKENS[TERMS + 1], OutputHead(weight, None, softcap, 1.0)
     options = {"temperature": 0.8, "truncation": truncation, "repeats": repeats(), "logits_bytes": logits_bytes}
     found, entropy = term_logprobs(hidden, head, labels, with_entropy=True, **options)
     assert entropy is not None
@@ -191,7 +193,7 @@ def test_values_and_gradients_are_those_with_the_penalty(truncation, softcap, lo
 def penalised_part(rank, world_size):
     axis = TensorAxis(init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)))
     torch.manual_seed(0)
-    vocabulary, whole = Vocabulary.part(300, axis), Head(torch.randn(300, 8), None, None, 1.0)
+    vocabulary, whole = Vocabulary.part(300, axis), OutputHead(torch.randn(300, 8), None, None, 1.0)
     hidden, labels = torch.randn(6, 8), TOKENS[TERMS + 1]
     options = {"repeats": repeats(), "logits_bytes": 10**9}
     found, _ = term_logprobs(hidden, vocabulary.rows(whole), labels, vocabulary=vocabulary, **options)

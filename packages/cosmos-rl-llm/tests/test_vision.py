@@ -13,13 +13,13 @@ from cosmos_rl_core import run
 from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_core.wire.payload import decode_group, encode_group
-from cosmos_rl_llm.data.collate import Sample, pack_batch
-from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
-from cosmos_rl_llm.media.item import KINDS, Item, View
+from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
+from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
+from cosmos_rl_llm.media.item import KINDS, MediaItem, View
 from cosmos_rl_llm.media.packed import add_blanks
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.token_model import TermModel
-from cosmos_rl_llm.teacher.teacher import Teacher
+from cosmos_rl_llm.teacher.teacher import LLMTeacher
 
 pytest.importorskip("PIL")
 
@@ -66,7 +66,7 @@ def samples(shown, family, directory):
         tokens, view = prompt(items, family, directory)
         response = random.integers(len(WORDS), 64, random.integers(3, 8)).astype(np.int32)
         made.append(
-            Sample(
+            TrainSequence(
                 prompt_tokens=tokens,
                 tokens=response,
                 logprobs=np.zeros(len(response), np.float32),
@@ -107,10 +107,10 @@ def test_a_teacher_sees_the_pictures(model, family, shown, tmp_path):
     wanted = [plain_logprobs(plain, family, s.prompt_tokens, s.tokens, s.view.items) for s in made]
     microbatch = pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0]
     policy = CausalLMPolicy(model, vision=family)
-    teacher = Teacher(CausalLMPolicy(plain, vision=family), policy, TeacherSection(path="t", loss="advantage"))
+    teacher = LLMTeacher(CausalLMPolicy(plain, vision=family), policy, TeacherSection(path="t", loss="advantage"))
     torch.testing.assert_close(teacher.forward(microbatch)["logprobs"], torch.cat(wanted).detach(), rtol=0, atol=1e-5)
     for seed, distance in ((0, 0.0), (1, 0.1)):
-        teacher = Teacher(CausalLMPolicy(make(name, seed=seed), vision=family), policy, TeacherSection(path="t"))
+        teacher = LLMTeacher(CausalLMPolicy(make(name, seed=seed), vision=family), policy, TeacherSection(path="t"))
         terms = replace(microbatch.terms, teacher=teacher.forward(microbatch))
         found = policy.forward(replace(microbatch, terms=terms)).metrics
         assert found["teacher_kl"].mean().item() >= distance
@@ -169,7 +169,7 @@ def test_the_torch_engine_samples_with_the_log_probabilities_of_transformers(mod
     for number, items in enumerate(shown):
         tokens, view = prompt(items, family, tmp_path)
         requests.append(
-            Request(
+            GenerationRequest(
                 prompt_tokens=tokens,
                 num_samples=1 + number % 2,
                 first_sample=0,
@@ -193,7 +193,7 @@ def test_the_torch_engine_samples_with_the_log_probabilities_of_transformers(mod
 
 def test_a_group_has_its_pictures_once(family, shown, tmp_path):
     tokens, view = prompt(shown[0], family, tmp_path)
-    request = Request(
+    request = GenerationRequest(
         prompt_tokens=tokens, num_samples=8, first_sample=0, sampling=Sampling(max_terms=2), seed=0, view=view
     )
     for sequence in request.start():
@@ -213,8 +213,8 @@ def test_a_group_has_its_pictures_once(family, shown, tmp_path):
 def test_pixels_are_hashed_once(monkeypatch):
     hashed, inner = [], hashlib.blake2b
     monkeypatch.setattr(hashlib, "blake2b", lambda data, **options: hashed.append(1) or inner(data, **options))
-    item = Item(kind="image", pixels=np.ones((2, 3), np.float32))
-    assert item.digest == item.digest == Item(kind="image", pixels=item.pixels).digest
+    item = MediaItem(kind="image", pixels=np.ones((2, 3), np.float32))
+    assert item.digest == item.digest == MediaItem(kind="image", pixels=item.pixels).digest
     assert len(hashed) == 2
 
 

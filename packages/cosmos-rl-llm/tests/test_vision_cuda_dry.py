@@ -6,7 +6,7 @@ import torch
 
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm.data.collate import Sample, pack_batch
+from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from doubles.pretend_cuda import pretend_cuda
 
@@ -27,7 +27,7 @@ def microbatch(family, directory):
         tokens, view = prompt(items, family, directory)
         response = random.integers(len(WORDS), 64, 5).astype(np.int32)
         made.append(
-            Sample(
+            TrainSequence(
                 prompt_tokens=tokens,
                 tokens=response,
                 logprobs=np.zeros(5, np.float32),

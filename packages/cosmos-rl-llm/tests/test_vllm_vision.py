@@ -24,7 +24,7 @@ from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.media import placeholders
 from cosmos_rl_llm.engines.vllm.options import PICTURES, VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
-from cosmos_rl_llm.media.item import Item, View
+from cosmos_rl_llm.media.item import MediaItem, View
 from cosmos_rl_llm.model.parts import freeze
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
@@ -219,7 +219,7 @@ def test_it_takes_no_other_familys_pictures(tmp_path):
 
 
 def test_placeholders_span_what_lies_between_the_tokens_of_an_item():
-    items = tuple(Item(kind=kind, pixels=np.zeros((1, 1), np.float32)) for kind in ("video", "image"))
+    items = tuple(MediaItem(kind=kind, pixels=np.zeros((1, 1), np.float32)) for kind in ("video", "image"))
     view = View(items=items, index=np.array([-1, 0, 0, -1, 0, -1, 1, 1]))
     first, second = placeholders(view)
     assert (first.offset, first.length, first.is_embed.tolist()) == (1, 4, [True, True, False, True])

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from cosmos_rl_transfer.content.delta import (
     BLOCK,
-    Change,
     Extent,
+    PieceDelta,
     decode,
     encode,
     encoded_bytes,
@@ -31,7 +31,7 @@ def random_values(rng, count, width):
 
 def random_change(rng, extent, density):
     positions = widen(np.flatnonzero(rng.random(extent.numel) < density), extent)
-    return Change(positions, random_values(rng, len(positions), extent.item_bytes))
+    return PieceDelta(positions, random_values(rng, len(positions), extent.item_bytes))
 
 
 def equal(left, right):
@@ -77,8 +77,8 @@ def test_one_percent_of_bfloat16_takes_less_than_two_and_a_fifth_percent():
 
 def test_a_delta_of_little_endian_bytes_is_what_the_format_says():
     changes = [
-        Change(np.array([1, 2]), np.array([7, 8], np.uint8)),
-        Change(np.array([0, 1]), np.array([5, 6], np.uint32)),
+        PieceDelta(np.array([1, 2]), np.array([7, 8], np.uint8)),
+        PieceDelta(np.array([0, 1]), np.array([5, 6], np.uint32)),
     ]
     data = encode(changes, [Extent(300, 1), Extent(2, 4)])
     assert data.tolist() == [2, 0, 0, 0, 2, 0, 0, 0, *[5, 0, 0, 0], *[6, 0, 0, 0], *[1, 0, 2, 0], *[7, 8]]
@@ -105,7 +105,7 @@ def spoiled(data, at, value):
 )
 def test_bytes_that_are_no_delta_are_refused(spoil, message):
     extent = Extent(100, 2)
-    data = encode([Change(np.array([4, 99]), np.array([1, 2], np.uint16))], [extent])
+    data = encode([PieceDelta(np.array([4, 99]), np.array([1, 2], np.uint16))], [extent])
     with pytest.raises(TransferError, match=message):
         decode(spoil(data), [extent])
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_rl_transfer.content.delta import Change
+from cosmos_rl_transfer.content.delta import PieceDelta
 from cosmos_rl_transfer.content.raw import same_width
 from cosmos_rl_transfer.pull.landing import Patch
 
@@ -12,7 +12,7 @@ from cosmos_rl_transfer.pull.landing import Patch
 def change_to(tensor, positions):
     """Change some elements to those of `tensor`."""
     positions = np.array(positions, np.int64)
-    return Change(positions, same_width(tensor.contiguous()).reshape(-1)[positions])
+    return PieceDelta(positions, same_width(tensor.contiguous()).reshape(-1)[positions])
 
 
 @settings(max_examples=150, deadline=None)

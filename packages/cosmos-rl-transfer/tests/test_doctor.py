@@ -1,7 +1,16 @@
 import pytest
 
 from cosmos_rl_transfer import doctor
-from cosmos_rl_transfer.doctor import MEMCPY, RAW_STREAM, Finding, Measurement, _weights, diagnose, render, ucx_path
+from cosmos_rl_transfer.doctor import (
+    MEMCPY,
+    RAW_STREAM,
+    Measurement,
+    TransportResult,
+    _weights,
+    diagnose,
+    render,
+    ucx_path,
+)
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 
 UCX_SAYS = """
@@ -40,9 +49,9 @@ def test_what_does_not_work_raises_with_the_reason():
 def test_the_table_says_what_auto_offers():
     text = render(
         [
-            Finding("shm", True, "a copy", 17.44, 27.2),
-            Finding("nixl", False, "NIXL is not installed"),
-            Finding("tcp", True, "over loopback", 3.0, 40.0),
+            TransportResult("shm", True, "a copy", 17.44, 27.2),
+            TransportResult("nixl", False, "NIXL is not installed"),
+            TransportResult("tcp", True, "over loopback", 3.0, 40.0),
         ]
     )
     assert text.splitlines() == [
@@ -76,7 +85,9 @@ def test_the_checks_of_the_machine_are_notes_but_for_tcp(monkeypatch):
     works = {"shm"}
 
     def measured(name, how, *_):
-        return Finding(name, True, how, 17.0, 30.0) if name in works else Finding(name, False, "refused")
+        return (
+            TransportResult(name, True, how, 17.0, 30.0) if name in works else TransportResult(name, False, "refused")
+        )
 
     monkeypatch.setattr(doctor, "_measured", measured)
     lines = {line.name: line for line in doctor.checks()}

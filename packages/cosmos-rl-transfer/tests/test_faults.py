@@ -21,7 +21,7 @@ from cosmos_rl_transfer import (
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
-from cosmos_rl_transfer.wire.messages import Join, Refused
+from cosmos_rl_transfer.wire.messages import SubscriberJoin, TransferRefused
 
 TRANSPORTS = ["shm", "tcp"]
 
@@ -238,9 +238,9 @@ def test_a_plan_with_another_digest_is_refused():
     async def main():
         async with Pair("shm") as pair:
             feed = Feed.open(pair.publisher.address, token=TOKEN, timeout_s=5)
-            feed.link.send(Join(feed.welcome.source, 0, "0" * 64))
+            feed.link.send(SubscriberJoin(feed.welcome.source, 0, "0" * 64))
             reply = feed.link.receive()
-            assert isinstance(reply, Refused)
+            assert isinstance(reply, TransferRefused)
             assert "the plans differ" in reply.reason and "000000000000" in reply.reason
             feed.close()
 

@@ -17,7 +17,7 @@ from cosmos_rl_core.wire.handshake import Hello, make_preamble
 from cosmos_rl_transfer import Publisher, Subscriber, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import plan
-from cosmos_rl_transfer.publish.server import Session
+from cosmos_rl_transfer.publish.server import SubscriberSession
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
@@ -55,14 +55,21 @@ def framed(body):
 def conversations(source, target):
     """Messages that belong together, as functions of the lease that the publisher gives next."""
     made = plan(source, target, relay="off", bucket_bytes=2048)
-    join = m.Join(target.encode(), 0, made.digest)
+    join = m.SubscriberJoin(target.encode(), 0, made.digest)
     return [
-        lambda lease: [m.Hello(m.PROTOCOL)],
-        lambda lease: [join, m.Borrow(1), m.ReadBuckets(lease, (0, 1)), m.Taken(0), m.WasRevoked(0), m.Return(lease)],
-        lambda lease: [join, m.Borrow(1, share=(0, 2)), m.ReadBuckets(lease, (1,), "link"), m.Return(lease)],
+        lambda lease: [m.TransferHello(m.PROTOCOL)],
+        lambda lease: [
+            join,
+            m.Borrow(1),
+            m.ReadBuckets(lease, (0, 1)),
+            m.Taken(0),
+            m.WasRevoked(0),
+            m.ReturnLease(lease),
+        ],
+        lambda lease: [join, m.Borrow(1, share=(0, 2)), m.ReadBuckets(lease, (1,), "link"), m.ReturnLease(lease)],
         lambda lease: [join, m.Holds(1, "127.0.0.1:1"), m.FindHolders(0)],
         lambda lease: [m.JoinRing(made.digest, 0, "tcp"), m.Borrow(1), m.ReadBuckets(lease, (0,))],
-        lambda lease: [m.Register(0), m.Staged(1), m.Committed(1), m.Failed(1, "why")],
+        lambda lease: [m.Register(0), m.Staged(1), m.VersionCommitted(1), m.TransferFailed(1, "why")],
     ]
 
 
@@ -75,7 +82,7 @@ def converse(supply, frames):
         link = Link(ours, timeout_s=5, side="publisher")
         try:
             with pytest.raises(TransferError):
-                Session(supply, link).run()
+                SubscriberSession(supply, link).run()
         finally:
             link.close()
 

@@ -15,7 +15,7 @@ from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_core.wire.listening import GRACE_S
 from cosmos_rl_transfer import PeerLost, Publisher, ReplicaSubscriber, Subscriber, TransferError
 from cosmos_rl_transfer.wire.link import MAX_UNAUTHENTICATED, Link, Listener
-from cosmos_rl_transfer.wire.messages import Hello, Register
+from cosmos_rl_transfer.wire.messages import Register, TransferHello
 from doubles.descriptors import descriptors_left
 
 BROKEN_TEXT = b"\x82\xa4type\xa4Join\xa6target\xa2\xff\xfe"
@@ -149,7 +149,7 @@ def test_text_that_is_none_is_a_clear_error_and_ends_the_connection(caplog):
 
     with listening(talk) as listener:
         link = Link.connect(listener.address, token=TOKEN, timeout_s=5)
-        link.send(Hello(1))
+        link.send(TransferHello(1))
         link.send(msgspec.Raw(BROKEN_TEXT))
         with pytest.raises(PeerLost):
             link.receive()

@@ -22,7 +22,7 @@ from cosmos_rl_transfer.testing.conformance import (
     slots_arrive_whole,
 )
 from cosmos_rl_transfer.testing.sample_exchange import PublisherProcess, SampleReader, Serve
-from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
 from cosmos_rl_transfer.transports.nixl import Nixl
 from cosmos_rl_transfer.transports.nixl_agent import INSTALL, agent_of
 from cosmos_rl_transfer.wire.link import Link
@@ -91,7 +91,7 @@ def test_one_of_two_inlets_may_leave(link, outlet):
     stays, leaves = (Nixl().attach(link, offer=outlet.offer, memory=[out]) for _ in range(2))
     leaves.close()
     outlet.slots[0][:] = 7
-    stays.receive(announced(100, runs=outlet.locate([Run(outlet.slots[0], 0)])), out=out)
+    stays.receive(announced(100, runs=outlet.locate([ByteRun(outlet.slots[0], 0)])), out=out)
     assert (out == 7).all()
     stays.close()
 

@@ -11,10 +11,10 @@ import torch
 from transfer_samples import TOKEN, Watched
 
 from cosmos_rl_transfer import Manifest, Publisher, Subscriber
-from cosmos_rl_transfer.content.delta import Change, Extent, encode
+from cosmos_rl_transfer.content.delta import Extent, PieceDelta, encode
 from cosmos_rl_transfer.content.digest import bucket_hash, tensor_sum
 from cosmos_rl_transfer.layout.box import Box
-from cosmos_rl_transfer.planning.bucket import Bucket, Piece
+from cosmos_rl_transfer.planning.bucket import Bucket, BucketPiece
 from cosmos_rl_transfer.publish.supply import Slots
 from cosmos_rl_transfer.pull.landing import InPlace
 from cosmos_rl_transfer.pull.puller import Pulled, Puller
@@ -174,8 +174,8 @@ class TakesDeltas:
 
 
 def test_a_delta_is_written_as_it_was_hashed_also_if_its_slot_is_taken_back_in_between():
-    bucket = Bucket(0, 0, 0, (Piece("w", Box((0,), (100,)), 0, "float32"),), 400)
-    change = Change(np.array([3, 70]), np.array([5, 6], np.uint32))
+    bucket = Bucket(0, 0, 0, (BucketPiece("w", Box((0,), (100,)), 0, "float32"),), 400)
+    change = PieceDelta(np.array([3, 70]), np.array([5, 6], np.uint32))
     slot = encode([change], [Extent(100, 4)])
     landing = TakesDeltas(slot)
     view = slot.view()
@@ -205,5 +205,5 @@ def test_what_is_cast_into_live_tensors_is_what_was_hashed():
     sums = (tensor_sum(slot.view(np.uint32), box, (100,)),)
     view = slot.view(TakenBack)
     view.setflags(write=False)
-    landed = landing.write(Bucket(0, 0, 0, (Piece("w", box, 0, "float32"),), 400), view, sums)
+    landed = landing.write(Bucket(0, 0, 0, (BucketPiece("w", box, 0, "float32"),), 400), view, sums)
     assert not landed or (live["w"] == 1.0).all()

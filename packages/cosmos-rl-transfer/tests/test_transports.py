@@ -17,7 +17,7 @@ from cosmos_rl_transfer.testing.conformance import (
     a_bucket_stays_until_it_is_given_back,
     slots_arrive_whole,
 )
-from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
 from cosmos_rl_transfer.transports.select import attach, open_outlet, preference
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
@@ -38,7 +38,7 @@ class WrongPlace(Tcp):
         outlet = super().open(bucket_bytes=bucket_bytes, num_slots=num_slots)
         send = outlet.send
         outlet.send = lambda link, runs, *, num_bytes: send(
-            link, [Run(np.roll(run.data, 1), run.at) for run in runs], num_bytes=num_bytes
+            link, [ByteRun(np.roll(run.data, 1), run.at) for run in runs], num_bytes=num_bytes
         )
         return outlet
 
@@ -165,7 +165,7 @@ def test_a_mapped_slot_cannot_be_written(ends):
 
 def test_more_runs_than_one_system_call_takes_arrive_in_order(ends):
     near, far = ends
-    runs = [Run(np.full(3, i % 251 + 1, np.uint8), 5 * i) for i in range(5000)]
+    runs = [ByteRun(np.full(3, i % 251 + 1, np.uint8), 5 * i) for i in range(5000)]
     out = np.full(25_007, 0xEE, np.uint8)
     Tcp().open(bucket_bytes=1, num_slots=0).send(far, runs, num_bytes=out.nbytes)
     Tcp().attach(near, offer={}, memory=[]).receive(announced(out.nbytes), out=out)

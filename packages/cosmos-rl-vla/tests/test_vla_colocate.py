@@ -12,7 +12,7 @@ from cosmos_rl_core import run
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_engine
-from cosmos_rl_vla.config import TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling, VLATorchOptions
 from cosmos_rl_vla.data.rows import load_rows
 from doubles.pretend_cuda import pretend_cuda
 
@@ -39,7 +39,7 @@ def test_a_sleeping_engine_has_no_weights_on_the_gpu_and_answers_as_before(model
     rows, _ = load_rows(data)
 
     async def go():
-        options = TorchEngineOptions(processes=1, slots=2)
+        options = VLATorchOptions(processes=1, slots=2)
         engine = await asyncio.to_thread(build_engine, VLAModelConfig(**model), data=data, options=options)
         try:
             await engine.switch(3, lambda: None)

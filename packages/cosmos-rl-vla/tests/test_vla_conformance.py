@@ -10,7 +10,7 @@ from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_engine
-from cosmos_rl_vla.config import TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling, VLATorchOptions
 from cosmos_rl_vla.data.rows import load_rows
 from doubles.pretend_cuda import pretend_cuda
 
@@ -30,7 +30,7 @@ def make_engine(tmp_path_factory):
         words=("reach the red square",),
         stats=str(directory / "action_stats.json"),
     )
-    return lambda: build_engine(model, data=DATA, options=TorchEngineOptions(processes=1, slots=4))
+    return lambda: build_engine(model, data=DATA, options=VLATorchOptions(processes=1, slots=4))
 
 
 @pytest.mark.ci

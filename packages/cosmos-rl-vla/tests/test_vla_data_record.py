@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.config import VLADataConfig
 from cosmos_rl_vla.data.demos import Demonstrations, demonstrated_rows
-from cosmos_rl_vla.data.recording.expert import Expert
+from cosmos_rl_vla.data.recording.expert import ScriptedExpert
 from cosmos_rl_vla.data.recording.record import LOOKS, Manner, Series, record
 from cosmos_rl_vla.sims.reach import Reach
 
@@ -28,7 +28,7 @@ def everything(path, **keys):
 
 
 def test_the_expert_is_shown_behind_the_state():
-    expert, alone = Expert(simulator="reach", options={}), Reach()
+    expert, alone = ScriptedExpert(simulator="reach", options={}), Reach()
     for simulator in (expert, alone):
         simulator.reset("blue", 3)
     shown, seen = expert.split(expert.observe().state), alone.observe()

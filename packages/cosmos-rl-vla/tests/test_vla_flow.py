@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributions import Beta, Normal
 
 from cosmos_rl_vla.models import flow
-from cosmos_rl_vla.models.flow import Gaussian
+from cosmos_rl_vla.models.flow import ActionGaussian
 from cosmos_rl_vla.models.pi.config import Noise
 
 X = torch.tensor([[[0.8, -0.4]]])
@@ -82,7 +82,7 @@ def test_the_log_prob_is_that_of_torch_distributions(level, index, kind):
 
 def test_entropy_is_that_of_torch_distributions():
     std = torch.tensor([0.1, 2.0])
-    torch.testing.assert_close(Gaussian(mean=torch.zeros(2), std=std).entropy(), Normal(0.0, std).entropy())
+    torch.testing.assert_close(ActionGaussian(mean=torch.zeros(2), std=std).entropy(), Normal(0.0, std).entropy())
 
 
 def test_the_gradient_of_the_log_prob_is_that_of_the_density():
@@ -94,7 +94,7 @@ def test_the_gradient_of_the_log_prob_is_that_of_the_density():
 
 def test_a_certain_component_has_no_gradient_and_no_nan():
     mean = torch.zeros(2, requires_grad=True)
-    Gaussian(mean=mean, std=torch.tensor([0.0, 1.0])).logprob(torch.ones(2)).sum().backward()
+    ActionGaussian(mean=mean, std=torch.tensor([0.0, 1.0])).logprob(torch.ones(2)).sum().backward()
     assert mean.grad.tolist() == [0.0, 1.0]
 
 

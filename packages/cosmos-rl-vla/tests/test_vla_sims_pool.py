@@ -13,7 +13,7 @@ from vla_faulty import Faulty
 from vla_fixtures import run_chunk
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_vla.sims.pool.group import Lost, Ready
+from cosmos_rl_vla.sims.pool.group import Lost, SlotReady
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 from cosmos_rl_vla.sims.reach import Reach
 
@@ -108,7 +108,7 @@ def test_nothing_is_waited_for_when_nothing_was_asked(two_groups):
 def test_a_task_that_does_not_exist_is_lost_for_good(two_groups):
     lost = begin(two_groups, {2: 1}, task="mauve")[2]
     assert lost.final and "no task 'mauve'; tasks: red, green, blue" in lost.reason
-    assert isinstance(begin(two_groups, {2: 1})[2], Ready)
+    assert isinstance(begin(two_groups, {2: 1})[2], SlotReady)
 
 
 def test_actions_that_are_not_finite_are_refused(two_groups):
@@ -129,7 +129,7 @@ def test_an_episode_that_breaks_is_lost_alone(fault):
         seen = events(pool, 2)
         assert isinstance(seen[0], Lost) and not seen[0].final
         assert seen[1].result.steps == 3
-        assert isinstance(begin(pool, {0: 15})[0], Ready)
+        assert isinstance(begin(pool, {0: 15})[0], SlotReady)
         assert pool.restarts == 0
 
 
@@ -159,14 +159,14 @@ def test_a_process_that_is_killed_while_nobody_asks_is_noticed():
         os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
         reason = "the process of the simulators ended (signal SIGKILL)"
         assert pool.wait() == [Lost(slot=0, reason=reason), Lost(slot=1, reason=reason)]
-        assert isinstance(begin(pool, {0: 1})[0], Ready)
+        assert isinstance(begin(pool, {0: 1})[0], SlotReady)
 
 
 def test_a_reset_that_hangs_is_lost(tmp_path):
     options = {"faults": {"13": "hang"}, "when": "reset", "once": str(tmp_path / "failed")}
     with SimulatorPool(FAULTY, options=options, reset_timeout_s=1.0) as pool:
         assert "reset_timeout_s = 1" in begin(pool, {0: 13})[0].reason
-        assert isinstance(begin(pool, {0: 13})[0], Ready)
+        assert isinstance(begin(pool, {0: 13})[0], SlotReady)
 
 
 def test_a_simulator_that_always_fails_is_given_up_with_its_last_words():

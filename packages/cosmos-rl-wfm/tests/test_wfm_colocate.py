@@ -17,7 +17,7 @@ from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.data.config import WFMDataConfig
-from cosmos_rl_wfm.engines.torch import FlowEngine, TorchEngineOptions
+from cosmos_rl_wfm.engines.torch import FlowEngine, WFMTorchOptions
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.sampling import FlowSampling
 from doubles.pretend_cuda import pretend_cuda
@@ -83,7 +83,7 @@ def test_a_sleeping_engine_has_no_part_of_its_pipeline_on_the_gpu_and_answers_as
 
     async def go():
         data = WFMDataConfig.model_validate(CLIPS)
-        engine = await asyncio.to_thread(build_engine, model, data=data, options=TorchEngineOptions())
+        engine = await asyncio.to_thread(build_engine, model, data=data, options=WFMTorchOptions())
         pipeline = engine._model
         parts = {
             "network": [pipeline.network],

@@ -9,7 +9,7 @@ from wfm_fixtures import mock_data, pixel_model, prompt
 
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero
 from cosmos_rl_wfm.build import build_engine
-from cosmos_rl_wfm.engines.torch import TorchEngineOptions
+from cosmos_rl_wfm.engines.torch import WFMTorchOptions
 from cosmos_rl_wfm.sampling import FlowSampling
 from doubles.pretend_cuda import pretend_cuda
 
@@ -18,7 +18,7 @@ CHECKS = [check for check in ENGINE_CHECKS if check is not is_greedy_at_zero]
 
 
 def make_engine():
-    return build_engine(pixel_model(), data=mock_data(), options=TorchEngineOptions(samples_at_once=2))
+    return build_engine(pixel_model(), data=mock_data(), options=WFMTorchOptions(samples_at_once=2))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda_dry)])

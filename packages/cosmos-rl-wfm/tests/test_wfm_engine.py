@@ -13,7 +13,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share
 from cosmos_rl_wfm.build import build_engine, build_policy
 from cosmos_rl_wfm.collate import collate
-from cosmos_rl_wfm.engines.torch import TorchEngineOptions
+from cosmos_rl_wfm.engines.torch import WFMTorchOptions
 from cosmos_rl_wfm.models.codec import to_video
 from cosmos_rl_wfm.sampling import FlowSampling
 from doubles.paused_forward import PausedForward, posted
@@ -23,7 +23,7 @@ CLEAN = FlowSampling(num_steps=3, rule="ode", times_per_rollout=3)
 
 
 def engine_of(model=None, data=None, samples_at_once=8):
-    options = TorchEngineOptions(samples_at_once=samples_at_once)
+    options = WFMTorchOptions(samples_at_once=samples_at_once)
     return build_engine(model or pixel_model(), data=data or mock_data(), options=options)
 
 

@@ -12,7 +12,7 @@ from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.build import build_engine
-from cosmos_rl_wfm.engines.torch import Request, TorchEngineOptions
+from cosmos_rl_wfm.engines.torch import ClipRequest, WFMTorchOptions
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.samplers.sampler import sample_noise
 from cosmos_rl_wfm.sampling import FlowSampling
@@ -65,7 +65,7 @@ def load(folder):
 def rollout_of(folder):
     """The sample that our engine makes with the model of a folder in one Euler step."""
     data = mock_data(size=SIZE)
-    engine = build_engine(WFMModelConfig(path=str(folder), text=TEXT), data=data, options=TorchEngineOptions())
+    engine = build_engine(WFMModelConfig(path=str(folder), text=TEXT), data=data, options=WFMTorchOptions())
 
     async def main():
         _, (rollout,) = await engine.generate(prompt(caption=CAPTION), num_samples=1, sampling=ONE_STEP, seed=5)
@@ -77,7 +77,7 @@ def rollout_of(folder):
 
 def sampled(pipeline, rollout, *, output_type="latent"):
     """What the pipeline of diffusers makes of the same noise and caption."""
-    (seed,) = Request(prompt=prompt(), num_samples=1, sampling=ONE_STEP, seed=5).starts
+    (seed,) = ClipRequest(prompt=prompt(), num_samples=1, sampling=ONE_STEP, seed=5).starts
     return pipeline(
         prompt=CAPTION,
         latents=sample_noise([seed], rollout.arrays["clean"].shape),

@@ -20,7 +20,7 @@ from cosmos_rl_wfm.objectives.formulas import (
     nft_preference,
     noisy,
 )
-from cosmos_rl_wfm.samplers.sampler import Plan, replay, sample, sample_noise
+from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, replay, sample, sample_noise
 from cosmos_rl_wfm.samplers.times import flow_times, sample_times
 from cosmos_rl_wfm.samplers.window import Window
 
@@ -66,14 +66,14 @@ def advantages_of(rewards, *, group_size=16):
 
 def reward_now(velocity, *, seeds=range(10_000, 10_256)):
     """Mean reward of the ODE's points, from seeds that training never sees."""
-    clean = sample(velocity, sample_noise(seeds, (2,)), plan=Plan(times=flow_times(10)), seeds=seeds).clean
+    clean = sample(velocity, sample_noise(seeds, (2,)), plan=DenoisingPlan(times=flow_times(10)), seeds=seeds).clean
     return to_the_right(clean).mean().item()
 
 
 def test_flow_grpo_learns(pretrained):
     velocity = copy.deepcopy(pretrained)
     optimizer = torch.optim.Adam(velocity.parameters(), lr=1e-3)
-    plan = Plan(times=flow_times(8), rule="flow_sde", noise_level=0.7, steps=Window().at(8))
+    plan = DenoisingPlan(times=flow_times(8), rule="flow_sde", noise_level=0.7, steps=Window().at(8))
     before = reward_now(velocity)
     for version in range(30):
         seeds = range(64 * version, 64 * (version + 1))
@@ -102,7 +102,7 @@ def test_flow_grpo_learns(pretrained):
 def test_nft_learns(pretrained):
     velocity, old = copy.deepcopy(pretrained), copy.deepcopy(pretrained)
     optimizer = torch.optim.Adam(velocity.parameters(), lr=1e-3)
-    plan, generator = Plan(times=flow_times(8)), seeded(1)
+    plan, generator = DenoisingPlan(times=flow_times(8)), seeded(1)
     before = reward_now(velocity)
     for version in range(30):
         seeds = range(64 * version, 64 * (version + 1))

@@ -15,7 +15,7 @@ from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy
-from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.base import ClipSize
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.codec import clips_at_once, to_clips, to_video
 from cosmos_rl_wfm.models.config import WFMModelConfig
@@ -65,7 +65,7 @@ def test_an_autoencoder_takes_the_planned_memory(frames, tiling):
     """Peaks of the same code with and without values; of long clips the plan measures a few frames."""
     model = tiny_model(codec_tiling=tiling)
     vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
-    size = Size(frames=frames, height=64, width=272)  # two tiles
+    size = ClipSize(frames=frames, height=64, width=272)  # two tiles
     latents = model.latent_shape(size)
     clips = clips_at_once(frames * size.height * size.width)
     with torch.no_grad(), LiveBytes(without=tensors_of(vae)) as decoding:
@@ -79,7 +79,7 @@ def test_an_autoencoder_takes_the_planned_memory(frames, tiling):
 
 @pytest.mark.parametrize(("width", "differs"), [(256, False), (512, True)])
 def test_frames_larger_than_a_tile_take_less_memory_in_tiles(width, differs):
-    size = Size(frames=5, height=64, width=width)
+    size = ClipSize(frames=5, height=64, width=width)
     videos, peaks = [], []
     for tiling in (False, True):
         model = tiny_model(codec_tiling=tiling)
@@ -96,7 +96,7 @@ def test_clips_without_memory_take_what_real_ones_do():
     """Peaks of the same code with and without values; a pass over more layers keeps no more."""
     model = tiny_model()
     vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
-    size = Size(frames=5, height=32, width=32)
+    size = ClipSize(frames=5, height=32, width=32)
     latents = model.latent_shape(size)
     with torch.no_grad(), LiveBytes(without=tensors_of(vae)) as held:
         to_video(model._codec.decode(torch.zeros(clips_at_once(5 * 32 * 32), *latents)))

@@ -14,7 +14,7 @@ from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.data.config import WFMDataConfig
-from cosmos_rl_wfm.engines.torch import TorchEngineOptions
+from cosmos_rl_wfm.engines.torch import WFMTorchOptions
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.captions import ImageEncoder, load_captions
 from cosmos_rl_wfm.models.config import TextSection, WFMModelConfig
@@ -220,7 +220,7 @@ def test_an_offloaded_encoder_is_on_the_gpu_only_while_a_caption_is_embedded(tmp
     sampling = FlowSampling.model_validate({"num_steps": 2, "guidance": 4.0, "window": "fixed", "steps": [0]})
 
     async def go(offload):
-        config, options = pipeline_config(tmp_path, offload=offload), TorchEngineOptions()
+        config, options = pipeline_config(tmp_path, offload=offload), WFMTorchOptions()
         engine = await asyncio.to_thread(build_engine, config, data=DATA, options=options)
         [encoder] = engine._model._captions.modules
         during = []

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from wfm_fixtures import FAMILIES, save_pipeline
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.base import ClipSize
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import TextSection, WFMLoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.folder import open_folder
@@ -19,7 +19,7 @@ from doubles import ranks
 ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.models.build")
 
 WORDS = TextSection(encoder="words")
-CLIP = Size(frames=5, height=32, width=32)
+CLIP = ClipSize(frames=5, height=32, width=32)
 
 
 def config(path, **keys):

@@ -8,7 +8,7 @@ import torch
 from wfm_fixtures import tiny_model
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.base import Grid, Size
+from cosmos_rl_wfm.models.base import ClipSize, Grid
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import GivenSection, TextSection, WFMModelConfig
 from cosmos_rl_wfm.models.networks.families import make_family
@@ -35,7 +35,7 @@ def test_a_network_of_one_channel_works_on_grey():
     network = {**tiny_network("wan"), "in_channels": 1, "out_channels": 1, "patch_size": [2, 4, 4]}
     config = WFMModelConfig(family="wan", network=network, codec="pixels", text=TextSection(encoder="words"))
     built = build_model(config, parts=PARTS)
-    assert built.latent_shape(Size(frames=8, height=16, width=16)) == (1, 8, 16, 16)
+    assert built.latent_shape(ClipSize(frames=8, height=16, width=16)) == (1, 8, 16, 16)
     grey = torch.full((1, 8, 16, 16, 3), 77, dtype=torch.uint8)
     assert torch.equal(built.decode(built.encode(grey)), grey)
     with pytest.raises(UserError, match="patch_size"):
@@ -83,7 +83,7 @@ def test_cached_captions_know_the_empty_one_alone():
     ],
 )
 def test_a_size_that_does_not_go_is_named_with_the_nearest_that_does(family, wrong, nearest):
-    size = Size(frames=wrong[0], height=wrong[1], width=wrong[2])
+    size = ClipSize(frames=wrong[0], height=wrong[1], width=wrong[2])
     with pytest.raises(UserError, match=f"the nearest size is {nearest}"):
         model(family).check(size)
     model(family).check(model(family).grid.nearest(size))
@@ -91,7 +91,13 @@ def test_a_size_that_does_not_go_is_named_with_the_nearest_that_does(family, wro
 
 def test_patches_in_time_count_in_frames():
     grid = Grid(channels=16, temporal=4, spatial=8, patch=(2, 2, 2))
-    assert [grid.nearest(Size(frames=n, height=16, width=16)).frames for n in (1, 5, 8, 10, 13)] == [5, 5, 5, 13, 13]
+    assert [grid.nearest(ClipSize(frames=n, height=16, width=16)).frames for n in (1, 5, 8, 10, 13)] == [
+        5,
+        5,
+        5,
+        13,
+        13,
+    ]
 
 
 # ---- what is not supported says so
@@ -110,7 +116,7 @@ def test_another_network_of_diffusers_works_by_its_signature_alone():
     network = {"_class_name": "SkyReelsV2Transformer3DModel", **tiny_network("wan", codec="pixels")}
     config = WFMModelConfig(family="flow", network=network, codec="pixels", text=TextSection(encoder="words"))
     built = build_model(config, parts=PARTS)
-    latents = torch.randn(2, *built.latent_shape(Size(frames=3, height=8, width=8)))
+    latents = torch.randn(2, *built.latent_shape(ClipSize(frames=3, height=8, width=8)))
     condition = built.encode_text(CAPTIONS)
     v = built.velocity(latents, torch.tensor([0.2, 0.6]), condition)
     expected = built.network(

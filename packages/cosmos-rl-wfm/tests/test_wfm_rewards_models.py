@@ -15,7 +15,7 @@ from wfm_fixtures import shown
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.rewards import REWARDS
-from cosmos_rl_wfm.rewards.aesthetic import Head, load_head
+from cosmos_rl_wfm.rewards.aesthetic import AestheticHead, load_head
 from cosmos_rl_wfm.rewards.aesthetic_train import train_aesthetic
 from cosmos_rl_wfm.rewards.pretrained import Exclusive, Pretrained
 
@@ -298,7 +298,7 @@ def test_a_head_over_clip_vectors_remembers_its_model(clip_folder, tmp_path):
 
 
 def test_a_head_scores_as_worked_out_by_hand():
-    head = Head(
+    head = AestheticHead(
         features="statistics",
         model="",
         num_frames=1,

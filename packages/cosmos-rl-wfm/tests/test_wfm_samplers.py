@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_wfm.samplers.sampler import Plan, guided, replay, sample, sample_noise
+from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, guided, replay, sample, sample_noise
 from cosmos_rl_wfm.samplers.steps import RULES
 from cosmos_rl_wfm.samplers.times import edm_times, flow_times
 from cosmos_rl_wfm.samplers.window import Window
@@ -64,7 +64,7 @@ class Network(nn.Module):
 
 def plan_of(rule="flow_sde", *, window=None, num_steps=6):
     steps = (window or Window()).at(num_steps)
-    return Plan(times=flow_times(num_steps, shift=2.0), rule=rule, noise_level=0.6, steps=steps)
+    return DenoisingPlan(times=flow_times(num_steps, shift=2.0), rule=rule, noise_level=0.6, steps=steps)
 
 
 def rollouts(plan, *, seeds=(3, 4, 5), velocity=None):
@@ -110,7 +110,7 @@ def test_samples_with_one_start_and_seeds_of_their_own_part_ways():
     start = sample_noise([9, 9], SHAPE)
     clean = sample(Network(), start, plan=plan_of(), seeds=[1, 2]).clean
     assert (clean[0] - clean[1]).abs().mean() > 0.1
-    clean = sample(Network(), start, plan=Plan(times=flow_times(6)), seeds=[1, 2]).clean
+    clean = sample(Network(), start, plan=DenoisingPlan(times=flow_times(6)), seeds=[1, 2]).clean
     torch.testing.assert_close(clean[0], clean[1])
 
 
@@ -163,7 +163,7 @@ def test_a_trajectory_holds_only_the_states_of_trained_steps():
 
 
 def test_a_rollout_without_trained_steps_keeps_no_path():
-    trajectory = rollouts(Plan(times=flow_times(4)))
+    trajectory = rollouts(DenoisingPlan(times=flow_times(4)))
     assert trajectory.path.shape == (3, 0, *SHAPE)
     assert trajectory.logprobs.shape == (3, 0)
     assert trajectory.times.shape == trajectory.path_from.shape == (0,)
@@ -180,7 +180,7 @@ def test_the_ode_is_followed_outside_the_window():
 
 
 def test_a_schedule_that_begins_below_one_scales_the_noise():
-    plan = Plan(times=edm_times(6), rule="cps", noise_level=0.2, steps=Window(name="fixed", steps=(0,)).at(6))
+    plan = DenoisingPlan(times=edm_times(6), rule="cps", noise_level=0.2, steps=Window(name="fixed", steps=(0,)).at(6))
     trajectory = rollouts(plan)
     torch.testing.assert_close(trajectory.path[:, 0], sample_noise((3, 4, 5), SHAPE) * (200 / 201))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from wfm_fixtures import seeded
 
 from cosmos_rl_wfm.samplers.times import edm_times, flow_times, sample_times
-from cosmos_rl_wfm.samplers.window import Steps, Window
+from cosmos_rl_wfm.samplers.window import Window, WindowChoice
 
 # Times
 
@@ -62,13 +62,13 @@ def test_sampled_times_repeat_with_the_generator():
 
 
 def test_all_steps_but_the_last():
-    assert Window().at(5) == Steps(stochastic=(0, 1, 2, 3), trained=(0, 1, 2, 3))
+    assert Window().at(5) == WindowChoice(stochastic=(0, 1, 2, 3), trained=(0, 1, 2, 3))
 
 
 def test_fixed_steps_with_the_ode_or_noise_elsewhere():
-    assert Window(name="fixed", steps=(4, 0, 2)).at(8) == Steps(stochastic=(0, 2, 4), trained=(0, 2, 4))
+    assert Window(name="fixed", steps=(4, 0, 2)).at(8) == WindowChoice(stochastic=(0, 2, 4), trained=(0, 2, 4))
     everywhere = Window(name="fixed", steps=(0, 2), elsewhere="sde").at(5)
-    assert everywhere == Steps(stochastic=(0, 1, 2, 3), trained=(0, 2))
+    assert everywhere == WindowChoice(stochastic=(0, 1, 2, 3), trained=(0, 2))
 
 
 def test_a_sliding_window_moves_from_noise_to_clean_and_stays():

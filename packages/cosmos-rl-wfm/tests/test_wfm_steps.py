@@ -8,12 +8,12 @@ import torch
 from wfm_fixtures import mock_data, pixel_model, prompt
 
 from cosmos_rl_wfm.build import build_engine
-from cosmos_rl_wfm.engines.torch import TorchEngineOptions
+from cosmos_rl_wfm.engines.torch import WFMTorchOptions
 from cosmos_rl_wfm.objectives.formulas import noisy
-from cosmos_rl_wfm.samplers.sampler import Plan, sample
-from cosmos_rl_wfm.samplers.steps import RULES, Gaussian, churn_level, step
+from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, sample
+from cosmos_rl_wfm.samplers.steps import RULES, StateGaussian, churn_level, step
 from cosmos_rl_wfm.samplers.times import flow_times
-from cosmos_rl_wfm.samplers.window import Steps, Window
+from cosmos_rl_wfm.samplers.window import Window, WindowChoice
 from cosmos_rl_wfm.sampling import FlowSampling
 
 stochastic_rules = pytest.mark.parametrize("rule", sorted(set(RULES) - {"ode"}))
@@ -129,7 +129,7 @@ def test_logprob_is_the_density_of_what_sample_returns(rule):
 def test_the_gradient_of_logprob_by_the_mean_is_the_whitened_noise():
     mean = torch.zeros(1, 4, requires_grad=True)
     noise = torch.tensor([[0.5, -1.0, 2.0, 0.0]])
-    reached = Gaussian(mean=mean, std=column(0.25))
+    reached = StateGaussian(mean=mean, std=column(0.25))
     reached.logprob(reached.sample(noise).detach()).sum().backward()
     torch.testing.assert_close(mean.grad, noise / (0.25 * 4))  # (x' - mean) / std^2, and a mean over 4 elements
 
@@ -138,7 +138,7 @@ def test_half_the_squared_distance_of_whitened_means_is_the_divergence():
     generator = torch.Generator().manual_seed(1)
     first, second = (torch.randn(2, 3, 4, generator=generator) for _ in range(2))
     std = column(0.3, 2.0)
-    a, b = Gaussian(mean=first, std=std), Gaussian(mean=second, std=std)
+    a, b = StateGaussian(mean=first, std=std), StateGaussian(mean=second, std=std)
     spread = std[:, None, None]
     wanted = torch.distributions.kl_divergence(
         torch.distributions.Normal(first, spread), torch.distributions.Normal(second, spread)
@@ -181,11 +181,11 @@ def known_velocity(x, times):
 def end_of(rule, *, num_steps, noise_level=0.0, order=1):
     """Mean and deviation of the clean latents over 4 samples of 10,000 elements, each a scalar of its own."""
     generator = torch.Generator().manual_seed(3)
-    plan = Plan(
+    plan = DenoisingPlan(
         times=flow_times(num_steps),
         rule=rule,
         noise_level=noise_level,
-        steps=Steps() if rule == "ode" else Window().at(num_steps),
+        steps=WindowChoice() if rule == "ode" else Window().at(num_steps),
         order=order,
     )
     clean = sample(known_velocity, torch.randn(4, 10_000, generator=generator), plan=plan, seeds=range(4)).clean
@@ -224,7 +224,7 @@ def test_second_order_forgets_the_velocity_before_the_noise():
         states.append(x)
         return known_velocity(x, times)
 
-    plan = Plan(
+    plan = DenoisingPlan(
         times=flow_times(6), rule="cps", noise_level=0.5, steps=Window(name="fixed", steps=(0, 1)).at(6), order=2
     )
     clean = sample(watched, noise, plan=plan, seeds=[0]).clean
@@ -244,7 +244,7 @@ def test_a_recipe_chooses_the_order():
 
 def test_an_engine_of_second_order_ends_nearer_to_that_of_many_steps():
     def clean(**keys):
-        engine = build_engine(pixel_model(), data=mock_data(), options=TorchEngineOptions())
+        engine = build_engine(pixel_model(), data=mock_data(), options=WFMTorchOptions())
 
         async def generate():
             sampled = await engine.generate(prompt(), num_samples=2, sampling=FlowSampling(rule="ode", **keys), seed=1)

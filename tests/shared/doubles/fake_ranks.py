@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.parallel import mesh as meshes
-from cosmos_rl_core.parallel.axes.traffic import Collective
+from cosmos_rl_core.parallel.axes.traffic import CollectiveCalls
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 
@@ -89,7 +89,7 @@ class Collectives(TorchDispatchMode):
         return {key: (calls, self.bytes[key]) for key, calls in self.calls.items()}
 
     def expected(
-        self, planned: Iterable[Collective], *, microbatches: int = 1
+        self, planned: Iterable[CollectiveCalls], *, microbatches: int = 1
     ) -> dict[tuple[str, str], tuple[int, int]]:
         """Return `found` of a step of so many microbatches according to the plan."""
         calls: Counter[tuple[str, str]] = Counter()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cosmos_rl_core.observe.record import Outcome, record_outcome, record_start
+from cosmos_rl_core.observe.record import RecordedOutcome, record_outcome, record_start
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines
 from cosmos_rl_core.observe.trace import WAITS, Timeline
@@ -67,9 +67,9 @@ def write_run(path: Path, *, steps: int = 20, rate: float = 0.001, groups: int =
     write_machines(path / "system")
     write_statuses(path, steps=steps, phase="training" if state == "live" else "finished")
     if state == "done":
-        record_outcome(path, Outcome(state="done", step=steps, ended=time.time(), wall_s=40.0))
+        record_outcome(path, RecordedOutcome(state="done", step=steps, ended=time.time(), wall_s=40.0))
     elif state == "failed":
-        outcome = Outcome(
+        outcome = RecordedOutcome(
             state="failed",
             message="policy-0: RuntimeError: no",
             worker="policy-0",

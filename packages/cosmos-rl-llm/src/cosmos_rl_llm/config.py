@@ -212,7 +212,7 @@ class LLMDataConfig(Strict):
         return self
 
 
-class TorchEngineOptions(Strict):
+class LLMTorchOptions(Strict):
     """[rollout.options] of engine = "torch"."""
 
     max_sequences: int = Field(default=64, ge=1)

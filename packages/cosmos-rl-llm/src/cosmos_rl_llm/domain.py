@@ -16,11 +16,11 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install, quiet_torchao
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.observe.startup import READING, phase
-from cosmos_rl_core.parallel.held import Held
+from cosmos_rl_core.parallel.held import MemoryPart
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
-from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
+from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, LLMTorchOptions
 from cosmos_rl_llm.data.parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.long_prompt import engine_tolerance, prompt_beyond_window
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.media.vision import Vision
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
     from cosmos_rl_llm.policy.policy import TextPolicy
-    from cosmos_rl_llm.teacher.teacher import Teacher
+    from cosmos_rl_llm.teacher.teacher import LLMTeacher
 
 
 class LLMDomain(DomainBase):
@@ -145,7 +145,7 @@ class LLMDomain(DomainBase):
 
     def build_teacher(
         self, teacher: TeacherSection, *, config: RunConfig, policy: TextPolicy | PipelinedPolicy, setup: ModelSetup
-    ) -> Teacher:
+    ) -> LLMTeacher:
         """Load the teacher like the model."""
         from cosmos_rl_llm.teacher.teacher import build_teacher
 
@@ -162,7 +162,7 @@ class LLMDomain(DomainBase):
             UserError: no engine of that name, or an option it does not have.
         """
         if name == "torch":
-            return _torch_engine(model, data, engine_options(TorchEngineOptions, options))
+            return _torch_engine(model, data, engine_options(LLMTorchOptions, options))
         if name == "vllm":
             return _vllm_engine(model, data, engine_options(VllmEngineOptions, options))
         known = ", ".join(self.engines)
@@ -225,23 +225,23 @@ class LLMDomain(DomainBase):
         directory = Path(resolve(model.path))
         return read_shape(directory, model, _specs(directory)) if directory.is_dir() else None
 
-    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
+    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[MemoryPart]:
         """The start of a rank of several, a teacher, pictures."""
         directory = Path(resolve(config.model.path))
         pictures = policy_parts(directory, config) if directory.is_dir() else ()
         return (*while_loading(config, rank), *held_by_teacher(config, rank), *pictures)
 
-    def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
+    def held_by_rollout(self, config: RunConfig) -> Sequence[MemoryPart]:
         """Keys and values, activations, and logits."""
         options = config.rollout.options
         if config.rollout.engine == "vllm":
             chosen = engine_options(VllmEngineOptions, options)
             name = "vLLM's keys, values and activations, within its gpu_memory_utilization"
             share = None if chosen.cache_bytes else chosen.gpu_memory_utilization
-            return (Held(name=name, bytes=chosen.cache_bytes, share=share),)
+            return (MemoryPart(name=name, bytes=chosen.cache_bytes, share=share),)
         if config.rollout.engine != "torch":
             return super().held_by_rollout(config)
-        chosen = engine_options(TorchEngineOptions, options)
+        chosen = engine_options(LLMTorchOptions, options)
         return torch_engine_parts(
             _directory(config.model),
             config.model,
@@ -303,7 +303,7 @@ def _specs(directory: Path) -> Sequence[WeightSpec]:
     return specs_of_config(directory)
 
 
-def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngineOptions) -> RolloutEngine:
+def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: LLMTorchOptions) -> RolloutEngine:
     quiet_torchao()
     import torch
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm.data.collate import Sample, pack_batch
+from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.model.miniature import miniature
 from cosmos_rl_llm.policy.probe import plain_logprobs
 
@@ -19,7 +19,7 @@ def small(kind, **values):
 
 def sample(prompt, tokens):
     zeros = np.zeros(len(tokens), np.float32)
-    return Sample(prompt_tokens=prompt, tokens=tokens, logprobs=zeros, loss_mask=zeros == 0, advantage=1.0)
+    return TrainSequence(prompt_tokens=prompt, tokens=tokens, logprobs=zeros, loss_mask=zeros == 0, advantage=1.0)
 
 
 def packed(given):

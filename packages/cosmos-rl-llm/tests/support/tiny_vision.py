@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from cosmos_rl_llm.media.item import Item, VisionFamily, expand, view_of
+from cosmos_rl_llm.media.item import MediaItem, VisionFamily, expand, view_of
 from cosmos_rl_llm.media.source import Video
 from cosmos_rl_llm.media.tiles import VIDEO
 from cosmos_rl_llm.media.vision import find_family
@@ -279,7 +279,7 @@ def turned(data: bytes, turns: int, *, mirrored: bool = False) -> bytes:
     return data[:at] + matrix + data[at + len(matrix) :]
 
 
-def prompt(items: Sequence[Item], family: VisionFamily, directory: Path) -> tuple[np.ndarray, object]:
+def prompt(items: Sequence[MediaItem], family: VisionFamily, directory: Path) -> tuple[np.ndarray, object]:
     """Tokens [prompt] of a chat that shows `items`, and their view."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     signs = [family.placeholders[item.kind].removeprefix(SIGNS[0]).removesuffix(SIGNS[1]) for item in items]
@@ -290,7 +290,7 @@ def prompt(items: Sequence[Item], family: VisionFamily, directory: Path) -> tupl
 
 
 def plain_logprobs(
-    model: PreTrainedModel, family: VisionFamily, tokens: np.ndarray, response: np.ndarray, items: Sequence[Item]
+    model: PreTrainedModel, family: VisionFamily, tokens: np.ndarray, response: np.ndarray, items: Sequence[MediaItem]
 ) -> torch.Tensor:
     """Log-probabilities [T] of transformers' own forward pass, over the tokens that may be sampled."""
     logits = plain_logits(model, family, tokens, response, items)
@@ -298,7 +298,7 @@ def plain_logprobs(
 
 
 def plain_logits(
-    model: PreTrainedModel, family: VisionFamily, tokens: np.ndarray, response: np.ndarray, items: Sequence[Item]
+    model: PreTrainedModel, family: VisionFamily, tokens: np.ndarray, response: np.ndarray, items: Sequence[MediaItem]
 ) -> torch.Tensor:
     """Logits [T, V] of transformers' own forward pass at each token of a response, low for those never sampled."""
     ids = torch.from_numpy(np.concatenate([tokens, response[:-1]]).astype(np.int64))[None]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cosmos_rl_transfer.layout.box import Box, whole_box
     from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
     from cosmos_rl_transfer.layout.placement import Replicate, Shard
-    from cosmos_rl_transfer.planning.plan import Plan, plan
+    from cosmos_rl_transfer.planning.plan import TransferPlan, plan
     from cosmos_rl_transfer.planning.topology import Topology
     from cosmos_rl_transfer.publish.publisher import Publisher
     from cosmos_rl_transfer.pull.sources import published_specs
@@ -56,7 +56,7 @@ _HOMES = {
         "Shard",
     ),
     "planning.plan": (
-        "Plan",
+        "TransferPlan",
         "plan",
     ),
     "planning.topology": ("Topology",),
@@ -76,7 +76,7 @@ __all__ = [
     "LayoutError",
     "Manifest",
     "PeerLost",
-    "Plan",
+    "TransferPlan",
     "Publisher",
     "ReplicaMember",
     "ReplicaSubscriber",

@@ -59,7 +59,7 @@ _PATH_ROW = re.compile(r"\|\s*(?P<range>\S+\.\.\S+)\s*\|\s*(?P<how>[^|]+?)\s*\|\
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class TransportResult:
     """Result of one transport, or of a baseline."""
 
     name: str
@@ -72,7 +72,7 @@ class Finding:
     """From the request for one byte to its arrival."""
 
 
-def diagnose(*, mib: int = 64, rounds: int = 5) -> list[Finding]:
+def diagnose(*, mib: int = 64, rounds: int = 5) -> list[TransportResult]:
     """Try every transport; some twenty seconds. One that does not work is a finding, not an error."""
     found = [
         _measured(MEMCPY, "one thread", mib, rounds),
@@ -102,7 +102,7 @@ def checks() -> Iterator[Check]:
     yield Check("ok", "transport auto", f"offers {choice}; python -m cosmos_rl_transfer doctor measures all")
 
 
-def render(findings: Sequence[Finding]) -> str:
+def render(findings: Sequence[TransportResult]) -> str:
     """Return a table, and the transport that "auto" chooses."""
     rows = [
         (
@@ -133,49 +133,49 @@ def ucx_path(output: str) -> str:
     return ", ".join(dict.fromkeys(rows)) or "UCX does not report its path"
 
 
-def _measured(name: str, how: str, mib: int, rounds: int) -> Finding:
+def _measured(name: str, how: str, mib: int, rounds: int) -> TransportResult:
     try:
         with Measurement(name, mib=mib, environment=_SHOW_PATH if name == "nixl" else {}) as measurement:
             speed = measurement.speed(rounds)
             how = how or ucx_path("".join(measurement.output))
-            return Finding(name, True, how, speed.gigabytes_per_s, speed.latency_us)
+            return TransportResult(name, True, how, speed.gigabytes_per_s, speed.latency_us)
     except TransportUnavailable as error:
-        return Finding(name, False, str(error))
+        return TransportResult(name, False, str(error))
 
 
-def _collective() -> Finding:
+def _collective() -> TransportResult:
     import torch.distributed as dist
 
     if not dist.is_available():
-        return Finding("collective", False, "this build of torch has no torch.distributed")
+        return TransportResult("collective", False, "this build of torch has no torch.distributed")
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     has = ", ".join(name for name, there in built.items() if there) or "no backend"
-    return Finding("collective", any(built.values()), f"needs a process group of your own; torch has {has}")
+    return TransportResult("collective", any(built.values()), f"needs a process group of your own; torch has {has}")
 
 
-def _hardware() -> list[Finding]:
+def _hardware() -> list[TransportResult]:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [*_network(rdma_devices()), *_weights(gpus)]
 
 
-def _network(devices: Sequence[str]) -> list[Finding]:
+def _network(devices: Sequence[str]) -> list[TransportResult]:
     rdma = f"NIXL uses {', '.join(devices)}" if devices else f"no device in {Path('/sys/class/infiniband')}"
-    return [Finding("rdma", bool(devices), rdma)]
+    return [TransportResult("rdma", bool(devices), rdma)]
 
 
-def _weights(gpus: int) -> list[Finding]:
+def _weights(gpus: int) -> list[TransportResult]:
     """Return the memory through which weights leave a process that trains on one of `gpus` GPUs, 0 for none."""
     if not gpus:
-        return [Finding("weights", True, "pageable"), Finding("cuda ipc", False, "no CUDA device")]
+        return [TransportResult("weights", True, "pageable"), TransportResult("cuda ipc", False, "no CUDA device")]
     ipc = 'not tried; transport = "cuda_ipc" and staging = "in_place" use it'
-    return [Finding("weights", True, "pinned host"), Finding("cuda ipc", False, ipc)]
+    return [TransportResult("weights", True, "pinned host"), TransportResult("cuda ipc", False, ipc)]
 
 
-def _versions() -> Finding:
+def _versions() -> TransportResult:
     old = too_old()
-    return Finding("versions", not old, "; ".join(old) or "all libraries are as new as those of the tests")
+    return TransportResult("versions", not old, "; ".join(old) or "all libraries are as new as those of the tests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ class Measurement:
         raise TransportUnavailable(words[-1] if words else "the process that measures it ended without a word")
 
 
-class Source(Protocol):
+class BucketSource(Protocol):
     """Where a round's buckets come from."""
 
     def ask(self, bucket: int) -> None:
@@ -332,7 +332,7 @@ class _Published:
             np.copyto(out, received)
 
 
-def measure(source: Source, out: Raw, bucket_bytes: int) -> None:
+def measure(source: BucketSource, out: Raw, bucket_bytes: int) -> None:
     """In the child: print the latency, then the seconds of a round into `out` for each line of standard input."""
     _print(_latency_us(source, out))
     for _ in sys.stdin:
@@ -341,7 +341,7 @@ def measure(source: Source, out: Raw, bucket_bytes: int) -> None:
         _print(time.perf_counter() - started)
 
 
-def _move(source: Source, out: Raw, bucket_bytes: int) -> None:
+def _move(source: BucketSource, out: Raw, bucket_bytes: int) -> None:
     buckets = [out[at : at + bucket_bytes] for at in range(0, out.nbytes, bucket_bytes)]
     for i in range(min(WINDOW, len(buckets))):
         source.ask(FULL * i)
@@ -351,7 +351,7 @@ def _move(source: Source, out: Raw, bucket_bytes: int) -> None:
             source.ask(FULL * (i + WINDOW))
 
 
-def _latency_us(source: Source, out: Raw) -> float:
+def _latency_us(source: BucketSource, out: Raw) -> float:
     seconds = []
     for _ in range(_LATENCY_READS):
         started = time.perf_counter()

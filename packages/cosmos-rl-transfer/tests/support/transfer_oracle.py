@@ -21,7 +21,7 @@ from cosmos_rl_transfer.layout.box import Box
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, TensorLayout
 from cosmos_rl_transfer.layout.placement import Placement, Replicate, Shard
 from cosmos_rl_transfer.planning.bucket import Bucket
-from cosmos_rl_transfer.planning.plan import Plan
+from cosmos_rl_transfer.planning.plan import TransferPlan
 
 Array = np.ndarray[Any, Any]
 Parts = dict[tuple[int, str], Array]
@@ -39,7 +39,7 @@ class Case:
     target: Manifest
 
 
-def wrong_parts(made: Plan, source: Manifest, target: Manifest, seed: int = 0) -> list[tuple[int, str]]:
+def wrong_parts(made: TransferPlan, source: Manifest, target: Manifest, seed: int = 0) -> list[tuple[int, str]]:
     """Return the (target rank, tensor) that a transfer by this plan gets wrong; empty for a right plan.
 
     Raises AssertionError where bytes are sent twice, overlap in a bucket, or are not the sender's to send.

@@ -13,16 +13,16 @@ from cosmos_rl_core.parallel.dtensor import materialise
 from cosmos_rl_core.parallel.lora import fill_adapters
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
-from cosmos_rl_vla.engines.torch import SimulationEngine, TorchEngineOptions
+from cosmos_rl_vla.engines.torch import SimulationEngine, VLATorchOptions
 from cosmos_rl_vla.models.families import make
-from cosmos_rl_vla.observations import Observer
+from cosmos_rl_vla.observations import ObservationConverter
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.data.demos import Demonstrations
-    from cosmos_rl_vla.models.loaded import Loaded
+    from cosmos_rl_vla.models.loaded import LoadedPolicy
 
 
 def build_policy(
@@ -66,7 +66,7 @@ def build_policy(
     )
 
 
-def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchEngineOptions) -> SimulationEngine:
+def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: VLATorchOptions) -> SimulationEngine:
     """Load the model and start the simulators."""
     loaded = make(config)
     loaded.cast_parameters(getattr(torch, config.dtype))
@@ -97,7 +97,7 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchE
         return SimulationEngine(
             loaded.model,
             weights=lambda: weights,
-            observer=Observer(loaded.stats, loaded.instructions),
+            observer=ObservationConverter(loaded.stats, loaded.instructions),
             pool=pool,
             options=options,
         )
@@ -106,7 +106,7 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchE
         raise
 
 
-def _check_terms(loaded: Loaded, sampling: VLASampling | None) -> None:
+def _check_terms(loaded: LoadedPolicy, sampling: VLASampling | None) -> None:
     """Raise UserError if rewards are per action and the model's values are not, or terms are parts of a choice."""
     if sampling is None:
         return

@@ -65,7 +65,7 @@ class VLADataConfig(Strict):
 FamilyName = Literal["pi0", "pi05", "openvla", "openvla_oft", "mlp"]
 
 
-class NoiseSection(Strict):
+class ActionNoiseSection(Strict):
     """[model.noise]: the denoising steps that sample noise and so have a likelihood; the others follow the ODE."""
 
     kind: Literal["sde", "cps", "learned", "fixed"] = "fixed"
@@ -127,7 +127,7 @@ class VLAModelConfig(Strict):
     """Dimensions of the auxiliary target that supervised training also predicts from the images; 0: none."""
     aux_coef: float = Field(default=1.0, ge=0)
     """Coefficient of the auxiliary loss."""
-    noise: NoiseSection | None = None
+    noise: ActionNoiseSection | None = None
     """Default: the checkpoint's, else the defaults of the section."""
     critic: CriticSection | None = None
     """Default as for noise. A critic that the checkpoint lacks, or has in other sizes, is randomly initialised."""
@@ -216,7 +216,7 @@ class VLASampling(Strict):
         return self
 
 
-class TorchEngineOptions(Strict):
+class VLATorchOptions(Strict):
     """[rollout.options] of engine = "torch"."""
 
     processes: int = Field(default=2, ge=1)

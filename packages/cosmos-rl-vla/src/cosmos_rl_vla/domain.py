@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.settings.problems import engine_options
-from cosmos_rl_vla.config import TorchEngineOptions, VLADataConfig, VLAModelConfig, VLASampling
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling, VLATorchOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
-    from cosmos_rl_core.parallel.held import Held
+    from cosmos_rl_core.parallel.held import MemoryPart
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
@@ -72,7 +72,7 @@ class VLADomain(DomainBase):
         """Start simulators in processes of their own, and the model that acts in all of them."""
         from cosmos_rl_vla.build import build_engine
 
-        return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
+        return build_engine(model, data=data, options=engine_options(VLATorchOptions, options))
 
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The engine sleeps."""
@@ -86,7 +86,7 @@ class VLADomain(DomainBase):
 
         return read_shape(model, sampling)
 
-    def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
+    def held_by_rollout(self, config: RunConfig) -> Sequence[MemoryPart]:
         """The activations of a decision; simulators are not known."""
         from cosmos_rl_vla.memory import held_by_rollout
 

@@ -41,7 +41,7 @@ class Seen:
         ).to(device)
 
 
-class Observer:
+class ObservationConverter:
     """Converts between simulators and a model, with the model's statistics and tokenizer."""
 
     def __init__(self, stats: ActionStats, instructions: Instructions) -> None:

@@ -16,7 +16,7 @@ from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, engine_options, missing_package, neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
-from cosmos_rl_vla.config import UNIT, TorchEngineOptions, VLADataConfig, VLAModelConfig
+from cosmos_rl_vla.config import UNIT, VLADataConfig, VLAModelConfig, VLATorchOptions
 from cosmos_rl_vla.published import lerobot_cameras
 from cosmos_rl_vla.shape import read_weights
 from cosmos_rl_vla.sims.base import GROUP, BatchSimulator, SimSpec, Worded
@@ -37,7 +37,7 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
     if config.is_sft or config.rollout.engine != "torch":
         return
     try:
-        options = engine_options(TorchEngineOptions, config.rollout.options)
+        options = engine_options(VLATorchOptions, config.rollout.options)
     except ConfigError as error:
         yield from error.problems
         return

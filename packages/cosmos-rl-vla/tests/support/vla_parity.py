@@ -30,7 +30,7 @@ from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share, TermBatch
 from cosmos_rl_vla.config import VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
 from cosmos_rl_vla.models.families import export_weights, load
-from cosmos_rl_vla.models.loaded import Loaded
+from cosmos_rl_vla.models.loaded import LoadedPolicy
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
 from doubles.ranks import largest_difference
@@ -151,7 +151,7 @@ def config_of(variant: str, saved: str = "") -> VLAModelConfig:
     return VLAModelConfig(**{**SIZES, **VARIANTS[variant]}, words=("reach the red square",), stats="unit")
 
 
-def loaded_model(variant: str, saved: str = "") -> Loaded:
+def loaded_model(variant: str, saved: str = "") -> LoadedPolicy:
     """Return the same model in every process; no parameter is zero."""
     loaded = load(config_of(variant, saved))
     generator = torch.Generator().manual_seed(0)
@@ -161,7 +161,7 @@ def loaded_model(variant: str, saved: str = "") -> Loaded:
     return loaded
 
 
-def save_model(variant: str, directory: Path) -> Loaded:
+def save_model(variant: str, directory: Path) -> LoadedPolicy:
     """Write a variant's model as a directory, and return it."""
     from safetensors.torch import save_file
 
@@ -183,7 +183,7 @@ def microbatch_of(inputs: Mapping[str, Tensor], acted: Acted, rows: list[int], *
     return Microbatch(inputs={name: x[rows] for name, x in inputs.items()}, terms=terms)
 
 
-def decisions(loaded: Loaded) -> tuple[dict[str, Tensor], Acted]:
+def decisions(loaded: LoadedPolicy) -> tuple[dict[str, Tensor], Acted]:
     """What the rollout of the model, before any step, leaves to train on; by name, [SAMPLES, ...]."""
     seen = _observations()
     acted = loaded.model.act(seen, randomness=Randomness(seeds=range(SAMPLES), places=[0] * SAMPLES))
@@ -192,7 +192,7 @@ def decisions(loaded: Loaded) -> tuple[dict[str, Tensor], Acted]:
     return {**_inputs_of(seen), "valid": valid, **{f"replay/{name}": x for name, x in acted.replay.items()}}, acted
 
 
-def demonstrations(loaded: Loaded) -> dict[str, Tensor]:
+def demonstrations(loaded: LoadedPolicy) -> dict[str, Tensor]:
     """What supervised training reads; by name, [SAMPLES, ...]."""
     generator = torch.Generator().manual_seed(2)
     model = loaded.model
@@ -239,7 +239,7 @@ def _terms_of_batch(acted: Acted, rows: list[int], *, supervised: bool) -> TermB
     )
 
 
-def _gradients(loaded: Loaded, *, spread: bool) -> dict[str, Tensor]:
+def _gradients(loaded: LoadedPolicy, *, spread: bool) -> dict[str, Tensor]:
     found = {}
     for name, parameter in loaded.module.named_parameters():
         assert isinstance(parameter, DTensor) == spread, name

@@ -20,9 +20,9 @@ from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader
 from cosmos_rl_wfm.data.storage import cache_folder
 from cosmos_rl_wfm.ema import Follower, average_decay
-from cosmos_rl_wfm.engines.torch import FlowEngine, TorchEngineOptions
+from cosmos_rl_wfm.engines.torch import FlowEngine, WFMTorchOptions
 from cosmos_rl_wfm.models import codec
-from cosmos_rl_wfm.models.base import Condition, Size
+from cosmos_rl_wfm.models.base import ClipSize, Condition
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.models.model import DiffusersModel
@@ -88,7 +88,7 @@ def build_policy(
     )
 
 
-def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: TorchEngineOptions) -> FlowEngine:
+def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: WFMTorchOptions) -> FlowEngine:
     """Load network, codec and text encoder."""
     model = build_model(config, parts=("network", "codec", "text"), seed=config.seed)
     size = size_of(data)
@@ -123,15 +123,15 @@ def export_weights(
     return merge(base.weights().items(), tensors, scaling=config.lora.scaling)
 
 
-def size_of(data: WFMDataConfig) -> Size:
+def size_of(data: WFMDataConfig) -> ClipSize:
     """Return the size of generated clips."""
-    return Size(frames=data.size.frames, height=data.size.height, width=data.size.width)
+    return ClipSize(frames=data.size.frames, height=data.size.height, width=data.size.width)
 
 
 def _check_sizes(model: DiffusersModel, data: WFMDataConfig) -> None:
     """Raise UserError for a clip size that the model does not accept."""
     for height, width in sorted({(data.size.height, data.size.width), *data.sizes}):
-        model.check(Size(frames=data.size.frames, height=height, width=width))
+        model.check(ClipSize(frames=data.size.frames, height=height, width=width))
 
 
 def _clip_loader(model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, *, seed: int) -> ClipLoader:

@@ -9,7 +9,7 @@ from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.sampling import FlowSampling, TorchEngineOptions
+from cosmos_rl_wfm.sampling import FlowSampling, WFMTorchOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
-    from cosmos_rl_core.parallel.held import Held
+    from cosmos_rl_core.parallel.held import MemoryPart
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
@@ -112,7 +112,7 @@ class WFMDomain(DomainBase):
         """An engine with network, codec and text encoder."""
         from cosmos_rl_wfm.build import build_engine
 
-        return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
+        return build_engine(model, data=data, options=engine_options(WFMTorchOptions, options))
 
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The engine sleeps."""
@@ -128,13 +128,13 @@ class WFMDomain(DomainBase):
         """Whether the average of the weights is the reference."""
         return config.model.pulls_to_average
 
-    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
+    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[MemoryPart]:
         """Averages, old weights, and memory for real clips."""
         from cosmos_rl_wfm.memory import held_by_policy
 
         return held_by_policy(config, rank)
 
-    def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
+    def held_by_rollout(self, config: RunConfig) -> Sequence[MemoryPart]:
         """Encoders, autoencoder and their activations."""
         from cosmos_rl_wfm.memory import held_by_rollout
 

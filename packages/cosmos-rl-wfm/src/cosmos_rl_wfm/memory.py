@@ -18,13 +18,13 @@ from typing import Any
 
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate
-from cosmos_rl_core.parallel.held import PREPARE, START, STEP, Held
+from cosmos_rl_core.parallel.held import PREPARE, START, STEP, MemoryPart
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_wfm.data.config import WFMDataConfig
-from cosmos_rl_wfm.engines.torch import TorchEngineOptions
-from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.engines.torch import WFMTorchOptions
+from cosmos_rl_wfm.models.base import ClipSize
 from cosmos_rl_wfm.models.build import WORDS, quiet
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMModelConfig
@@ -48,7 +48,7 @@ _INPUTS = 10
 """The same for a trained term: its two states, noise, velocities, means, and the tensors that their loss saves."""
 
 
-def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
+def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[MemoryPart]:
     """Return the memory of a policy rank that `rank` does not count."""
     parts = _Parts(config)
     model, sampling, memory = config.model, config.policy_sampling, config.policy.memory
@@ -57,27 +57,29 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
     size = BYTES[config.policy.precision.parameters]
     copy = BYTES["float32"] * rank.gradients // size
     old = None if sampling is None else sampling.old_decay
-    found: list[Held] = []
+    found: list[MemoryPart] = []
     if size != BYTES["float32"]:  # parameters and, where they are trained, gradients and moments
         kept = (size if model.lora else 4 * size) * parts.kept_in_float32
-        found.append(Held(name="parameters kept in float32", bytes=kept, host=offloaded, away=True))
+        found.append(MemoryPart(name="parameters kept in float32", bytes=kept, host=offloaded, away=True))
     if model.ema is not None:
-        found.append(Held(name="average of the weights", bytes=copy, host=offloaded, away=True))
+        found.append(MemoryPart(name="average of the weights", bytes=copy, host=offloaded, away=True))
     if old is not None or model.pulls_to_average:
-        found.append(Held(name="weights that sample the rollouts", bytes=copy, host=offloaded, away=True))
-        found.append(Held(name="trained weights, set aside", bytes=rank.gradients, at=(OTHERS,), host=offloaded))
-        found.append(Held(name="a forward pass", bytes=rank.gathered + rank.backward, at=(OTHERS,)))
+        found.append(MemoryPart(name="weights that sample the rollouts", bytes=copy, host=offloaded, away=True))
+        found.append(MemoryPart(name="trained weights, set aside", bytes=rank.gradients, at=(OTHERS,), host=offloaded))
+        found.append(MemoryPart(name="a forward pass", bytes=rank.gathered + rank.backward, at=(OTHERS,)))
     found += parts.velocities(separate=bool(config.algorithm.kl_coef))
-    found.append(Held(name="captions and latents", bytes=parts.inputs(config.policy.microbatch_terms), at=(STEP,)))
+    found.append(
+        MemoryPart(name="captions and latents", bytes=parts.inputs(config.policy.microbatch_terms), at=(STEP,))
+    )
     if _reads_clips(config):
         found += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
     elif sampling is not None and sampling.guidance is not None:
         found += parts.encoders(at=(PREPARE,), only=PREPARE)
         if ranks == 1:  # of several, the network is on meta then
             built = rank.reference or rank.parameters
-            found.append(Held(name="network, loaded before", bytes=built, at=(PREPARE,)))
+            found.append(MemoryPart(name="network, loaded before", bytes=built, at=(PREPARE,)))
         if rank.reference:
-            found.append(Held(name="policy, while its reference is built", bytes=rank.parameters, at=(PREPARE,)))
+            found.append(MemoryPart(name="policy, while its reference is built", bytes=rank.parameters, at=(PREPARE,)))
     if not model.path and (ranks > 1 or size < BYTES["float32"]):
         found += parts.building()
     elif ranks > 1:
@@ -85,12 +87,12 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
     return found
 
 
-def held_by_rollout(config: RunConfig) -> list[Held]:
+def held_by_rollout(config: RunConfig) -> list[MemoryPart]:
     """Return the memory of a rollout replica beside the network's weights."""
     parts = _Parts(config)
     found = [*parts.encoders(at=(CAPTIONS,)), *parts.codec()]
     if (size := BYTES[config.model.dtype]) != BYTES["float32"]:
-        found.append(Held(name="parameters kept in float32", bytes=size * parts.kept_in_float32, away=True))
+        found.append(MemoryPart(name="parameters kept in float32", bytes=size * parts.kept_in_float32, away=True))
         if not config.model.path:
             found += parts.building()
     if config.model.given.max_frames:
@@ -150,10 +152,10 @@ class _Parts:
         return self.model.text.length or (WORDS if self.model.text.encoder == "words" else self.family.text_length)
 
     @property
-    def size(self) -> Size:
+    def size(self) -> ClipSize:
         """The largest clip."""
         height, width = max([(self.data.size.height, self.data.size.width), *self.data.sizes], key=math.prod)
-        return Size(frames=self.data.size.frames, height=height, width=width)
+        return ClipSize(frames=self.data.size.frames, height=height, width=width)
 
     @cached_property
     def latents(self) -> tuple[int, int, int, int]:
@@ -182,7 +184,7 @@ class _Parts:
         captions = terms * self.text_length * self.family.text_width * (BYTES["float32"] + BYTES[self.model.dtype])
         return captions + _INPUTS * BYTES["float32"] * terms * math.prod(self.latents)
 
-    def velocities(self, *, separate: bool) -> Iterator[Held]:
+    def velocities(self, *, separate: bool) -> Iterator[MemoryPart]:
         """Outputs of the old weights and, with `separate`, of the reference for all terms of a step."""
         config, sampling = self.config, self.config.policy_sampling
         if sampling is None:
@@ -192,16 +194,16 @@ class _Parts:
         terms = -(-config.policy.prompts_per_step * config.rollout.group_size * sampling.max_terms // share)
         size = BYTES["float32"] * terms * math.prod(self.latents)
         if separate:
-            yield Held(name="outputs of the reference", bytes=size, host=True)
+            yield MemoryPart(name="outputs of the reference", bytes=size, host=True)
         if not sampling.trains_steps:
-            yield Held(name="velocities of the old weights", bytes=size, host=True)
+            yield MemoryPart(name="velocities of the old weights", bytes=size, host=True)
 
-    def building(self) -> Iterator[Held]:
+    def building(self) -> Iterator[MemoryPart]:
         """A network with random weights, made whole in float32 before it is cast and sharded."""
         made = BYTES["float32"] * sum(self.numbers.values())
-        yield Held(name="the whole network in float32", bytes=made, at=(START,))
+        yield MemoryPart(name="the whole network in float32", bytes=made, at=(START,))
 
-    def encoders(self, *, at: tuple[str, ...], only: str = "") -> Iterator[Held]:
+    def encoders(self, *, at: tuple[str, ...], only: str = "") -> Iterator[MemoryPart]:
         """The text encoder, its activations, and the captions in host memory; `only`: the one phase that keeps it."""
         if self.model.text.encoder == "model" and self.folder is not None:
             offload = self.model.text.offload
@@ -209,33 +211,33 @@ class _Parts:
             for name in _ENCODERS:
                 if name in self.folder.classes:
                     size = _weight_bytes(self.folder, name, dtype=self.model.dtype)
-                    yield Held(name=name.replace("_", " "), bytes=size, at=held, away=not held)
+                    yield MemoryPart(name=name.replace("_", " "), bytes=size, at=held, away=not held)
                     if offload and not only:
-                        yield Held(name=f"{name.replace('_', ' ')}, offloaded", bytes=size, host=True)
-            yield Held(name="a caption's embedding", bytes=self._embedding_bytes(), at=at)
+                        yield MemoryPart(name=f"{name.replace('_', ' ')}, offloaded", bytes=size, host=True)
+            yield MemoryPart(name="a caption's embedding", bytes=self._embedding_bytes(), at=at)
         if not only:
-            yield Held(name="cached captions", bytes=self.model.text.cache_bytes, host=True)
+            yield MemoryPart(name="cached captions", bytes=self.model.text.cache_bytes, host=True)
 
-    def codec(self) -> Iterator[Held]:
+    def codec(self) -> Iterator[MemoryPart]:
         """The autoencoder, and the image encoder where there is one."""
-        yield Held(name="autoencoder", bytes=self.codec_bytes.weights, away=True)
+        yield MemoryPart(name="autoencoder", bytes=self.codec_bytes.weights, away=True)
         if self.folder is not None and self.folder.has("image_encoder"):
             size = _weight_bytes(self.folder, "image_encoder", dtype=self.model.dtype)
-            yield Held(name="image encoder", bytes=size, away=True)
+            yield MemoryPart(name="image encoder", bytes=size, away=True)
 
-    def encoding(self) -> Iterator[Held]:
-        yield Held(name="encoding of clips", bytes=self.codec_bytes.encode, at=(CLIPS,))
+    def encoding(self) -> Iterator[MemoryPart]:
+        yield MemoryPart(name="encoding of clips", bytes=self.codec_bytes.encode, at=(CLIPS,))
 
-    def generating(self) -> Iterator[Held]:
+    def generating(self) -> Iterator[MemoryPart]:
         """Memory to denoise and decode a batch of samples."""
-        options = TorchEngineOptions.model_validate(dict(self.config.rollout.options))
+        options = WFMTorchOptions.model_validate(dict(self.config.rollout.options))
         samples, sampling = options.samples_at_once, self.config.rollout.sampling
         steps = max(sampling.num_steps, sampling.eval_num_steps)
         states = BYTES["float32"] * samples * math.prod(self.latents)
-        yield Held(name="states of the samples", bytes=(steps + 1 + _STATES) * states, at=(DENOISING, DECODING))
-        yield Held(name="a forward pass", bytes=self._forward_bytes(samples), at=(DENOISING,))
-        yield Held(name="decoding of clips", bytes=self.codec_bytes.decode, at=(DECODING,))
-        yield Held(name="decoded clips", bytes=2 * samples * self.pixels, at=(DECODING,))
+        yield MemoryPart(name="states of the samples", bytes=(steps + 1 + _STATES) * states, at=(DENOISING, DECODING))
+        yield MemoryPart(name="a forward pass", bytes=self._forward_bytes(samples), at=(DENOISING,))
+        yield MemoryPart(name="decoding of clips", bytes=self.codec_bytes.decode, at=(DECODING,))
+        yield MemoryPart(name="decoded clips", bytes=2 * samples * self.pixels, at=(DECODING,))
 
     def _forward_bytes(self, samples: int) -> int:
         name, values = self.network

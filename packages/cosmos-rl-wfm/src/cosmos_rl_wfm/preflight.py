@@ -33,7 +33,7 @@ from cosmos_rl_wfm.models.folder import (
 )
 from cosmos_rl_wfm.parallel.shape import parameter_shapes
 from cosmos_rl_wfm.rewards.ocr import READERS
-from cosmos_rl_wfm.sampling import TorchEngineOptions
+from cosmos_rl_wfm.sampling import WFMTorchOptions
 
 if TYPE_CHECKING:
     from cosmos_rl_core.recipe.run import RunConfig
@@ -51,7 +51,7 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
         yield from needs_episodes(config.algorithm, rollouts="a world model's rollouts")
         if config.rollout.engine == "torch":
             try:
-                engine_options(TorchEngineOptions, config.rollout.options)
+                engine_options(WFMTorchOptions, config.rollout.options)
             except ConfigError as error:
                 yield from error.problems
         yield from _of_readers(config.reward)

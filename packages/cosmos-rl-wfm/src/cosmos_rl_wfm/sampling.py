@@ -12,7 +12,7 @@ from cosmos_rl_wfm.samplers import DensityName, RuleName, ScheduleName, WindowNa
 from cosmos_rl_wfm.samplers.window import Window
 
 if TYPE_CHECKING:
-    from cosmos_rl_wfm.samplers.sampler import Plan
+    from cosmos_rl_wfm.samplers.sampler import DenoisingPlan
 
 OldDecay = Literal["none", "slow", "late"]
 
@@ -117,22 +117,24 @@ class FlowSampling(Strict):
     def build(self) -> FlowSampling:
         return self
 
-    def plan(self, *, shift: float, version: int = 0, seed: int = 0) -> Plan:
+    def plan(self, *, shift: float, version: int = 0, seed: int = 0) -> DenoisingPlan:
         """Return the steps of a rollout sampled with weights `version`; `shift` is the model's."""
-        from cosmos_rl_wfm.samplers.sampler import Plan
+        from cosmos_rl_wfm.samplers.sampler import DenoisingPlan
         from cosmos_rl_wfm.samplers.times import edm_times, flow_match_euler_times, flow_times
-        from cosmos_rl_wfm.samplers.window import Steps
+        from cosmos_rl_wfm.samplers.window import WindowChoice
 
         if self.schedule == "edm":
             times = edm_times(self.num_steps)
         else:
             build = flow_times if self.schedule == "flow" else flow_match_euler_times
             times = build(self.num_steps, shift=shift)
-        steps = self.chosen.at(self.num_steps, version=version, seed=seed) if self.trains_steps else Steps()
-        return Plan(times=times, rule=self.rule, noise_level=self.noise_level, steps=steps, order=self.solver_order)
+        steps = self.chosen.at(self.num_steps, version=version, seed=seed) if self.trains_steps else WindowChoice()
+        return DenoisingPlan(
+            times=times, rule=self.rule, noise_level=self.noise_level, steps=steps, order=self.solver_order
+        )
 
 
-class TorchEngineOptions(Strict):
+class WFMTorchOptions(Strict):
     """[rollout.options] of engine = "torch"."""
 
     samples_at_once: int = Field(default=8, ge=1)

@@ -21,7 +21,7 @@ from cosmos_rl_wfm.collate import Term, deal_alike, stack
 from cosmos_rl_wfm.conditions import Conditions, arrays_of
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader, LoadedClip
-from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.base import ClipSize
 from cosmos_rl_wfm.objectives.formulas import flow_weight
 from cosmos_rl_wfm.samplers.times import sample_times
 
@@ -79,7 +79,7 @@ class Clips:
             return tuple(clip.latents.shape)
         assert clip.video is not None, "a clip without latents is decoded"
         frames, height, width, _ = clip.video.shape
-        return self._model.latent_shape(Size(frames=frames, height=height, width=width))
+        return self._model.latent_shape(ClipSize(frames=frames, height=height, width=width))
 
     def term(self, prompt: Prompt, clip: LoadedClip, *, number: int) -> Term:
         """Encode and noise a clip; `number` is its row's index in the step."""

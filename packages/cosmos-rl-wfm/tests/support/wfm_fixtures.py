@@ -14,7 +14,7 @@ from torch import Tensor
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_wfm.data.config import WFMDataConfig
-from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.base import ClipSize
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import FamilyName, WFMModelConfig
 from cosmos_rl_wfm.models.model import DiffusersModel
@@ -115,9 +115,9 @@ def image_to_video_model() -> DiffusersModel:
     return tiny_model(network={**tiny_network("wan"), "in_channels": 36})
 
 
-def size_of(model: DiffusersModel) -> Size:
+def size_of(model: DiffusersModel) -> ClipSize:
     """Return the size nearest to 5 frames of 32 x 32 that the model can take."""
-    return model.grid.nearest(Size(frames=5, height=32, width=32))
+    return model.grid.nearest(ClipSize(frames=5, height=32, width=32))
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cosmos_rl_core.checkpoint.contents import Contents, file_of, key_of
 from cosmos_rl_core.checkpoint.host import copy_to_host, host_buffers
 from cosmos_rl_core.checkpoint.manifest import TrainState
-from cosmos_rl_core.checkpoint.pieces import Piece, assign, local_pieces
+from cosmos_rl_core.checkpoint.pieces import TensorPiece, assign, local_pieces
 from cosmos_rl_core.checkpoint.safetensors_file import as_bytes, by_alignment, header
 from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.rank_group import RankGroup
@@ -47,8 +47,8 @@ class SnapshotPlanner:
     def __init__(self, ranks: RankGroup, *, weights_file: str) -> None:
         self._ranks = ranks
         self._weights_file = weights_file
-        self._held: list[Piece] = []
-        self._mine: list[Piece] = []
+        self._held: list[TensorPiece] = []
+        self._mine: list[TensorPiece] = []
         self._contents = Contents([], {})
         self._buffers: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -69,14 +69,14 @@ class SnapshotPlanner:
             files.setdefault(file, {})[key_of(name)] = box
         return Snapshot(state=state, contents=self._contents, files=files)
 
-    def _plan(self, held: list[Piece]) -> None:
+    def _plan(self, held: list[TensorPiece]) -> None:
         """Assign the boxes anew if any rank holds others than last time (the optimizer's state comes with step 1)."""
         changed = b"" if held == self._held else msgspec.msgpack.encode(held)
         gathered = self._ranks.gather(changed)
         if not any(gathered):
             return
         gathered = gathered if all(gathered) else self._ranks.gather(msgspec.msgpack.encode(held))
-        written = assign([msgspec.msgpack.decode(text, type=list[Piece]) for text in gathered])
+        written = assign([msgspec.msgpack.decode(text, type=list[TensorPiece]) for text in gathered])
         self._held, self._mine = held, written[self._ranks.rank]
         self._contents = Contents.of(written, weights_file=self._weights_file)
         self._buffers = {}

@@ -70,7 +70,7 @@ EFFECTS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class KeyChange:
     """A key with two values."""
 
     key: str
@@ -91,7 +91,7 @@ class Change:
         return f"{self.key} was {_written(self.was)} and is {_written(self.now)}"
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[Change]:
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[KeyChange]:
     """Yield the keys that differ, in the order of `now`. Both are recipes as JSON, with the keys that are not set.
 
     A key that only one of them has belongs to another release, and is no change, except in tables of free keys.
@@ -104,15 +104,15 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from changes(before, after, f"{key}.")
         elif before != after:
-            yield Change(key=key, was=before, now=after)
+            yield KeyChange(key=key, was=before, now=after)
 
 
-def refused(found: Iterable[Change]) -> list[Change]:
+def refused(found: Iterable[KeyChange]) -> list[KeyChange]:
     """Return the changes with which the checkpoint cannot be resumed."""
     return [change for change in found if change.effect == REFUSED]
 
 
-def notes_of(found: Iterable[Change]) -> Iterator[str]:
+def notes_of(found: Iterable[KeyChange]) -> Iterator[str]:
     """Yield a note for each effect of the others, with its keys."""
     changed = list(found)
     for effect in dict.fromkeys((TRAINING, LENGTH, LAYOUT, MEASURED, BESIDE)):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from cosmos_rl_core.checkpoint.pieces import Piece, dtype_of
+from cosmos_rl_core.checkpoint.pieces import TensorPiece, dtype_of
 from cosmos_rl_core.storage.folder import Folder
 
 CONTENTS = "contents.json"
@@ -23,7 +23,7 @@ AVERAGE = f"average{SET}"
 """The set that is the running average of the trained weights; generation and export use it by default."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class SavedBox(msgspec.Struct, frozen=True, array_like=True):
     """One box of a tensor, and its file."""
 
     file: int
@@ -32,12 +32,12 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class SavedTensor(msgspec.Struct, frozen=True, array_like=True):
     """One tensor."""
 
     dtype: str
     size: tuple[int, ...]
-    parts: list[Part]
+    parts: list[SavedBox]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -48,19 +48,19 @@ class Contents(msgspec.Struct, frozen=True):
     """Everything a checkpoint holds."""
 
     files: list[str]
-    tensors: dict[str, Entry]
+    tensors: dict[str, SavedTensor]
 
     @classmethod
-    def of(cls, written: Sequence[Sequence[Piece]], *, weights_file: str) -> Contents:
+    def of(cls, written: Sequence[Sequence[TensorPiece]], *, weights_file: str) -> Contents:
         """Describe the boxes that the ranks write; those of a tensor must add up to the whole."""
         files: dict[str, int] = {}
-        tensors: dict[str, Entry] = {}
+        tensors: dict[str, SavedTensor] = {}
         for rank, pieces in enumerate(written):
             for piece in pieces:
                 name = file_of(piece.name, rank=rank, num_ranks=len(written), weights_file=weights_file)
                 file = files.setdefault(name, len(files))
-                entry = tensors.setdefault(piece.name, Entry(piece.dtype, piece.size, []))
-                entry.parts.append(Part(file, piece.offset, piece.shape))
+                entry = tensors.setdefault(piece.name, SavedTensor(piece.dtype, piece.size, []))
+                entry.parts.append(SavedBox(file, piece.offset, piece.shape))
         for name, entry in tensors.items():
             there = sum(torch.Size(part.shape).numel() for part in entry.parts)
             assert there == torch.Size(entry.size).numel(), f"{name} {entry.size}: its parts do not add up"

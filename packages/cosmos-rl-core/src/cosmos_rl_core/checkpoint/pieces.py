@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
     """A box of a tensor, in the coordinates of the whole."""
 
     name: str
@@ -49,7 +49,7 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-def local_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+def local_pieces(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
     """Return this rank's box of each tensor; none for a tensor without a part on this rank."""
     pieces = []
     for item in create_default_local_save_plan(dict(tensors), False).items:
@@ -58,11 +58,11 @@ def local_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
         if data.chunk.sizes.numel():
             dtype = str(data.properties.dtype).removeprefix("torch.")
             box = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            pieces.append(Piece(item.index.fqn, dtype, *box))
+            pieces.append(TensorPiece(item.index.fqn, dtype, *box))
     return pieces
 
 
-def assign(held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
+def assign(held: Sequence[Sequence[TensorPiece]]) -> list[list[TensorPiece]]:
     """Boxes held by each rank -> boxes written by each rank: every box once."""
     plans = dedup_save_plans([SavePlan([_write_item(piece) for piece in pieces]) for pieces in held])
     chosen = [{(item.index.fqn, item.index.offset) for item in plan.items} for plan in plans]
@@ -72,7 +72,7 @@ def assign(held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
     ]
 
 
-def _write_item(piece: Piece) -> WriteItem:
+def _write_item(piece: TensorPiece) -> WriteItem:
     box = ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
     data = TensorWriteData(chunk=box, properties=TensorProperties(dtype=piece.torch_dtype), size=torch.Size(piece.size))
     return WriteItem(MetadataIndex(piece.name, box.offsets), WriteItemType.SHARD, tensor_data=data)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cosmos_rl_core.checkpoint.contents import Contents, Entry, key_of
+from cosmos_rl_core.checkpoint.contents import Contents, SavedTensor, key_of
 from cosmos_rl_core.checkpoint.safetensors_file import SafetensorsFile
 from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.storage.folder import Folder
@@ -76,7 +76,7 @@ class CheckpointReader:
         return self._opened[number]
 
 
-def _metadata(entry: Entry) -> TensorStorageMetadata:
+def _metadata(entry: SavedTensor) -> TensorStorageMetadata:
     """An entry in the form of DCP's planner."""
     chunks = [ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.shape)) for part in entry.parts]
     return TensorStorageMetadata(TensorProperties(dtype=entry.torch_dtype), torch.Size(entry.size), chunks)

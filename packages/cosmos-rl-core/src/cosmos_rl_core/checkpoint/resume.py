@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.checkpoint.changes import Change, changes, notes_of, refused
+from cosmos_rl_core.checkpoint.changes import KeyChange, changes, notes_of, refused
 from cosmos_rl_core.checkpoint.manifest import (
     MANIFEST,
     TrainState,
@@ -91,7 +91,7 @@ def resume_problems(config: RunConfig, run_dir: Path, resume: str) -> list[Probl
     return found
 
 
-def _problem(change: Change, folder: Folder) -> Problem:
+def _problem(change: KeyChange, folder: Folder) -> Problem:
     given = "" if change.now is None or isinstance(change.now, Mapping) else as_toml(change.now)
     was = "was not set" if change.was is None else f"was {as_toml(change.was)}"
     return Problem(key=change.key, given=given, wrong=f"{was} in {folder}", suggestion=f"restore that; {ELSE}")
@@ -186,7 +186,7 @@ def _must_be_newest(root: Folder, resume: str, own: int) -> None:
         )
 
 
-def _changes(folder: Folder, config: RunConfig) -> list[Change]:
+def _changes(folder: Folder, config: RunConfig) -> list[KeyChange]:
     """Differences of a recipe from that of a checkpoint; none for a checkpoint without one."""
     saved = read_origin(folder).recipe
     return list(changes(saved, recipe_of(config))) if saved else []

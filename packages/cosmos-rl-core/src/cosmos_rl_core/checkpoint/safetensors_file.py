@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_core.storage.safetensors_header import Place, read_header
+from cosmos_rl_core.storage.safetensors_header import TensorPosition, read_header
 
 _DTYPES = {
     torch.float64: "F64",
@@ -88,7 +88,7 @@ class SafetensorsFile:
         """Open and read the header. Raises UserError for a file that is not a safetensors file."""
         self._name = f"{folder / name}"
         self._file = folder.open(name)
-        self.places: dict[str, Place] = read_header(self._file, name=self._name)
+        self.places: dict[str, TensorPosition] = read_header(self._file, name=self._name)
 
     def __enter__(self) -> SafetensorsFile:
         return self

@@ -20,8 +20,8 @@ from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Record
-from cosmos_rl_core.control.outcome import Outcome
-from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.outcome import RunOutcome
+from cosmos_rl_core.control.peers import Peers, WorkerPeer
 from cosmos_rl_core.control.recovery import Recovery
 from cosmos_rl_core.errors import WorkerLost
 from cosmos_rl_core.observe.startup import IMPORTING, describe
@@ -43,11 +43,11 @@ class Admission:
     recovery: Recovery
     returned: Callable[[str, Collection[int]], None]
     """Called with a worker that has joined, and the samples whose results or leases it holds."""
-    outcome: Outcome
+    outcome: RunOutcome
     note: Callable[[str], None]
     clock: Callable[[], float]
 
-    async def admit(self, connection: Connection) -> Peer | None:
+    async def admit(self, connection: Connection) -> WorkerPeer | None:
         """Return the worker of a new connection, or None if it was refused. Raises ConnectionClosed."""
         name, incarnation = connection.peer.name, connection.peer.incarnation
         role: p.Role = "policy" if connection.peer.role == "policy" else "rollout"
@@ -64,7 +64,9 @@ class Admission:
             self.ended(name)
             await self.recovery.rolled_back()
             self.recovery.joined()
-        peer = Peer(name=name, role=role, connection=connection, heartbeat_at=self.clock(), has_beaten=incarnation > 0)
+        peer = WorkerPeer(
+            name=name, role=role, connection=connection, heartbeat_at=self.clock(), has_beaten=incarnation > 0
+        )
         if not incarnation:
             peer.phases.enter(IMPORTING, now=self.clock())
         earlier = self.peers.by_name.get(name)
@@ -77,12 +79,12 @@ class Admission:
             self.evaluator.lose(name, self.peers, but=rejoin.rows)
         return peer
 
-    def leaves(self, peer: Peer) -> None:
+    def leaves(self, peer: WorkerPeer) -> None:
         """A policy leaves the others, which go on."""
         peer.leaving = True
         self.note(f"{peer.name} has left")
 
-    def rejected(self, peer: Peer, message: p.Reject) -> None:
+    def rejected(self, peer: WorkerPeer, message: p.Reject) -> None:
         """The ledger has rejected a message. A process that hung and goes on now ends, and may be started again."""
         if peer.is_fenced:  # the messages of a process that was cut off arrive together
             return
@@ -105,7 +107,7 @@ class Admission:
             else:
                 peer.dismiss(reason)
 
-    def starts(self, peer: Peer, message: p.Phase | p.Ready) -> None:
+    def starts(self, peer: WorkerPeer, message: p.Phase | p.Ready) -> None:
         """A worker begins a phase of its start; or it is built, also reported again on a new connection."""
         if isinstance(message, p.Phase):
             peer.phases.enter(message.name, now=self.clock())
@@ -118,7 +120,7 @@ class Admission:
         peer.ready(message, now=self.clock())
         self.peers.announce(self.ledger, ready=peer)
 
-    def _note_shared_gpu(self, peer: Peer, gpu: str) -> None:
+    def _note_shared_gpu(self, peer: WorkerPeer, gpu: str) -> None:
         """Workers that are started by hand on one machine all take its first GPU."""
         others = [other.name for other in self.peers.by_name.values() if other is not peer and gpu and other.gpu == gpu]
         if others:
@@ -127,7 +129,7 @@ class Admission:
                 "CUDA_VISIBLE_DEVICES, or set [run] share_gpus = true"
             )
 
-    def lose(self, peer: Peer) -> None:
+    def lose(self, peer: WorkerPeer) -> None:
         """Remove a worker whose connection has closed."""
         if self.peers.by_name.get(peer.name) is peer:
             self.peers.remove(peer.name)
@@ -170,7 +172,11 @@ class Admission:
 
 
 async def consume(
-    peer: Peer, handle: Callable[[Peer, p.ToController], None], *, peers: Peers, fail: Callable[[Exception], None]
+    peer: WorkerPeer,
+    handle: Callable[[WorkerPeer, p.ToController], None],
+    *,
+    peers: Peers,
+    fail: Callable[[Exception], None],
 ) -> None:
     """Pass a worker's messages to `handle`, until its connection closes or is replaced. Raises ConnectionClosed.
 

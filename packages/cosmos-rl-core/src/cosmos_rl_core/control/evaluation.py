@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.peers import Peers, WorkerPeer
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.payload import decode_group
@@ -149,7 +149,7 @@ class Evaluator:
         if evaluated is not None and evaluated.version <= version:
             self._begin(evaluated.version, lineage)
 
-    def request(self, peer: Peer, message: p.RequestLeases) -> None:
+    def request(self, peer: WorkerPeer, message: p.RequestLeases) -> None:
         """Grant rows to a replica that has the version; hold every other request until the evaluation ends."""
         assert self.current is not None and self.source is not None
         peer.held = message

@@ -19,14 +19,14 @@ import msgspec
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.samples import ASSIGNED, READY, Sample
-from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.peers import Peers, WorkerPeer
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class InflightGroup:
     """A group in flight."""
 
     payload: p.Payload
@@ -52,7 +52,7 @@ class Batches:
     supervised: bool
     """True: a sample's payload is its row, read on demand."""
     peers: Peers
-    _held: dict[int, Held] = field(default_factory=dict)
+    _held: dict[int, InflightGroup] = field(default_factory=dict)
     _spooled: dict[str, dict[int, str]] = field(default_factory=dict)
     """Held files by replica and sample."""
     awaited: set[int] = field(default_factory=set)
@@ -70,7 +70,7 @@ class Batches:
         entry: the sample after the message. A replica repeats the groups that were not released; one that leaves sends
         those in its files. Returns whether this was the last awaited one.
         """
-        held = Held(message.payload, replica, (message.sample, message.attempt), message.num_terms)
+        held = InflightGroup(message.payload, replica, (message.sample, message.attempt), message.num_terms)
         there = self._held.get(message.sample)
         if any(isinstance(record, records.Delivered) for record in decided) or (
             there is None and _is_of(entry, message, replica)
@@ -87,7 +87,7 @@ class Batches:
             self.awaited.discard(message.sample)
         return is_last and not self.awaited
 
-    def _replace(self, sample: int, there: Held, held: Held) -> None:
+    def _replace(self, sample: int, there: InflightGroup, held: InflightGroup) -> None:
         """Hold a group in place of the reference to its file, which is removed unless the policy may be reading it."""
         assert isinstance(there.payload, Spooled)
         path = there.payload.path
@@ -109,7 +109,7 @@ class Batches:
         """Return the samples whose groups nobody holds."""
         return () if self.supervised else tuple(sample for sample in samples if sample not in self._held)
 
-    def with_payloads(self, batch: p.Batch, policy: Peer) -> p.Batch:
+    def with_payloads(self, batch: p.Batch, policy: WorkerPeer) -> p.Batch:
         """Return the batch with the payloads of the policy replica's part.
 
         In a supervised run that is every row: rows are small, and what is made of them may depend on the whole batch.
@@ -125,7 +125,7 @@ class Batches:
             upcoming=[(prompt.sample_id, _encode_row(prompt)) for prompt in upcoming],
         )
 
-    def _part(self, samples: tuple[int, ...], policy: Peer) -> tuple[int, ...] | None:
+    def _part(self, samples: tuple[int, ...], policy: WorkerPeer) -> tuple[int, ...] | None:
         """Return the samples of one policy replica; all have nearly equal numbers of terms.
 
         None, which is all, where a replica trains alone or would get none.
@@ -179,13 +179,13 @@ class Batches:
                 del self._spooled[held.replica][sample]
         self._release([held for _, held in dropped])
 
-    def _release(self, groups: Iterable[Held]) -> None:
+    def _release(self, groups: Iterable[InflightGroup]) -> None:
         """Make the replicas forget groups and remove files.
 
         A new process without a Welcome yet gets the list of kept files with it; one on a new connection repeats its
         groups.
         """
-        of_replica: dict[str, list[Held]] = {}
+        of_replica: dict[str, list[InflightGroup]] = {}
         for held in groups:
             of_replica.setdefault(held.replica, []).append(held)
         messages: dict[str, p.ToWorker] = {}
@@ -201,7 +201,7 @@ def _encode_row(prompt: Prompt) -> bytes:
     return json.dumps([prompt.origin, dict(prompt.row)]).encode()
 
 
-def _is_content_of(there: Held, held: Held) -> bool:
+def _is_content_of(there: InflightGroup, held: InflightGroup) -> bool:
     """Return whether a replica sends the content of the file that it has sent a reference to."""
     is_same = (there.replica, there.group, there.num_terms) == (held.replica, held.group, held.num_terms)
     return is_same and isinstance(there.payload, Spooled) and isinstance(held.payload, bytes)

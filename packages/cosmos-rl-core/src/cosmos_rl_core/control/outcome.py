@@ -15,7 +15,7 @@ from cosmos_rl_core.control.ledger.membership import Members
 from cosmos_rl_core.errors import OutOfMemory, TakenOver, UserError, WorkerFailed, WorkerLost
 
 
-class Outcome:
+class RunOutcome:
     """Decided once; later decisions are ignored. Created in a running event loop."""
 
     def __init__(self, members: Members, *, external: bool, note: Callable[[str], None]) -> None:

@@ -25,7 +25,7 @@ AT_ONCE = 32
 
 
 @dataclass(slots=True, kw_only=True)
-class Peer:
+class WorkerPeer:
     """A connected worker, as of its last heartbeat."""
 
     name: str
@@ -155,8 +155,8 @@ class Peers:
 
     sync_interval: int = 1
     """[sync] interval."""
-    by_name: dict[str, Peer] = field(default_factory=dict)
-    _of_role: dict[str, dict[str, Peer]] = field(default_factory=lambda: {"policy": {}, "rollout": {}})
+    by_name: dict[str, WorkerPeer] = field(default_factory=dict)
+    _of_role: dict[str, dict[str, WorkerPeer]] = field(default_factory=lambda: {"policy": {}, "rollout": {}})
     rows_scored: bool = False
     """Whether the real rows for the monitor are scored."""
     _scorer: str = ""
@@ -164,10 +164,10 @@ class Peers:
     """Newest version that rollout replicas need between those of the interval."""
     _announced: p.SyncFrom | None = None
     """The last one sent to all rollout replicas."""
-    _with_later: deque[Peer] = field(default_factory=deque)
+    _with_later: deque[WorkerPeer] = field(default_factory=deque)
     """Workers with queued messages, in the order in which they get them."""
 
-    def add(self, peer: Peer) -> None:
+    def add(self, peer: WorkerPeer) -> None:
         self.remove(peer.name)
         self.by_name[peer.name] = self._of_role[peer.role][peer.name] = peer
 
@@ -176,7 +176,7 @@ class Peers:
         if peer is not None:
             del self._of_role[peer.role][name]
 
-    def of_role(self, role: p.Role) -> list[Peer]:
+    def of_role(self, role: p.Role) -> list[WorkerPeer]:
         return list(self._of_role[role].values())
 
     def num_of_role(self, role: p.Role) -> int:
@@ -198,7 +198,7 @@ class Peers:
         names = (*mesh, *sorted(policies))
         return next((policies[name].address for name in names if name in policies and policies[name].address), "")
 
-    def scores_rows(self, peer: Peer) -> bool:
+    def scores_rows(self, peer: WorkerPeer) -> bool:
         """Return whether a new worker scores the real rows: the oldest rollout replica, and after its loss the next."""
         if peer.role == "policy" or self.rows_scored:
             return False
@@ -233,7 +233,7 @@ class Peers:
             self._needed = version
             self.announce(ledger)
 
-    def announce(self, ledger: Ledger, *, ready: Peer | None = None) -> None:
+    def announce(self, ledger: Ledger, *, ready: WorkerPeer | None = None) -> None:
         """Send all rollout replicas the source of weights if it has changed, else `ready` alone."""
         address = self._publisher(ledger.members.mesh)
         source = p.SyncFrom(address=address, lineage=ledger.lineage, version=self._needed)

@@ -268,7 +268,7 @@ class Batch(Message, frozen=True):
         return self.samples if self.part is None else self.part
 
 
-class PayloadsLost(Message, frozen=True):
+class PayloadsUnreadable(Message, frozen=True):
     """Groups of a batch cannot be read. The reply is another batch of the same step, in a later epoch."""
 
     step: int
@@ -309,7 +309,7 @@ class Validated(Message, frozen=True):
     metrics: dict[str, float]
 
 
-class RolledBack(Message, frozen=True):
+class LineageRolledBack(Message, frozen=True):
     """Training continues from `version` on a new lineage; weights of other lineages are invalid."""
 
     lineage: int
@@ -442,7 +442,7 @@ ToLedger = (
     | Failed
     | Return
     | RequestBatch
-    | PayloadsLost
+    | PayloadsUnreadable
     | PeersLost
     | Vote
     | CheckpointDone
@@ -450,7 +450,7 @@ ToLedger = (
     | Goodbye
 )
 """Messages of workers to the ledger."""
-FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack | Leave
+FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | LineageRolledBack | Leave
 """Messages of the ledger to workers."""
 ToController = ToLedger | Rejoin | Phase | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale | StopRun
 ToOperator = Progress | Scaled | Refused
@@ -463,7 +463,7 @@ ToWorker = (
     | Remesh
     | Batch
     | Committed
-    | RolledBack
+    | LineageRolledBack
     | Reject
     | Stop
     | Drain

@@ -19,9 +19,9 @@ from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position, Record
-from cosmos_rl_core.control.outcome import Outcome
+from cosmos_rl_core.control.outcome import RunOutcome
 from cosmos_rl_core.control.peers import Peers
-from cosmos_rl_core.control.reports import Observer, PolicyReports
+from cosmos_rl_core.control.reports import PolicyReports, ProgressObserver
 from cosmos_rl_core.errors import UserError, WorkerFailed
 
 POLICIES_LOST = "the last policy replica is gone"
@@ -33,7 +33,7 @@ class RunParts(NamedTuple):
     batches: Batches
     reports: PolicyReports
     evaluator: Evaluator
-    observer: Observer
+    observer: ProgressObserver
     peers: Peers
 
 
@@ -48,7 +48,7 @@ class Recovery:
     newest_checkpoint: Callable[[], tuple[Position, str]]
     """Returns stream position and location of the newest whole checkpoint; the location "" is the initial model. Called
     in a thread."""
-    outcome: Outcome
+    outcome: RunOutcome
     policy_wait_s: float
     """Maximum wait for another policy; 0: the run fails at once."""
     resume_from: str

@@ -24,7 +24,7 @@ from cosmos_rl_core.wire.listening import SeldomLog
 M = TypeVar("M")
 
 
-class Observer(Protocol):
+class ProgressObserver(Protocol):
     """Receiver of a run's progress and metrics. Called from the controller's event loop: it must return quickly."""
 
     def phase(self, text: str) -> None: ...
@@ -87,7 +87,7 @@ def _of_first(reports: Mapping[str, M], mesh: tuple[str, ...]) -> M:
 class PolicyReports:
     """Passes the metrics of steps, those of evaluations by supervised replicas, and complaints to an observer."""
 
-    observer: Observer
+    observer: ProgressObserver
     peers: Peers
     _steps: OncePerStep[p.StepDone] = field(default_factory=OncePerStep[p.StepDone])
     _versions: OncePerStep[p.Validated] = field(default_factory=OncePerStep[p.Validated])

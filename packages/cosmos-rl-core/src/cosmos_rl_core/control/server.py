@@ -24,11 +24,11 @@ from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position, Record
-from cosmos_rl_core.control.outcome import Outcome, worker_error
-from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.outcome import RunOutcome, worker_error
+from cosmos_rl_core.control.peers import Peers, WorkerPeer
 from cosmos_rl_core.control.recovery import Recovery, RunParts
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
-from cosmos_rl_core.control.reports import Observer, PolicyReports
+from cosmos_rl_core.control.reports import PolicyReports, ProgressObserver
 from cosmos_rl_core.control.succession import SECOND, Predecessor, Succession, describe_second
 from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.data.source import PromptSource
@@ -37,12 +37,12 @@ from cosmos_rl_core.observe.slices import Slices
 from cosmos_rl_core.wire.channel import Connection
 
 TICK_S = 0.5
-OfAnEpoch = p.RequestBatch | p.PayloadsLost | p.PeersLost | p.Vote
+OfAnEpoch = p.RequestBatch | p.PayloadsUnreadable | p.PeersLost | p.Vote
 """Messages of a policy that are void in a later epoch of its mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ControllerSettings:
     """The parts of a recipe that the controller uses."""
 
     config_toml: str
@@ -88,18 +88,18 @@ class Controller:
 
     def __init__(
         self,
-        job: Job,
+        job: ControllerSettings,
         *,
         source: PromptSource,
         eval_source: PromptSource | None,
         ledger: Ledger,
         journal: Journal,
         clock: Callable[[], float],
-        observer: Observer,
+        observer: ProgressObserver,
     ) -> None:
         self.ledger, self.clock = ledger, RunningClock(clock, longest_s=2 * TICK_S)
         self.peers, self._job, self._source, self._observer = Peers(job.sync_interval), job, source, observer
-        self.outcome = Outcome(ledger.members, external=job.external, note=observer.note)
+        self.outcome = RunOutcome(ledger.members, external=job.external, note=observer.note)
         self._ledger = DurableLedger(
             ledger, journal=journal, clock=self.clock, dispatch=self._dispatch, fail=self.outcome.fail
         )
@@ -203,7 +203,7 @@ class Controller:
             self.admission.lose(peer)
             raise
 
-    def _handle(self, peer: Peer, message: p.ToController) -> None:
+    def _handle(self, peer: WorkerPeer, message: p.ToController) -> None:
         self.check_owner()
         if _is_void(peer, message, version=self.ledger.version):
             return  # a Remesh is on its way to the replica, which then repeats its request
@@ -218,7 +218,7 @@ class Controller:
             case p.RequestBatch():
                 peer.wants_batch = message.step
                 self.turns.request_batch(peer)
-            case p.PayloadsLost():
+            case p.PayloadsUnreadable():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
             case p.Return() | p.Vote() | p.PeersLost() | p.Leaving():
@@ -228,7 +228,7 @@ class Controller:
             case _:
                 self._handle_report(peer, message)
 
-    def _finish(self, peer: Peer, message: p.Deliver | p.Failed) -> None:
+    def _finish(self, peer: WorkerPeer, message: p.Deliver | p.Failed) -> None:
         key = (message.sample, message.attempt)
         self._reports.note_failure(peer.name, message)
         if message.evaluation:
@@ -242,7 +242,7 @@ class Controller:
             if self._batches.deliver(message, replica=peer.name, decided=decided, entry=entry):
                 self.turns.request_batches()
 
-    def _handle_report(self, peer: Peer, message: p.ToController) -> None:
+    def _handle_report(self, peer: WorkerPeer, message: p.ToController) -> None:
         match message:
             case p.Validated() if peer.role == "rollout":
                 self.peers.rows_scored = True
@@ -265,7 +265,7 @@ class Controller:
                 self.outcome.worker_failed(peer.name, worker_error(peer.name, peer.role, message))
                 peer.leaving, peer.has_ended = self.outcome.is_decided, True
 
-    def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
+    def _feed(self, peer: WorkerPeer, message: p.ToLedger) -> list[Record]:
         return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
 
     # -- outputs of the ledger
@@ -288,14 +288,14 @@ class Controller:
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
                 self._send(peer, output.message)
 
-    def _send_batch(self, peer: Peer, message: p.Batch) -> None:
+    def _send_batch(self, peer: WorkerPeer, message: p.Batch) -> None:
         if missing := self._batches.missing(message.samples):  # they have not returned after a restart
-            self._ledger.feed(events.Unheld(missing))
+            self._ledger.feed(events.GroupsUnheld(missing))
         else:
             peer.wants_batch = None
             peer.post(self._batches.with_payloads(message, peer))
 
-    def _send(self, peer: Peer, message: p.FromLedger) -> None:
+    def _send(self, peer: WorkerPeer, message: p.FromLedger) -> None:
         """Send a message of the ledger, completed with the recipe, rows or payloads."""
         match message:
             case p.Welcome():
@@ -311,7 +311,7 @@ class Controller:
                 if message == p.Leave(save=False):
                     self.admission.leaves(peer)
                 peer.post(message)
-            case p.RolledBack():
+            case p.LineageRolledBack():
                 peer.post(msgspec.structs.replace(message, resume_from=self._recovery.resume_from))
             case p.Committed():
                 awaits_no_more = self._batches.committed(message.step)
@@ -329,7 +329,7 @@ class Controller:
                 peer.post(message)
 
 
-def _is_void(peer: Peer, message: p.ToController, *, version: int) -> bool:
+def _is_void(peer: WorkerPeer, message: p.ToController, *, version: int) -> bool:
     """Return whether a message belongs to an earlier mesh, and is not the repeated vote of a committed step."""
     if not isinstance(message, OfAnEpoch) or message.epoch in (0, peer.epoch):
         return False

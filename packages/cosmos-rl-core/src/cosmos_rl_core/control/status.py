@@ -15,7 +15,7 @@ import msgspec
 from cosmos_rl_core.control.address_file import ControllerFile, read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.console import duration, table
-from cosmos_rl_core.observe.record import Outcome, last_checkpoint, resume_command
+from cosmos_rl_core.observe.record import RecordedOutcome, last_checkpoint, resume_command
 from cosmos_rl_core.observe.slices import Slices, slices
 from cosmos_rl_core.processes import ProcessName
 
@@ -44,13 +44,13 @@ def status_of(controller: Controller, *, phase: str, wanted: Mapping[str, int] |
     }
 
 
-def _members(controller: Controller) -> Slices[list[Member]]:
+def _members(controller: Controller) -> Slices[list[MemberStatus]]:
     """Return the connected workers, and those that may reconnect."""
     now, sessions, members = controller.clock(), controller.ledger.sessions.by_name, controller.ledger.members.by_name
-    found: dict[str, Member] = {}
+    found: dict[str, MemberStatus] = {}
     for peers in slices(list(controller.peers.by_name.values())):
         for peer in peers:
-            found[peer.name] = Member(
+            found[peer.name] = MemberStatus(
                 name=peer.name,
                 role=peer.role,
                 state="leaving" if peer.draining else members[peer.name].state.value,
@@ -65,7 +65,7 @@ def _members(controller: Controller) -> Slices[list[Member]]:
             )
         yield
     for name in [name for name in sessions if name not in controller.peers.by_name]:
-        found[name] = Member(
+        found[name] = MemberStatus(
             name=name,
             role=members[name].role,
             state=members[name].state.value,
@@ -83,7 +83,7 @@ SILENT_S = 10.0
 """Seconds without a new status after which the controller is shown as silent; it writes one per second."""
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A worker of the run."""
 
     name: str
@@ -121,7 +121,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     mesh: tuple[str, ...] = ()
     wanted: dict[str, int] = {}
     """Number of workers by role that the run shall have; empty if others start them."""
-    members: tuple[Member, ...] = ()
+    members: tuple[MemberStatus, ...] = ()
     samples: dict[str, int] = {}
     """Samples by state."""
     waits: tuple[Any, ...] = ()
@@ -172,7 +172,7 @@ def _elsewhere(run_dir: Path) -> ControllerFile | None:
     return None if found.host == socket.gethostname() else found
 
 
-def _life(run_dir: Path, status: RunStatus, outcome: Outcome | None, *, controller: str, now: float) -> str:
+def _life(run_dir: Path, status: RunStatus, outcome: RecordedOutcome | None, *, controller: str, now: float) -> str:
     age = duration(max(0.0, now - status.time))
     if outcome is not None:
         return f"{outcome.state} {duration(max(0.0, now - outcome.ended))} ago, after {outcome.step} steps"
@@ -187,7 +187,7 @@ def _life(run_dir: Path, status: RunStatus, outcome: Outcome | None, *, controll
     return f"live ({controller})"
 
 
-def _end(run_dir: Path, outcome: Outcome) -> str:
+def _end(run_dir: Path, outcome: RecordedOutcome) -> str:
     """Return the reason of the end, what is left of the run, and the command that continues it."""
     rows = [("reason", outcome.message), ("worker", outcome.worker), ("checkpoint", outcome.checkpoint)]
     if outcome.worker:
@@ -196,7 +196,7 @@ def _end(run_dir: Path, outcome: Outcome) -> str:
     return "\n".join(f"{label}: {text}" for label, text in rows if text)
 
 
-def _state(member: Member) -> str:
+def _state(member: MemberStatus) -> str:
     return f"{member.state}: {member.phase} {duration(member.phase_s)}" if member.phase else member.state
 
 
@@ -210,7 +210,9 @@ def _numbers(status: RunStatus) -> str:
     )
 
 
-def render(run_dir: Path, status: RunStatus, *, controller: str, now: float, outcome: Outcome | None = None) -> str:
+def render(
+    run_dir: Path, status: RunStatus, *, controller: str, now: float, outcome: RecordedOutcome | None = None
+) -> str:
     """Return the status as text for the user.
 
     controller: as of `live_controller`. now: in Unix seconds. outcome: of a run that has ended.

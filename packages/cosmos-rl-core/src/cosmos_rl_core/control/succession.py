@@ -81,7 +81,7 @@ class Succession:
             return
         batches.awaited.difference_update(lost)
         if missing := tuple(sorted(lost & self.recovery.ledger.samples.all_ready())):
-            self.recovery.feed(events.Unheld(missing))
+            self.recovery.feed(events.GroupsUnheld(missing))
             observer.note(f"groups lost with their workers and generated again: {len(missing)}")
         if not batches.awaited:
             self.turns.request_batches()

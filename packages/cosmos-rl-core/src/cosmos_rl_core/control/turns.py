@@ -16,8 +16,8 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.evaluation import Evaluation, Evaluator
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
-from cosmos_rl_core.control.peers import Peer, Peers
-from cosmos_rl_core.control.reports import Observer
+from cosmos_rl_core.control.peers import Peers, WorkerPeer
+from cosmos_rl_core.control.reports import ProgressObserver
 from cosmos_rl_core.observe.slices import Slices, slices
 
 FEW = 4
@@ -29,9 +29,9 @@ class Turns:
     """Decides between training and evaluation."""
 
     ledger: Ledger
-    feed: Callable[[Peer, p.ToLedger], list[Record]]
+    feed: Callable[[WorkerPeer, p.ToLedger], list[Record]]
     """Passes a worker's message to the ledger."""
-    observer: Observer
+    observer: ProgressObserver
     peers: Peers
     evaluator: Evaluator
     ends_at: Callable[[int], bool]
@@ -63,7 +63,7 @@ class Turns:
             return self.ledger.members.num_ready_rollouts
         return self.peers.num_of_role("rollout")
 
-    def request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
+    def request_leases(self, peer: WorkerPeer, message: p.RequestLeases) -> None:
         """Pass a rollout's request to the ledger, or to the evaluation."""
         if (evaluation := self.evaluator.current) is not None:
             self.observer.phase(f"evaluating version {evaluation.version}")
@@ -75,7 +75,7 @@ class Turns:
         peer.held = None
         self.feed(peer, message)
 
-    def request_batch(self, peer: Peer) -> None:
+    def request_batch(self, peer: WorkerPeer) -> None:
         """Request the batch for a waiting policy from the ledger, once it is in the mesh and no evaluation runs."""
         step = peer.wants_batch
         if step is None or peer.epoch == 0 or self.evaluator.current is not None or self.awaited:
@@ -85,7 +85,7 @@ class Turns:
         else:
             self.feed(peer, p.RequestBatch(step, peer.epoch))
 
-    def end_batches(self, peer: Peer) -> None:
+    def end_batches(self, peer: WorkerPeer) -> None:
         """After the last step: evaluate it, then send the policy an empty batch, which ends it."""
         step = self.ledger.version
         if self.stop_reason or not self.evaluate_if_due(step, last=True):
@@ -139,7 +139,7 @@ class Turns:
             yield
         return _shortened(found, self.peers.by_name)
 
-    def _why_policy(self, peer: Peer) -> str:
+    def _why_policy(self, peer: WorkerPeer) -> str:
         """Return why a policy waits, for reasons that the ledger does not have."""
         evaluation, mesh = self.evaluator.current, self.ledger.members.mesh
         if peer.is_ready and mesh and peer.name not in mesh:
@@ -148,7 +148,7 @@ class Turns:
             return f"waits for the end of the evaluation of version {evaluation.version}"
         return ""
 
-    def _why_idle(self, peer: Peer) -> str:
+    def _why_idle(self, peer: WorkerPeer) -> str:
         """Return why a rollout replica has no work, for reasons that the ledger does not have."""
         evaluation = self.evaluator.current
         if peer.draining:

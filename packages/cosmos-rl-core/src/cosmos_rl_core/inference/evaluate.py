@@ -18,7 +18,7 @@ import numpy as np
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import UserError, one_line_errors
 from cosmos_rl_core.inference.generate import Generated, generate_rows, rows_on_disk
-from cosmos_rl_core.inference.request import Instances, Request, Weights, folder_of
+from cosmos_rl_core.inference.request import GenerationWeights, Instances, Request, folder_of
 from cosmos_rl_core.inference.rollouts_file import Line
 from cosmos_rl_core.launch.given import Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.observe.console import table
@@ -93,7 +93,7 @@ class Evaluated:
     """The metrics of a checkpoint."""
 
     directory: Path
-    weights: Weights
+    weights: GenerationWeights
     metrics: Mapping[str, Estimate]
     """`reward` and each of its parts; or `loss` and `perplexity`, without a standard error."""
     rows: int
@@ -203,7 +203,7 @@ def _loss(config: RunConfig, request: Request) -> Evaluated:
             "the loss of a supervised recipe is measured on [eval.data] by one process: leave out --prompts, "
             "--num-samples, --num-gpus and --tp-size"
         )
-    domain, weights = load_domain(config.run.domain), Weights.find(request)
+    domain, weights = load_domain(config.run.domain), GenerationWeights.find(request)
     setup = ModelSetup(memory=config.policy.memory, precision=config.policy.precision)
     policy = domain.build_policy(config.model, data=config.data, sampling=None, seed=config.run.seed, setup=setup)
     if weights.folder:

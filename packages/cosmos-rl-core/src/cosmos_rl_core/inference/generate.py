@@ -22,9 +22,9 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.control.evaluation import row_labels
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, one_line_errors
-from cosmos_rl_core.inference.pool import Pool, Task
+from cosmos_rl_core.inference.pool import InstanceTask, Pool
 from cosmos_rl_core.inference.prompts import Prompts, evaluation_prompts, read_prompts
-from cosmos_rl_core.inference.request import Request, Weights, folder_of, identity
+from cosmos_rl_core.inference.request import GenerationWeights, Request, folder_of, identity
 from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile
 from cosmos_rl_core.launch.given import Given, Recipe, Rows, open_recipe
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
@@ -44,7 +44,7 @@ class Generated:
     """The result of `generate`."""
 
     directory: Path
-    weights: Weights
+    weights: GenerationWeights
     lines: list[Line]
     """The lines of rollouts.jsonl."""
     num_rows: int
@@ -99,7 +99,7 @@ def generate_rows(
     config = _checked(config, domain, request)
     gpus = request.instances.allot(machine_gpus(os.environ))
     given = _prompts(config, domain, request)
-    weights = Weights.find(request)
+    weights = GenerationWeights.find(request)
     directory = folder_of(config, request, weights, command="eval" if scored else "generate")
     file = RolloutsFile.open(
         directory,
@@ -145,10 +145,12 @@ def _prompts(config: RunConfig, domain: DomainBase, request: Request) -> Prompts
     return read_prompts(config, domain, request.prompts, images=request.images, videos=request.videos)
 
 
-def _task(config: RunConfig, request: Request, weights: Weights, directory: Path, *, scored: bool) -> Task:
+def _task(
+    config: RunConfig, request: Request, weights: GenerationWeights, directory: Path, *, scored: bool
+) -> InstanceTask:
     """The task of an instance, without its name and rows."""
     cores = len(os.sched_getaffinity(0))
-    return Task(
+    return InstanceTask(
         name="",
         recipe=tables_of(config, generating=True),
         checkpoint=weights.folder,

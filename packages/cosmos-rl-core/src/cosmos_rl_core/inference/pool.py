@@ -29,7 +29,7 @@ MAX_MESSAGE_BYTES = 2**30
 """Maximum size of a message; a task contains all of its rows."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class PromptRow(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt."""
 
     sample: int
@@ -38,7 +38,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     origin: str
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceTask(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one instance."""
 
     name: str
@@ -50,7 +50,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to use the average of the weights, if the checkpoint has one."""
     version: int
     """Number of optimizer steps in those weights."""
-    rows: list[Row]
+    rows: list[PromptRow]
     num_samples: int
     """Rollouts per row."""
     rows_at_once: int | None
@@ -63,7 +63,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads for tensor work."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RowResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The result of one row."""
 
     sample: int
@@ -71,7 +71,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One line per rollout, or a single one with `error`."""
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class InstanceFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The instance failed."""
 
     message: str
@@ -79,7 +79,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """True: an error that the user can fix."""
 
 
-Reply = Answer | Failed
+Reply = RowResult | InstanceFailed
 
 
 LEAVE_S = 10.0
@@ -90,7 +90,7 @@ LEAVE_S = 10.0
 class _Instance:
     """One process and its task."""
 
-    task: Task
+    task: InstanceTask
     process: ChildProcess
     connection: Connection
 
@@ -103,12 +103,12 @@ class Pool:
     """Folder for their output."""
     python_path: tuple[str, ...] = ()
     """Folders for a recipe's "module:attribute" names."""
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[InstanceTask] = field(default_factory=list)
     _gpus: list[Sequence[str]] = field(default_factory=list)
     """GPUs visible to each instance."""
     _instances: list[_Instance] = field(default_factory=list)
 
-    def add(self, task: Task, *, gpus: Sequence[str]) -> None:
+    def add(self, task: InstanceTask, *, gpus: Sequence[str]) -> None:
         """Add an instance, with these GPUs visible."""
         self.tasks.append(task)
         self._gpus.append(gpus)
@@ -126,9 +126,9 @@ class Pool:
     async def __aexit__(self, *_: object) -> None:
         await self._stop()
 
-    async def answers(self) -> AsyncGenerator[Answer, None]:
+    async def answers(self) -> AsyncGenerator[RowResult, None]:
         """Yield answers as they arrive. Raises UserError or WorkerFailed with the failure of an instance."""
-        received: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue()
+        received: asyncio.Queue[RowResult | BaseException | None] = asyncio.Queue()
 
         async def listen(instance: _Instance) -> None:
             try:
@@ -144,7 +144,7 @@ class Pool:
                 match await received.get():
                     case None:
                         working -= 1
-                    case Answer() as answer:
+                    case RowResult() as answer:
                         yield answer
                     case error:
                         raise error
@@ -153,14 +153,14 @@ class Pool:
                 listener.cancel()
             await asyncio.gather(*listeners, return_exceptions=True)
 
-    async def _serve(self, instance: _Instance, received: asyncio.Queue[Answer | BaseException | None]) -> None:
+    async def _serve(self, instance: _Instance, received: asyncio.Queue[RowResult | BaseException | None]) -> None:
         """Send an instance its task and queue its answers, until it ends."""
         name, num_left = instance.task.name, len(instance.task.rows)
         try:
             await instance.connection.send(instance.task)
             while True:
                 reply: Reply = await instance.connection.receive()
-                if isinstance(reply, Failed):
+                if isinstance(reply, InstanceFailed):
                     where = f"{name}: {reply.message}"
                     raise UserError(where) if reply.user else WorkerFailed(f"{where}. See {self._log(name)}")
                 received.put_nowait(reply)
@@ -173,7 +173,7 @@ class Pool:
                 f"{name} died ({status}), {num_left} rows are left. The end of {log}:\n{last_lines(log)}"
             )
 
-    async def _start(self, task: Task, gpus: Sequence[str]) -> _Instance:
+    async def _start(self, task: InstanceTask, gpus: Sequence[str]) -> _Instance:
         with self._log(task.name).open("wb") as log:
             process, ours = ChildProcess.connected(
                 [*PYTHON, "-m", "cosmos_rl_core.inference.worker"],

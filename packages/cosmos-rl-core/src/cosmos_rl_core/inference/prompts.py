@@ -15,7 +15,7 @@ from typing import Any
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.inference.pool import Row
+from cosmos_rl_core.inference.pool import PromptRow
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import parse_json, read_lines
 
@@ -28,7 +28,7 @@ class Prompts:
     """The prompts to generate for."""
 
     origin: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PromptRow] = field(default_factory=list)
     wrong: dict[int, str] = field(default_factory=dict)
     """Indices without a valid prompt, with the reason."""
 
@@ -46,7 +46,7 @@ def evaluation_prompts(config: RunConfig, domain: DomainBase) -> Prompts:
     limited = enumerate(config.evaluated(rows))
     return Prompts(
         origin=origin,
-        rows=[Row(sample=place, columns=dict(row), origin=f"{origin}:{place + 1}") for place, row in limited],
+        rows=[PromptRow(sample=place, columns=dict(row), origin=f"{origin}:{place + 1}") for place, row in limited],
     )
 
 
@@ -75,7 +75,7 @@ def read_prompts(
         except UserError as error:
             found.wrong[place] = str(error)
         else:
-            found.rows.append(Row(sample=place, columns=dict(columns), origin=where))
+            found.rows.append(PromptRow(sample=place, columns=dict(columns), origin=where))
     if not len(found):
         raise UserError(f"{path}: contains no prompt")
     if not listed and found.wrong:

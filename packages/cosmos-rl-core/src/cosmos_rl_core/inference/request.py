@@ -118,7 +118,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class GenerationWeights:
     """The weights for generation."""
 
     folder: str = ""
@@ -128,7 +128,7 @@ class Weights:
     """SHA-256 of its manifest, and so of its whole content."""
 
     @classmethod
-    def find(cls, request: Request) -> Weights:
+    def find(cls, request: Request) -> GenerationWeights:
         """Find and verify the checkpoint. Raises UserError if it is missing or damaged."""
         if not request.checkpoint:
             if request.step is not None:
@@ -144,12 +144,14 @@ class Weights:
         return f"step_{self.version}" if self.folder else "model"
 
 
-def folder_of(config: RunConfig, request: Request, weights: Weights, *, command: str) -> Path:
+def folder_of(config: RunConfig, request: Request, weights: GenerationWeights, *, command: str) -> Path:
     """The output directory of a command."""
     return (request.out or config.run.directory / command / weights.name).resolve()
 
 
-def identity(config: RunConfig, request: Request, given: Prompts, weights: Weights, *, scored: bool) -> dict[str, Any]:
+def identity(
+    config: RunConfig, request: Request, given: Prompts, weights: GenerationWeights, *, scored: bool
+) -> dict[str, Any]:
     """Return everything that determines the content of rollouts.jsonl; the number of instances does not."""
     recipe = recipe_of(config)
     rows = hashlib.sha256(msgspec.json.encode([given.rows, given.wrong])).hexdigest()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.imports import quiet_torchao
-from cosmos_rl_core.inference.pool import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Row, Task
+from cosmos_rl_core.inference.pool import MAX_MESSAGE_BYTES, InstanceFailed, InstanceTask, PromptRow, Reply, RowResult
 from cosmos_rl_core.interfaces import HasCapacity, Recorder, RolloutEngine
 from cosmos_rl_core.processes import inherited_socket
 from cosmos_rl_core.recipe.load import load_config, load_domain
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 async def _work(inherited: socket.socket) -> int:
-    connection = await adopt(inherited, decode=Task, name="command", max_frame_bytes=MAX_MESSAGE_BYTES)
+    connection = await adopt(inherited, decode=InstanceTask, name="command", max_frame_bytes=MAX_MESSAGE_BYTES)
     work = asyncio.create_task(_answer_all(await connection.receive(), connection.post))
     stopped = asyncio.create_task(connection.closed.wait())
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -73,14 +73,14 @@ async def _work(inherited: socket.socket) -> int:
         if not failure.user:
             traceback.print_exc()
         with contextlib.suppress(ConnectionClosed):
-            connection.post(Failed(message=failure.message, user=failure.user))
+            connection.post(InstanceFailed(message=failure.message, user=failure.user))
         code = failure.exit_code
     connection.close()
     await stopped  # all messages have been sent
     return code
 
 
-async def _answer_all(task: Task, send: Callable[[Reply], None]) -> None:
+async def _answer_all(task: InstanceTask, send: Callable[[Reply], None]) -> None:
     """Build the parts and process all rows, several at a time."""
     config = load_config(task.recipe, generating=True)
     domain = load_domain(config.run.domain)
@@ -114,7 +114,7 @@ async def _answer_all(task: Task, send: Callable[[Reply], None]) -> None:
             await asyncio.gather(*lanes, return_exceptions=True)
 
 
-async def _lane(rows: Iterator[Row], answerer: Answerer, send: Callable[[Reply], None]) -> None:
+async def _lane(rows: Iterator[PromptRow], answerer: Answerer, send: Callable[[Reply], None]) -> None:
     for row in rows:
         send(await answerer.answer(row))
 
@@ -155,7 +155,7 @@ async def load_engine(
 class Answerer:
     """Produces the lines of rollouts.jsonl, row by row."""
 
-    task: Task
+    task: InstanceTask
     config: RunConfig
     engine: RolloutEngine
     rubric: Rubric | None
@@ -163,7 +163,7 @@ class Answerer:
     recorder: Recorder | None
     """None: no media are written."""
 
-    async def answer(self, row: Row) -> Answer:
+    async def answer(self, row: PromptRow) -> RowResult:
         """Return the lines of a row, or a single line with the error."""
         prompt = Prompt(sample_id=row.sample, row=row.columns, origin=row.origin)
         attempt = 1
@@ -173,14 +173,14 @@ class Answerer:
                 break
             except SampleError as error:
                 if error.final or attempt == self.config.rollout.max_attempts:
-                    return Answer(sample=row.sample, lines=[error_line(row.sample, error.reason)])
+                    return RowResult(sample=row.sample, lines=[error_line(row.sample, error.reason)])
             attempt += 1
         files = await asyncio.to_thread(self._write_media, group)
         lines = [
             self._line(group, place, rollout, written)
             for place, (rollout, written) in enumerate(zip(group.rollouts, files, strict=True))
         ]
-        return Answer(sample=row.sample, lines=lines)
+        return RowResult(sample=row.sample, lines=lines)
 
     async def _group(self, prompt: Prompt) -> RolloutGroup:
         text, rollouts = await self.engine.generate(

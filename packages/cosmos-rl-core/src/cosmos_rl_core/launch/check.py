@@ -28,11 +28,11 @@ from cosmos_rl_core.launch.preflight.machine import (
 from cosmos_rl_core.launch.preflight.parts import part_problems
 from cosmos_rl_core.launch.preflight.rewards import FAILED, report, reward_problems
 from cosmos_rl_core.launch.versions import too_old
-from cosmos_rl_core.recipe.load import Loaded, load_domain
+from cosmos_rl_core.recipe.load import LoadedRecipe, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, each_once, is_wrong, problems_of
-from cosmos_rl_core.settings.source import Source
+from cosmos_rl_core.settings.source import RecipeSource
 
 DOMAIN_READS = frozenset(
     {
@@ -88,7 +88,7 @@ class Checked:
 
 
 def check(
-    recipe: RunConfig | Loaded,
+    recipe: RunConfig | LoadedRecipe,
     *,
     deep: bool = False,
     resume: str | None = None,
@@ -105,7 +105,7 @@ def check(
     earlier one; None if none is started. rewards: functions by label, in place of named ones.
     """
     config, domain, wrong, source = _parts(recipe)
-    found = list(recipe.problems) if isinstance(recipe, Loaded) else []
+    found = list(recipe.problems) if isinstance(recipe, LoadedRecipe) else []
     if domain is None:
         raise ConfigError(found, source=source)
     if not is_wrong({"reward"}, wrong):
@@ -141,7 +141,7 @@ def check(
     )
 
 
-def _in_order(found: Sequence[Problem], source: Source | None) -> Sequence[Problem]:
+def _in_order(found: Sequence[Problem], source: RecipeSource | None) -> Sequence[Problem]:
     return sorted(found, key=lambda problem: source.offset_of(problem.key)) if source else found
 
 
@@ -172,7 +172,7 @@ def _preflight(
     return found
 
 
-def check_names(recipe: Loaded) -> tuple[str, ...]:
+def check_names(recipe: LoadedRecipe) -> tuple[str, ...]:
     """Return a note for each name that is not installed here, for a run on machines with other files and packages.
 
     Raises ConfigError with the problems of the recipe itself.
@@ -191,14 +191,16 @@ def check_names(recipe: Loaded) -> tuple[str, ...]:
 
 
 def check_here(
-    recipe: Loaded, resumed: RunConfig, rewards: Mapping[str, Any], *, resume: str | None, overwrite: bool
+    recipe: LoadedRecipe, resumed: RunConfig, rewards: Mapping[str, Any], *, resume: str | None, overwrite: bool
 ) -> Sequence[str]:
     """Return the notes of a deep `check` in this process, for a run that starts now."""
     keys = {"resume": resume, "overwrite": overwrite}
     return check(recipe, deep=True, resumed=resumed, rewards=rewards, **keys).notes
 
 
-def check_in_child(recipe: Loaded, *, resume: str | None = None, overwrite: bool | None = None) -> tuple[str, ...]:
+def check_in_child(
+    recipe: LoadedRecipe, *, resume: str | None = None, overwrite: bool | None = None
+) -> tuple[str, ...]:
     """As a deep `check`, in a forked process, and return its notes: rewards and libraries of the domain are imported
     there, while the controller of a run stays small. Elsewhere than on Linux, and beside threads, in this process.
 
@@ -243,9 +245,11 @@ def _reported(deep_check: Callable[[], Checked]) -> bytes:
         return json.dumps([str(error), []]).encode()
 
 
-def _parts(recipe: RunConfig | Loaded) -> tuple[RunConfig, DomainBase | None, frozenset[str], Source | None]:
+def _parts(
+    recipe: RunConfig | LoadedRecipe,
+) -> tuple[RunConfig, DomainBase | None, frozenset[str], RecipeSource | None]:
     """Return config, domain, wrong keys and text of a recipe."""
-    if isinstance(recipe, Loaded):
+    if isinstance(recipe, LoadedRecipe):
         return recipe.config, recipe.domain, recipe.wrong, recipe.source
     return recipe, load_domain(recipe.run.domain), frozenset(), None
 

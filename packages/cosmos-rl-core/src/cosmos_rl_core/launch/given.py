@@ -23,7 +23,7 @@ from typing import Any
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import add_folders
-from cosmos_rl_core.recipe.load import Loaded, apply_overrides, load, load_domain, read_toml, tables_of
+from cosmos_rl_core.recipe.load import LoadedRecipe, apply_overrides, load, load_domain, read_toml, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.storage.rows import keep_rows
@@ -35,7 +35,7 @@ Weighted = Reward | tuple[Reward, float]
 Rewards = Reward | Sequence[Weighted] | Mapping[str, Weighted]
 """Rewards, each with or without a weight; in a mapping by label."""
 Rows = Iterable[Mapping[str, Any]]
-Check = Callable[[Loaded, RunConfig, Mapping[str, Any]], Sequence[str]]
+Check = Callable[[LoadedRecipe, RunConfig, Mapping[str, Any]], Sequence[str]]
 """(recipe with given rows in temporary files, recipe as the run will have it, given functions by label) -> notes."""
 
 STARTS_AGAIN = (
@@ -116,7 +116,7 @@ def open_recipe(
     if sections:
         values |= _data_values(recipe, overrides, sections, generating=generating)
     if isinstance(recipe, RunConfig) and not overrides and not values:
-        loaded = Loaded(config=recipe, domain=load_domain(recipe.run.domain))
+        loaded = LoadedRecipe(config=recipe, domain=load_domain(recipe.run.domain))
     else:
         source = tables_of(recipe, generating=generating) if isinstance(recipe, RunConfig) else recipe
         loaded = load(source, overrides, values=values, generating=generating)
@@ -138,7 +138,7 @@ def open_recipe(
 
 
 @contextmanager
-def _rows_in_files(loaded: Loaded, rows: Mapping[str, Rows]) -> Iterator[tuple[Loaded, RunConfig]]:
+def _rows_in_files(loaded: LoadedRecipe, rows: Mapping[str, Rows]) -> Iterator[tuple[LoadedRecipe, RunConfig]]:
     """Yield the recipe with the given rows in temporary files, and as the run will read them from its directory.
 
     A ConfigError names the files alone.

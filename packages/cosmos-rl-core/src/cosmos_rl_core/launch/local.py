@@ -20,7 +20,7 @@ from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.external import ExternalWorkers
 from cosmos_rl_core.launch.gpus import GpuSupply, gpus_per_rollout
 from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch, threads
-from cosmos_rl_core.launch.supervised.keeper import Ended, Keeper, Present, ProcessKeeper, WorkerSpec
+from cosmos_rl_core.launch.supervised.keeper import Keeper, Present, ProcessKeeper, WorkerEnded, WorkerSpec
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.wire.tls import TLS_FILE
@@ -198,7 +198,7 @@ class LocalWorkers:
         if self.guests is not None:
             self.guests.kill()
 
-    def ended(self, end: Ended, *, counts: bool = True) -> None:
+    def ended(self, end: WorkerEnded, *, counts: bool = True) -> None:
         """Receive the end of a process: report it and start the worker again, unless it has left and is not missed.
 
         counts: whether a restart is one of `restart_workers`.
@@ -235,7 +235,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
     """Start every worker of this machine; print the commands for the other machines."""
     config, controller, observer = launch.config, launch.controller, launch.observer
 
-    def on_end(end: Ended) -> None:
+    def on_end(end: WorkerEnded) -> None:
         try:
             workers.ended(end)
         except Exception as error:  # it would be lost with the task that has called this

@@ -14,7 +14,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.parallel.held import REDUCED, STEP, UPDATE, Held, Needs
+from cosmos_rl_core.parallel.held import REDUCED, STEP, UPDATE, MemoryPart, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.load import load_domain
@@ -75,22 +75,22 @@ def policy_needs(
     offloaded = memory.parameter_offload and dims.world_size > 1
     policy_dtype = config.policy.precision.parameters
     parts = [
-        Held(name="parameters", bytes=rank.parameters, host=offloaded, away=True),
-        Held(name="gradients", bytes=rank.gradients, host=offloaded),
-        Held(name="optimizer", bytes=rank.optimizer, host=offloaded, away=True),
-        Held(name="gathered parameters", bytes=rank.gathered, at=(STEP,)),
-        Held(name="gradients to be summed", bytes=rank.reduction, at=(STEP,)),
-        Held(name="activations", bytes=rank.activations, at=(STEP,), host=memory.activation_offload),
-        Held(name="logits", bytes=rank.logits, at=(STEP,)),
-        Held(name="backward pass", bytes=rank.backward, at=(STEP,)),
-        Held(name="embedding and head, gathered, with gradients", bytes=rank.root, at=(REDUCED,)),
+        MemoryPart(name="parameters", bytes=rank.parameters, host=offloaded, away=True),
+        MemoryPart(name="gradients", bytes=rank.gradients, host=offloaded),
+        MemoryPart(name="optimizer", bytes=rank.optimizer, host=offloaded, away=True),
+        MemoryPart(name="gathered parameters", bytes=rank.gathered, at=(STEP,)),
+        MemoryPart(name="gradients to be summed", bytes=rank.reduction, at=(STEP,)),
+        MemoryPart(name="activations", bytes=rank.activations, at=(STEP,), host=memory.activation_offload),
+        MemoryPart(name="logits", bytes=rank.logits, at=(STEP,)),
+        MemoryPart(name="backward pass", bytes=rank.backward, at=(STEP,)),
+        MemoryPart(name="embedding and head, gathered, with gradients", bytes=rank.root, at=(REDUCED,)),
     ]
     if _copies_reference(shape, config, domain):
         held = policy_dtype if dims.world_size == 1 else shape.reference_dtype or policy_dtype
         rank = replace(rank, reference=rank.parameters * BYTES[held] // BYTES[policy_dtype])
-        parts.append(Held(name="reference of the KL term", bytes=rank.reference, host=offloaded, away=True))
+        parts.append(MemoryPart(name="reference of the KL term", bytes=rank.reference, host=offloaded, away=True))
     if gpu:
-        parts += [Held(name=CONTEXT, bytes=CONTEXT_BYTES), *_communicators(dims)]
+        parts += [MemoryPart(name=CONTEXT, bytes=CONTEXT_BYTES), *_communicators(dims)]
     parts += _updating(config, rank, offloaded=offloaded)
     if not config.is_sft:
         parts += _publishing(shape, config, domain, rank, gpu=gpu)
@@ -100,47 +100,47 @@ def policy_needs(
     return Needs(process="a policy rank", parts=tuple(parts))
 
 
-def _updating(config: RunConfig, rank: MemoryEstimate, *, offloaded: bool) -> Iterator[Held]:
+def _updating(config: RunConfig, rank: MemoryEstimate, *, offloaded: bool) -> Iterator[MemoryPart]:
     """Memory of an update: sums over replicas, copies that undo it, temporaries in float32."""
     policy = config.policy
     if policy.replicas > 1:
-        yield Held(name="gradients of all replicas, in buckets", bytes=rank.gradients, at=(UPDATE,))
+        yield MemoryPart(name="gradients of all replicas, in buckets", bytes=rank.gradients, at=(UPDATE,))
         if policy.minibatches * policy.epochs > 1:
             size = rank.gradients + rank.optimizer
-            yield Held(
+            yield MemoryPart(
                 name="trained weights and moments, to undo a step", bytes=size, at=(STEP, UPDATE), host=offloaded
             )
     if policy.precision.parameters == "bfloat16" and policy.optimizer.name in ("adam", "adamw"):
         size = _ROUNDING * rank.largest
-        yield Held(name="a parameter in float32, while it is rounded", bytes=size, at=(UPDATE,), host=offloaded)
+        yield MemoryPart(name="a parameter in float32, while it is rounded", bytes=size, at=(UPDATE,), host=offloaded)
 
 
-def _communicators(dims: ParallelDims) -> list[Held]:
+def _communicators(dims: ParallelDims) -> list[MemoryPart]:
     """Buffers of NCCL: one communicator for the replica, one for each axis that ranks are spread over."""
     if dims.world_size == 1:
         return []
     shards = dims.dp_shard * dims.cp
     axes = [shards, dims.dp_replicate, dims.cp, dims.tp, dims.pp, dims.ep, shards * dims.tp // dims.ep * (dims.ep > 1)]
     number = 1 + sum(size > 1 for size in axes)
-    return [Held(name=f"{number} {COMMUNICATORS}", bytes=number * COMMUNICATOR_BYTES)]
+    return [MemoryPart(name=f"{number} {COMMUNICATORS}", bytes=number * COMMUNICATOR_BYTES)]
 
 
 def _publishing(
     shape: ModelShape, config: RunConfig, domain: DomainBase, rank: MemoryEstimate, *, gpu: bool
-) -> Iterator[Held]:
+) -> Iterator[MemoryPart]:
     """Copies of a rank's part of the weights, and slots of the transfer; see cosmos_rl_transfer/publish."""
     sync = config.sync
     dtype = sent_dtype(config, domain, computed=shape.compute_dtype)
     sent = rank.gradients if shape.adapter_parameters else rank.parameters
     size = sent * ITEM_BYTES[dtype] // BYTES[config.policy.precision.parameters]
     if sync.delta:
-        yield Held(name="last version, of which changes are sent", bytes=size, host=True)
+        yield MemoryPart(name="last version, of which changes are sent", bytes=size, host=True)
     elif gpu:  # a slow engine still reads the version before
-        yield Held(name="two versions in pinned memory", bytes=2 * size, host=True)
+        yield MemoryPart(name="two versions in pinned memory", bytes=2 * size, host=True)
     else:
-        yield Held(name="version that an engine still reads", bytes=size, host=True)
+        yield MemoryPart(name="version that an engine still reads", bytes=size, host=True)
     bucket_bytes = sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
-    yield Held(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport not in BETWEEN_GPUS)
+    yield MemoryPart(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport not in BETWEEN_GPUS)
 
 
 def sent_dtype(config: RunConfig, domain: DomainBase, *, computed: str) -> str:
@@ -163,23 +163,23 @@ def rollout_needs(
     sent = shape.adapter_parameters or numbers
     gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
     dtype = domain.engine_dtype(config, computed=shape.compute_dtype)
-    parts = [Held(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus), away=True)]
+    parts = [MemoryPart(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus), away=True)]
     if config.sync.staging == "shadow":
         sent *= ITEM_BYTES[sent_dtype(config, domain, computed=shape.compute_dtype)]
-        parts.append(Held(name="next version, staged", bytes=sent, host=True))
+        parts.append(MemoryPart(name="next version, staged", bytes=sent, host=True))
     bucket_bytes = config.sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
     on_host = config.sync.transport not in BETWEEN_GPUS
-    parts.append(Held(name="buckets being received", bytes=2 * bucket_bytes, host=on_host))
+    parts.append(MemoryPart(name="buckets being received", bytes=2 * bucket_bytes, host=on_host))
     weights = parts[0].bytes or 0
     parts += [_resolved(part, weights, device_bytes) for part in domain.held_by_rollout(config)]
     if config.run.colocate and gpu:
         parts += _between_turns(parts, "the policy has its turn")
     if gpu:
-        parts.append(Held(name=CONTEXT, bytes=CONTEXT_BYTES))
+        parts.append(MemoryPart(name=CONTEXT, bytes=CONTEXT_BYTES))
     return Needs(process="a rollout replica", parts=tuple(parts))
 
 
-def _resolved(part: Held, weights: int, device_bytes: int | None) -> Held:
+def _resolved(part: MemoryPart, weights: int, device_bytes: int | None) -> MemoryPart:
     """Count a part that fills a share of the device beside the weights; it does not fit where they alone are more."""
     if part.share is None or device_bytes is None:
         return part
@@ -187,10 +187,10 @@ def _resolved(part: Held, weights: int, device_bytes: int | None) -> Held:
     return replace(part, bytes=int(filled) - weights)
 
 
-def _between_turns(parts: Sequence[Held], time: str) -> list[Held]:
+def _between_turns(parts: Sequence[MemoryPart], time: str) -> list[MemoryPart]:
     """Copies in the host's memory of the parts that leave the GPU between turns."""
     away = [part for part in parts if part.away and not part.host]
-    return [Held(name=f"{part.name} while {time}", bytes=part.bytes, host=True) for part in away]
+    return [MemoryPart(name=f"{part.name} while {time}", bytes=part.bytes, host=True) for part in away]
 
 
 def staying(needs: Needs) -> int:

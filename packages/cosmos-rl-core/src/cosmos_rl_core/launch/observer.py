@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 from collections.abc import Callable, Iterator, Sequence
 
-from cosmos_rl_core.control.reports import Observer
+from cosmos_rl_core.control.reports import ProgressObserver
 from cosmos_rl_core.monitor.config import DIVERSITY
 from cosmos_rl_core.monitor.data_rewards import BEST
 from cosmos_rl_core.monitor.monitor import (
+    CheckMetrics,
     HackMonitor,
     History,
-    Metrics,
     TrainingSteps,
     Verdict,
     beyond,
@@ -308,11 +308,11 @@ ALONE = f"eval/reward/{DIVERSITY}"
 
 
 class Watch:
-    """An `Observer` that forwards to another one and runs the monitor on evaluations."""
+    """An `ProgressObserver` that forwards to another one and runs the monitor on evaluations."""
 
     def __init__(
         self,
-        observer: Observer,
+        observer: ProgressObserver,
         config: RunConfig,
         *,
         history: History,
@@ -361,7 +361,7 @@ class Watch:
             self._monitor.begin(diversity=self._diversity)
         self._training.add(metrics)
         if self._every and len(self._training) >= self._every and not self._is_evaluated(step + 1):
-            self._observe(Metrics(step=step + 1, reward=None, training=self._training.metrics()))
+            self._observe(CheckMetrics(step=step + 1, reward=None, training=self._training.metrics()))
 
     def _check_first(self, metrics: Mapping[str, float]) -> None:
         """Compare engine and policy at the first step whose terms are all of the weights that it trains."""
@@ -397,7 +397,7 @@ class Watch:
         self._known = {each: metrics for each, metrics in self._known.items() if each <= version}
 
     def _check(self, version: int, known: Mapping[str, float]) -> None:
-        metrics = Metrics(
+        metrics = CheckMetrics(
             step=version,
             reward=known[REWARD],
             judges={name: known[f"eval/reward/{name}"] for name in self._judges},
@@ -408,7 +408,7 @@ class Watch:
         )
         self._observe(metrics)
 
-    def _observe(self, metrics: Metrics) -> None:
+    def _observe(self, metrics: CheckMetrics) -> None:
         """Run a check and carry out its action."""
         verdict = self._monitor.observe(metrics)
         self._history.add(metrics, verdict, self._monitor.state)

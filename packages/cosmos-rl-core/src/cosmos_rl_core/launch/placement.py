@@ -100,7 +100,7 @@ class Workers(Protocol):
         ...
 
 
-class Tasks:
+class InlineWorkers:
     """Implements `Workers` in the controller's own process."""
 
     def __init__(self, tasks: list[asyncio.Task[None]]) -> None:
@@ -184,7 +184,7 @@ async def start_tasks(launch: Launch) -> Workers:
     config = launch.config
     torch.manual_seed(config.run.seed)
     names = ["policy-0", *([] if config.is_sft else [f"rollout-{i}" for i in range(config.rollout.replicas)])]
-    return Tasks([asyncio.create_task(work(name.partition("-")[0], name)) for name in names])
+    return InlineWorkers([asyncio.create_task(work(name.partition("-")[0], name)) for name in names])
 
 
 def threads(config: RunConfig, *, rollouts: int | None = None) -> tuple[int, int]:

@@ -32,7 +32,7 @@ from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.server import Controller, Job
+from cosmos_rl_core.control.server import Controller, ControllerSettings
 from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.errors import OutOfMemory, UserError, one_line_errors
 from cosmos_rl_core.launch.check import check_here, warnings_for
@@ -47,7 +47,7 @@ from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.launch.preflight.parts import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
-from cosmos_rl_core.launch.supervised.link import Supervised
+from cosmos_rl_core.launch.supervised.link import SupervisedKeeper
 from cosmos_rl_core.launch.takeover import Takeover, open_directory, open_journal, position_of, replay, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.machine import machine_log
@@ -58,7 +58,7 @@ from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection
 from cosmos_rl_core.wire.advertised import controller_address
-from cosmos_rl_core.wire.channel import Connection, OnConnect, Server, serve
+from cosmos_rl_core.wire.channel import ChannelServer, Connection, OnConnect, serve
 from cosmos_rl_core.wire.listening import (
     Address,
     descriptor_shortage,
@@ -145,7 +145,7 @@ def control(
     *,
     resume: str | None,
     overwrite: bool,
-    supervised: Supervised | None = None,
+    supervised: SupervisedKeeper | None = None,
 ) -> RunResult:
     """Control a run to its end. `supervised`: the link to the process that keeps the workers."""
     short = descriptor_shortage(num_replicas(given.config), allowed=raise_descriptor_limit())
@@ -180,7 +180,7 @@ class _Run:
         self,
         given: Given,
         opened: RunDirectory,
-        supervised: Supervised | None,
+        supervised: SupervisedKeeper | None,
         resumption: Resumption | None,
         takeover: Takeover | None,
         ending: Ending,
@@ -303,7 +303,7 @@ class _Run:
         self._observer.note(f"monitor: the weights are those of step {healthy}; later checkpoints are set aside")
         return healthy, str(root / f"step_{healthy}")
 
-    async def _serve(self, controller: Controller) -> Server:
+    async def _serve(self, controller: Controller) -> ChannelServer:
         """Serve workers, and agents that report failed ranks."""
 
         async def on_connect(connection: Connection) -> None:
@@ -346,7 +346,7 @@ class _Run:
     def _controller(self, text: str, watch: Watch) -> Controller:
         config = self._config
         return Controller(
-            Job(
+            ControllerSettings(
                 config_toml=text,
                 run_dir=self._directory,
                 resume_from=str(self._resumption.folder) if self._resumption else "",
@@ -463,7 +463,7 @@ def _meeting_host(config: RunConfig) -> str:
     return controller_address(Address(host=config.run.bind), advertise=config.run.advertise).host
 
 
-async def _listen(section: RunSection, secrets: Secrets, on_connect: OnConnect, *, earlier_port: int) -> Server:
+async def _listen(section: RunSection, secrets: Secrets, on_connect: OnConnect, *, earlier_port: int) -> ChannelServer:
     """Listen for workers, if possible at the port of an earlier controller, which they know."""
     listen = partial(
         serve,

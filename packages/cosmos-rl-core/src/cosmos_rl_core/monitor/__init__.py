@@ -4,12 +4,12 @@ Used by `recipe`, `workers` and `launch`; imports `settings`, `observe.sinks` an
 """
 
 from cosmos_rl_core.monitor.config import DEFAULT_RULES, MonitorConfig, Rule
-from cosmos_rl_core.monitor.monitor import Alarm, HackMonitor, Metrics, State, Verdict, beyond, check
+from cosmos_rl_core.monitor.monitor import CheckMetrics, HackMonitor, MonitorAlarm, State, Verdict, beyond, check
 
 __all__ = [
     "DEFAULT_RULES",
-    "Alarm",
-    "Metrics",
+    "MonitorAlarm",
+    "CheckMetrics",
     "HackMonitor",
     "MonitorConfig",
     "Rule",

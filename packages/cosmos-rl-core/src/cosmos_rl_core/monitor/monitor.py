@@ -25,7 +25,7 @@ from cosmos_rl_core.observe.sinks import keep_earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metrics:
+class CheckMetrics:
     """Metrics of one check. A metric that was not measured is None or absent."""
 
     step: int
@@ -160,11 +160,11 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alarm:
+class MonitorAlarm:
     """A bound that was crossed at `Rule.patience` consecutive checks."""
 
     metric: str
-    """Its name in `Metrics.named`."""
+    """Its name in `CheckMetrics.named`."""
     rule: str
     """`Rule.label`."""
     action: Action
@@ -180,7 +180,7 @@ class Verdict:
     """The reason, as a sentence for the user; empty without an action."""
     rollback_to: int | None
     """With "rollback": the run ends with the newest checkpoint at or before this step."""
-    alarms: tuple[Alarm, ...]
+    alarms: tuple[MonitorAlarm, ...]
     """Alarms raised at this check."""
     over: tuple[str, ...]
     """Alarms that ended at this check, as "metric rule"."""
@@ -205,7 +205,7 @@ class HackMonitor:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.state = replace(self.state, start=finite | dict(self.state.start))
 
-    def observe(self, metrics: Metrics) -> Verdict:
+    def observe(self, metrics: CheckMetrics) -> Verdict:
         """Run one check, update the state and return the verdict.
 
         Raises:
@@ -215,7 +215,7 @@ class HackMonitor:
         return verdict
 
 
-def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State, Verdict]:
+def check(config: MonitorConfig, state: State, metrics: CheckMetrics) -> tuple[State, Verdict]:
     """One check as a pure function: return the next state and the verdict. Raises like `HackMonitor.observe`."""
     _check_judges(config, metrics)
     values = metrics.named()
@@ -226,7 +226,7 @@ def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State,
     rose = "reward" in values and "reward" in start and values["reward"] > start["reward"]
     is_whole = metrics.reward is not None or "reward" not in start
     crossed, standing = dict(state.crossed), list(state.standing)
-    alarms: list[Alarm] = []
+    alarms: list[MonitorAlarm] = []
     over: list[str] = []
     for rule, name in _watched(config, values, start):
         key = f"{name} {rule.label}"
@@ -240,7 +240,7 @@ def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State,
         )
         if stands and key not in standing:
             standing.append(key)
-            alarms.append(Alarm(metric=name, rule=rule.label, action=rule.action))
+            alarms.append(MonitorAlarm(metric=name, rule=rule.label, action=rule.action))
         elif not stands and key in standing:
             standing.remove(key)
             over.append(key)
@@ -288,7 +288,7 @@ def _follow(rule: Rule, value: float, start: float, *, applies: bool, count: int
     return count, count >= rule.patience
 
 
-def _verdict(state: State, metrics: Metrics, alarms: tuple[Alarm, ...], over: tuple[str, ...]) -> Verdict:
+def _verdict(state: State, metrics: CheckMetrics, alarms: tuple[MonitorAlarm, ...], over: tuple[str, ...]) -> Verdict:
     action = strongest(alarm.action for alarm in alarms)
     if action == "rollback" and state.last_good is None:
         action = "stop"
@@ -303,7 +303,7 @@ def _verdict(state: State, metrics: Metrics, alarms: tuple[Alarm, ...], over: tu
     )
 
 
-def _check_judges(config: MonitorConfig, metrics: Metrics) -> None:
+def _check_judges(config: MonitorConfig, metrics: CheckMetrics) -> None:
     named = {rule.watch.removeprefix("judge/") for rule in config.rules if rule.watch.startswith("judge/")}
     if metrics.judges and (absent := sorted(named - set(metrics.judges))):
         raise UserError(
@@ -324,7 +324,7 @@ _NAMES = {
 
 
 def sentence(
-    metrics: Metrics, start: Mapping[str, float], alarmed: Sequence[str], *, action: Action, back_to: int | None
+    metrics: CheckMetrics, start: Mapping[str, float], alarmed: Sequence[str], *, action: Action, back_to: int | None
 ) -> str:
     """Return a sentence with the changes of the metrics in `alarmed` and the action.
 
@@ -384,7 +384,7 @@ class History:
         keep_earlier(self._path, first_step)
         self.state = _last_state(self._path) or State()
 
-    def add(self, metrics: Metrics, verdict: Verdict, state: State) -> None:
+    def add(self, metrics: CheckMetrics, verdict: Verdict, state: State) -> None:
         """Append one check."""
         line = {
             "step": metrics.step,

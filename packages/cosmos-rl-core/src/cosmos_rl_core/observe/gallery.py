@@ -27,8 +27,8 @@ from PIL import Image
 
 from cosmos_rl_core.errors import MediaError
 from cosmos_rl_core.observe.pages import (
+    PageRow,
     Question,
-    Row,
     animation,
     answer_grid,
     as_gif,
@@ -96,7 +96,7 @@ class _Steps(Generic[R]):
             file_.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-class Gallery(_Steps[Row]):
+class Gallery(_Steps[PageRow]):
     """Writes a limited number of groups per step as videos, grids and an index.
 
     gallery = Gallery(run_dir / "media", groups_per_step=2)
@@ -140,7 +140,7 @@ class Gallery(_Steps[Row]):
         if not self.wants(step, group):
             return None
         shown = _best_to_worst(group.rollouts, most=self._rollouts_per_group)
-        row = Row(
+        row = PageRow(
             title=_caption(group),
             clips=tuple(fit_clip(_video(r), cell=self._cell, max_frames=self._max_frames) for _, r in shown),
             labels=tuple(_labels(rollout) for _, rollout in shown),
@@ -166,7 +166,7 @@ class Gallery(_Steps[Row]):
         """
         return _write_video(stem, _video(group.rollouts[place]), fps=_fps(group, self._fps))
 
-    def _write_group(self, step: int, folder: Path, group: RolloutGroup, row: Row, *, fps: float) -> Path:
+    def _write_group(self, step: int, folder: Path, group: RolloutGroup, row: PageRow, *, fps: float) -> Path:
         sample = group.prompt.sample_id
         pages = animation([row], heading=f"step {step} · sample {sample}")
         video = _write_video(folder / f"sample_{sample}", np.stack([np.asarray(page) for page in pages]), fps=fps)
@@ -177,7 +177,7 @@ class Gallery(_Steps[Row]):
         video = _video(rollout)
         return enlarge(video, max(1, round(self._cell / max(video.shape[1:3]))))
 
-    def _write_grids(self, step: int, folder: Path, rows: Sequence[Row], *, fps: float) -> Path:
+    def _write_grids(self, step: int, folder: Path, rows: Sequence[PageRow], *, fps: float) -> Path:
         """Write the grids of a step; return the animation, or the still grid for images."""
         heading = f"step {step}"
         still, grid = folder / f"grid{self._suffix}.png", contact_grid(rows, heading=heading)

@@ -35,7 +35,7 @@ MOST_LINES, MOST_BYTES = 2000, 2**20
 """Of a file: then every second line is dropped."""
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MachineMetrics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A machine: amounts now, rates since the last sample."""
 
     cpus: int
@@ -53,7 +53,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gpus: tuple[Gpu, ...] = ()
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MachineSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line of system/NAME.jsonl."""
 
     time: float
@@ -67,7 +67,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Their resident bytes; pages that several share are counted in each."""
     processes: int = 1
     """Their number."""
-    machine: Machine | None = None
+    machine: MachineMetrics | None = None
     """Of one process of each machine."""
 
 
@@ -111,13 +111,13 @@ class _Log:
                 is_over = ended.wait(log.every_s)
                 log.add(msgspec.json.encode(self._sample(held)))
 
-    def _sample(self, held: contextlib.ExitStack) -> Sample:
+    def _sample(self, held: contextlib.ExitStack) -> MachineSample:
         tree = self._tree()
         before, now = self._before, _Counts.now(tree)
         self._before = now
         elapsed = max(now.at - before.at, 1e-3)
         cpu = sum(seconds - before.cpu_s.get(pid, 0.0) for pid, seconds in now.cpu_s.items())
-        return Sample(
+        return MachineSample(
             time=round(time.time(), 2),
             process=self._process,
             host=self._host,
@@ -143,10 +143,10 @@ class _Log:
         self._gpus = Gpus.open()
         return True
 
-    def _machine(self, before: _Counts, now: _Counts, elapsed: float) -> Machine:
+    def _machine(self, before: _Counts, now: _Counts, elapsed: float) -> MachineMetrics:
         sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _text("/proc/meminfo").splitlines()}
         disk = shutil.disk_usage(self._run_dir)
-        return Machine(
+        return MachineMetrics(
             cpus=os.cpu_count() or 1,
             cpu=round((now.busy_s - before.busy_s) / elapsed, 3),
             memory=sizes.get("MemTotal", 0) - sizes.get("MemAvailable", 0),

@@ -29,7 +29,7 @@ PICTURES_A_ROW = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PageRow:
     """One prompt on a page."""
 
     title: str
@@ -85,14 +85,14 @@ def as_gif(pages: Sequence[Image.Image], *, fps: float) -> bytes:
     return buffer.getvalue()
 
 
-def contact_grid(rows: Sequence[Row], *, heading: str = "", columns: int = 8) -> Image.Image:
+def contact_grid(rows: Sequence[PageRow], *, heading: str = "", columns: int = 8) -> Image.Image:
     """Return one image: for each Row its title, then one line per clip with its label and at most `columns` frames."""
     label_width = max(_text_width(text, size) for row in rows for lines in row.labels for text, size in _sized(lines))
     lines = [_still_lines(row, columns=columns, label_width=label_width) for row in rows]
     return _page([line for group in lines for line in group], heading=heading)
 
 
-def animation(rows: Sequence[Row], *, heading: str = "") -> list[Image.Image]:
+def animation(rows: Sequence[PageRow], *, heading: str = "") -> list[Image.Image]:
     """Return the frames of a video: for each Row its title, and its clips side by side with labels below.
 
     It is as long as the longest clip; shorter clips stay at their last frame.
@@ -132,7 +132,7 @@ def _answer_line(question: Question) -> Image.Image:
     return _beside([shown, _below([title, *lines], gap=GAP)])
 
 
-def _still_lines(row: Row, *, columns: int, label_width: int) -> list[Image.Image]:
+def _still_lines(row: PageRow, *, columns: int, label_width: int) -> list[Image.Image]:
     strips = []
     for clip, lines in zip(row.clips, row.labels, strict=True):
         chosen = np.linspace(0, len(clip) - 1, min(len(clip), columns)).round().astype(int)
@@ -142,7 +142,7 @@ def _still_lines(row: Row, *, columns: int, label_width: int) -> list[Image.Imag
     return [_title(row.title, width=width), *strips]
 
 
-def _running_lines(row: Row, *, at: int) -> list[Image.Image]:
+def _running_lines(row: PageRow, *, at: int) -> list[Image.Image]:
     columns = []
     for clip, lines in zip(row.clips, row.labels, strict=True):
         cell = _framed(clip[min(at, len(clip) - 1)])

@@ -50,7 +50,7 @@ MOST_BYTES = 16_000
 """Most bytes of a traceback that are recorded: its end."""
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     """One start of a run."""
 
     started: float
@@ -75,11 +75,11 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """Command of `cosmos-rl launch` without its flags; empty if no platform has started it."""
     gpus: str = ""
     """CUDA_VISIBLE_DEVICES."""
-    earlier: tuple[Start, ...] = ()
+    earlier: tuple[RunStart, ...] = ()
     """Earlier starts in this directory, the oldest first."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a run."""
 
     state: Literal["done", "interrupted", "failed", "stopped"]
@@ -114,7 +114,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Number of steps at that time."""
 
 
-def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool, rows: int = 0) -> Start:
+def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool, rows: int = 0) -> RunStart:
     """Write run.json with this process and its earlier starts, and remove the earlier outcome.
 
     Raises UserError if the run continues one with another number of rows.
@@ -128,7 +128,7 @@ def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool, r
             "run from the weights, set model.path to an export of the checkpoint and choose another [run] output_dir"
         )
     earlier = () if before is None else (*before.earlier, msgspec.structs.replace(before, earlier=()))
-    start = Start(
+    start = RunStart(
         started=time.time(),
         command=tuple(sys.argv),
         cwd=str(Path.cwd()),
@@ -151,33 +151,33 @@ def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool, r
     return start
 
 
-def record_outcome(run_dir: Path, outcome: Outcome) -> None:
+def record_outcome(run_dir: Path, outcome: RecordedOutcome) -> None:
     """Write outcome.json."""
     _replace(run_dir / OUTCOME, outcome)
 
 
-def read_start(run_dir: Path) -> Start | None:
+def read_start(run_dir: Path) -> RunStart | None:
     """Return the newest start; None of a run of an earlier version, or for a damaged file."""
-    return _read(run_dir / RUN, Start)
+    return _read(run_dir / RUN, RunStart)
 
 
-def read_outcome(run_dir: Path) -> Outcome | None:
+def read_outcome(run_dir: Path) -> RecordedOutcome | None:
     """Return the end of the run; None of a run that is live, was killed, or is of an earlier version."""
-    return _read(run_dir / OUTCOME, Outcome)
+    return _read(run_dir / OUTCOME, RecordedOutcome)
 
 
-def failure(error: BaseException, run_dir: Path, *, worker: str = "") -> Outcome:
+def failure(error: BaseException, run_dir: Path, *, worker: str = "") -> RecordedOutcome:
     """Return the outcome for the error that ended a run; worker: the one whose error it is."""
     if isinstance(error, KeyboardInterrupt):
-        return Outcome(state="interrupted", message=str(error) or "interrupted", exit_code=130)
+        return RecordedOutcome(state="interrupted", message=str(error) or "interrupted", exit_code=130)
     if isinstance(error, UserError):
-        return Outcome(state="failed", message=str(error), worker=worker, exit_code=2)
+        return RecordedOutcome(state="failed", message=str(error), worker=worker, exit_code=2)
     if isinstance(error, WorkerFailed):
         text = _last_traceback(run_dir / "logs" / f"{worker}.log") if worker else ""
     else:
         text = "".join(traceback.format_exception(error))[-MOST_BYTES:]
     message = str(error) if isinstance(error, WorkerFailed) else f"{type(error).__name__}: {error}"
-    return Outcome(state="failed", message=message, worker=worker, traceback=text, exit_code=1)
+    return RecordedOutcome(state="failed", message=message, worker=worker, traceback=text, exit_code=1)
 
 
 def last_checkpoint(run_dir: Path) -> str:

@@ -22,7 +22,7 @@ from cosmos_rl_core.errors import TakenOver
 from cosmos_rl_core.observe.record import (
     STOPPED,
     Events,
-    Outcome,
+    RecordedOutcome,
     failure,
     last_checkpoint,
     read_outcome,
@@ -221,11 +221,11 @@ class Ending:
     def finished(self, *, step: int, checkpoint: str, interrupted: bool, stopped: str = "", started: float) -> None:
         """Write outcome.json for a run that ended in good order. stopped: the monitor's reason for its end."""
         if interrupted:
-            outcome = Outcome(state="interrupted", message="interrupted by the user", exit_code=130)
+            outcome = RecordedOutcome(state="interrupted", message="interrupted by the user", exit_code=130)
         elif stopped:
-            outcome = Outcome(state="stopped", message=stopped, exit_code=STOPPED)
+            outcome = RecordedOutcome(state="stopped", message=stopped, exit_code=STOPPED)
         else:
-            outcome = Outcome(state="done")
+            outcome = RecordedOutcome(state="done")
         self._write(outcome, LastState(step=step, checkpoint=checkpoint), started=started)
 
     def killed(self, text: str) -> None:
@@ -234,11 +234,11 @@ class Ending:
             return
         checkpoint, start = last_checkpoint(self.directory), read_start(self.directory)
         step = int(checkpoint.rpartition("_")[2]) if checkpoint else 0
-        outcome = Outcome(state="failed", message=text, exit_code=1)
+        outcome = RecordedOutcome(state="failed", message=text, exit_code=1)
         started = time.time() if start is None else start.started
         self._write(outcome, LastState(step=step, checkpoint=checkpoint), started=started)
 
-    def _write(self, outcome: Outcome, position: LastState, *, started: float) -> None:
+    def _write(self, outcome: RecordedOutcome, position: LastState, *, started: float) -> None:
         done, ended = outcome.state == "done", time.time()
         outcome = msgspec.structs.replace(
             outcome,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.held import START, Held
+from cosmos_rl_core.parallel.held import START, MemoryPart
 from cosmos_rl_core.parallel.memory.activations import BYTES, LayerBytes, layer_bytes, norm_bytes, stream_bytes
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
@@ -86,15 +86,15 @@ class MemoryEstimate:
         """Bytes that have to fit into the memory of the rank's own device."""
         return self.total - self.host
 
-    def while_filled(self, *, host: bool) -> list[Held]:
+    def while_filled(self, *, host: bool) -> list[MemoryPart]:
         """Return the memory of a rank of several while its model is filled, having been made on meta and sharded.
 
         host: whether parameters are in the host's memory. A reference is filled after the policy.
         """
-        found = [Held(name="parameters, as they are filled", bytes=self.parameters, at=(START,), host=host)]
+        found = [MemoryPart(name="parameters, as they are filled", bytes=self.parameters, at=(START,), host=host)]
         if self.reference:
-            found.append(Held(name="reference, as it is filled", bytes=self.reference, at=(START,), host=host))
-        return [*found, Held(name="the largest weight, as it is read", bytes=self.read, at=(START,))]
+            found.append(MemoryPart(name="reference, as it is filled", bytes=self.reference, at=(START,), host=host))
+        return [*found, MemoryPart(name="the largest weight, as it is read", bytes=self.read, at=(START,))]
 
 
 def logits_budget(device_bytes: int | None) -> int:

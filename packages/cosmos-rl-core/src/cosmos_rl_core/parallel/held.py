@@ -22,7 +22,7 @@ NOT_COUNTED = "workspaces of kernels, the allocator's fragmentation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class MemoryPart:
     """A part of a process's memory."""
 
     name: str
@@ -44,7 +44,7 @@ class Needs:
 
     process: str
     """The process's noun, such as "a policy rank"."""
-    parts: tuple[Held, ...]
+    parts: tuple[MemoryPart, ...]
 
     @property
     def device(self) -> int:
@@ -75,5 +75,5 @@ class Needs:
         return sum(part.bytes or 0 for part in parts)
 
 
-def _is_held(part: Held, time: str) -> bool:
+def _is_held(part: MemoryPart, time: str) -> bool:
     return time in part.at or (not part.at and time not in (PREPARE, START))

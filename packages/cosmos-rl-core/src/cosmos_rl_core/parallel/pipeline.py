@@ -29,7 +29,7 @@ from cosmos_rl_core.parallel.stages import num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
 
-class Stage(Protocol):
+class PolicyStage(Protocol):
     """A part of a policy, made by its domain.
 
     inputs = stage.prepare(microbatch)                         # once, for all stages of this rank
@@ -58,7 +58,7 @@ class Pipeline:
     """This rank's stages, and its place among the ranks that hold the others. All of them call it together."""
 
     def __init__(
-        self, stages: Sequence[Stage], *, section: ParallelSection, mesh: ReplicaMesh, hidden_dtype: torch.dtype
+        self, stages: Sequence[PolicyStage], *, section: ParallelSection, mesh: ReplicaMesh, hidden_dtype: torch.dtype
     ) -> None:
         """Take this rank's stages: those with index mesh.stage, mesh.stage + pp, ... in this order.
 
@@ -109,7 +109,7 @@ class Pipeline:
         dist.recv(hidden, group=self._group, group_src=source % self._section.pp)
         return hidden
 
-    def _ragged(self, index: int, stage: Stage, step: _Step) -> RaggedStage:
+    def _ragged(self, index: int, stage: PolicyStage, step: _Step) -> RaggedStage:
         return RaggedStage(
             partial(step.run, stage),
             # A list hides FSDP from torch's schedule, which would hold back the sums over ranks.
@@ -141,12 +141,12 @@ class _Step:
 
     microbatches: Sequence[Microbatch]
     inputs: Sequence[Any]
-    """`Stage.prepare` of each microbatch."""
+    """`PolicyStage.prepare` of each microbatch."""
     hidden_shapes: Sequence[tuple[int, ...]]
     loss: MicrobatchLoss
     with_entropy: bool
 
-    def run(self, stage: Stage, hidden: Tensor | None, place: int) -> Tensor:
+    def run(self, stage: PolicyStage, hidden: Tensor | None, place: int) -> Tensor:
         """Hidden states for the next stage, or the loss []."""
         outputs = stage(hidden, self.inputs[place], with_entropy=self.with_entropy)
         return self.loss(outputs, self.microbatches[place]) if isinstance(outputs, PolicyOutputs) else outputs

@@ -30,7 +30,7 @@ from cosmos_rl_core.settings.problems import (
     problems,
     validated,
 )
-from cosmos_rl_core.settings.source import Source, Span
+from cosmos_rl_core.settings.source import RecipeSource, TextSpan
 
 SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
 """Sections without effect when a supervised recipe is only sampled."""
@@ -54,7 +54,7 @@ def load_config(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedRecipe:
     """A recipe with its problems: what is valid of it can still be checked against data, model and machine."""
 
     config: RunConfig
@@ -63,7 +63,7 @@ class Loaded:
     """None if [run] domain names none."""
     problems: Sequence[Problem] = ()
     """In the order of the file."""
-    source: Source | None = None
+    source: RecipeSource | None = None
     """The text of the file; None for a recipe that was given as a mapping."""
 
     @property
@@ -91,7 +91,7 @@ def load(
     *,
     values: Mapping[str, Any] | None = None,
     generating: bool = False,
-) -> Loaded:
+) -> LoadedRecipe:
     """As `load_config`, for a caller that goes on to check the valid sections. Raises UserError alone."""
     file = None if isinstance(source, Mapping) else Path(source)
     text = "" if file is None else _read_text(file)
@@ -106,11 +106,11 @@ def load(
     config, core_problems = _core(raw, tables, parts, unsound, generating=generating)
     found += part_problems + core_problems
     overridden = {override.partition("=")[0].strip() for override in overrides} | set(values or ())
-    return Loaded(
+    return LoadedRecipe(
         config=config,
         domain=domain,
         problems=in_file_order(each_once(found), raw),
-        source=None if file is None else Source(name=str(source), text=text, overridden=overridden),
+        source=None if file is None else RecipeSource(name=str(source), text=text, overridden=overridden),
     )
 
 
@@ -222,21 +222,21 @@ def _parsed(text: str, *, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(_syntax_error(error, Source(name=name, text=text))) from error
+        raise UserError(_syntax_error(error, RecipeSource(name=name, text=text))) from error
     except ValueError as error:
         raise UserError(f"{name}: an integer of more than {sys.get_int_max_str_digits()} digits") from error
     except RecursionError as error:
         raise UserError(f"{name}: arrays or tables are nested too deeply") from error
 
 
-def _syntax_error(error: tomllib.TOMLDecodeError, source: Source) -> str:
+def _syntax_error(error: tomllib.TOMLDecodeError, source: RecipeSource) -> str:
     """The message of a syntax error, with the line and a caret."""
     wrong = str(error).partition(" (at ")[0]
     place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
     if place is None:
         return f"{source.name} (at the end): {wrong}"
     start = source.offset(int(place[1]), int(place[2]))
-    shown = source.underlined(Span(start, start + 1))
+    shown = source.underlined(TextSpan(start, start + 1))
     word = re.match(r"[A-Za-z_][^#\n]*", source.text[start:])
     bare = wrong == "Invalid value" and word is not None
     remedy = f'\n      = help: write text in quotes: "{word[0].strip()}"' if bare and word else ""

@@ -93,7 +93,7 @@ class RunConfig(Strict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conflict:
+class KeyConflict:
     """Two keys whose values are each valid, but not together."""
 
     key: str
@@ -117,7 +117,7 @@ class Conflict:
         return Problem(key=self.key, given=given, wrong=wrong, suggestion=self.suggestion)
 
 
-def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict]:
+def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[KeyConflict]:
     """Yield every pair of conflicting keys; `given` names the sections that the recipe contains."""
     yield from _sft_conflicts(config, given=given) if config.is_sft else _rl_conflicts(config)
     yield from _length_conflicts(config)
@@ -126,9 +126,9 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
     yield from _sync_conflicts(config)
     yield from _colocate_conflicts(config)
     if config.is_sft and config.run.colocate:
-        yield Conflict(key="run.colocate", other="algorithm.name", wrong="has no rollouts to take turns with")
+        yield KeyConflict(key="run.colocate", other="algorithm.name", wrong="has no rollouts to take turns with")
     if config.is_sft and config.eval.loss_data is not None:
-        yield Conflict(
+        yield KeyConflict(
             key="eval.loss_data",
             other="algorithm.name",
             wrong="is measured beside rewards, but there are no rewards with",
@@ -137,23 +137,23 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
     sampled = config.rollout.sampling
     if sampled is not None and sampled.unit != "tokens":
         for key in config.eval.of_tokens:
-            yield Conflict(key=f"eval.{key}", other="run.domain", wrong="is of tokens, which are not sampled with")
+            yield KeyConflict(key=f"eval.{key}", other="run.domain", wrong="is of tokens, which are not sampled with")
     if config.eval.held_out is not None and config.eval.data != config.data:
-        yield Conflict(
+        yield KeyConflict(
             key="eval.held_out",
             other="eval.data",
             wrong="evaluates rows of [data] in place of those of",
             suggestion="remove one of the two",
         )
     if config.eval.every_steps and config.eval.data is None and config.eval.held_out is None:
-        yield Conflict(
+        yield KeyConflict(
             key="eval.every_steps",
             other="eval.data",
             wrong="has no rows to evaluate on without",
             suggestion="add [eval.data], or held_out",
         )
     if config.checkpoint.keep_best and _never_measured(config):
-        yield Conflict(
+        yield KeyConflict(
             key="checkpoint.best_metric",
             other="eval.data" if config.eval.data is None else "algorithm.name",
             wrong="is a metric that this run does not have, with",
@@ -161,11 +161,11 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
         )
 
 
-def _tls_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _tls_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     if config.tls.weights and not config.tls.enabled:
-        yield Conflict(key="tls.weights", other="tls.enabled", wrong="has no certificates with")
+        yield KeyConflict(key="tls.weights", other="tls.enabled", wrong="has no certificates with")
     if config.tls.weights and config.sync.transport.startswith("nixl"):
-        yield Conflict(
+        yield KeyConflict(
             key="sync.transport",
             other="tls.weights",
             wrong="does not encrypt, which conflicts with",
@@ -181,9 +181,9 @@ def _never_measured(config: RunConfig) -> bool:
     return config.is_sft and "reward" in metric
 
 
-def _sft_conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict]:
+def _sft_conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[KeyConflict]:
     if config.teacher is not None and config.teacher.loss == "advantage":
-        yield Conflict(
+        yield KeyConflict(
             key="teacher.loss",
             other="algorithm.name",
             wrong="needs tokens that the policy sampled, and there are none with",
@@ -191,7 +191,7 @@ def _sft_conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Con
         )
     for section in RL_ONLY:
         if section in given:
-            yield Conflict(
+            yield KeyConflict(
                 key=section,
                 other="algorithm.name",
                 wrong="does not apply with",
@@ -199,10 +199,10 @@ def _sft_conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Con
             )
 
 
-def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     if not config.reward.functions and not config.is_taught_alone:
         alone = "" if config.teacher is None else ", or set [teacher] task_coef = 0 to learn from the teacher alone"
-        yield Conflict(
+        yield KeyConflict(
             key="reward.functions",
             other="algorithm.name",
             wrong="must name at least one reward with",
@@ -210,13 +210,13 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
     compares = find_algorithm(config.algorithm.name).advantage is None and config.algorithm.advantage != "gae"
     if config.rollout.group_size == 1 and compares and not config.is_taught_alone:
-        yield Conflict(
+        yield KeyConflict(
             key="rollout.group_size",
             other="algorithm.advantage",
             wrong="must be at least 2, to compare rollouts of a prompt, for",
         )
     if config.data_regularization.data is not None and not config.data_regularization.coef:
-        yield Conflict(
+        yield KeyConflict(
             key="data_regularization.coef",
             other="data_regularization.data",
             wrong="must be above 0 with",
@@ -229,12 +229,12 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield from _term_conflicts(config)
 
 
-def _filter_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _filter_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Reject rules about the rewards of a group where there are none."""
     keys = {"filter_zero_variance": False, "filter_low": None, "filter_high": None, "mask_prefix_terms": 0}
     for key, default in keys.items():
         if getattr(config.algorithm, key) != default:
-            yield Conflict(
+            yield KeyConflict(
                 key=f"algorithm.{key}",
                 other="reward.functions",
                 wrong="has no rewards to compare without",
@@ -242,30 +242,30 @@ def _filter_conflicts(config: RunConfig) -> Iterator[Conflict]:
             )
 
 
-def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _monitor_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Check the inputs of the monitor, and the checkpoints that a rollback needs."""
     if set(config.monitor.judges) - {f.title for f in config.reward.functions if f.weight == 0}:
-        yield Conflict(
+        yield KeyConflict(
             key="monitor.judges",
             other="reward.functions",
             wrong="names a judge that is not a reward of weight 0 in",
             suggestion="add it there with weight = 0, so that it is measured but not trained on",
         )
     if DIVERSITY in config.monitor.judges:
-        yield Conflict(
+        yield KeyConflict(
             key="monitor.judges",
             other="eval.data",
             wrong=f"names {DIVERSITY}, which compares rollouts of a prompt, but evaluation generates one per row of",
             suggestion=f'remove it: a rule with watch = "{DIVERSITY}" uses the value from training',
         )
     if config.monitor.rolls_back and not config.checkpoint.every_steps:
-        yield Conflict(
+        yield KeyConflict(
             key="checkpoint.every_steps",
             other="monitor.rules",
             wrong="must be above 0, so that a checkpoint to roll back to exists, with a rollback in",
         )
     if config.monitor.data_rows and config.eval.loss_data is None:
-        yield Conflict(
+        yield KeyConflict(
             key="monitor.data_rows",
             other="eval.loss_data",
             wrong="has no rows to score without",
@@ -273,24 +273,24 @@ def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _sync_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _sync_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Check the interval of versions that engines load."""
     if config.sync.interval > config.sync.max_staleness + 1:
-        yield Conflict(
+        yield KeyConflict(
             key="sync.interval",
             other="sync.max_staleness",
             wrong="lets weights become interval - 1 versions old, which must be at most",
             suggestion=f"set max_staleness = {config.sync.interval - 1} or more",
         )
     if config.sync.interval > 1 and config.sync.delta:
-        yield Conflict(
+        yield KeyConflict(
             key="sync.interval",
             other="sync.delta",
             wrong="must be 1, as changes are those since the version before, with",
         )
 
 
-def _colocate_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _colocate_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Check the settings that turns on the same GPUs need."""
     sync = config.sync
     wrong = {
@@ -310,39 +310,39 @@ def _colocate_conflicts(config: RunConfig) -> Iterator[Conflict]:
     }
     for key, (is_wrong, text) in wrong.items():
         if config.run.colocate and is_wrong:
-            yield Conflict(key=key, other="run.colocate", wrong=text)
+            yield KeyConflict(key=key, other="run.colocate", wrong=text)
 
 
-def _autoscale_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _autoscale_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Check that workers can be added, and the limits of their number."""
     section, key = config.elastic.autoscale, "elastic.autoscale.max_rollouts"
     if not section.max_rollouts:
         return
     if config.run.placement != "local":
-        yield Conflict(
+        yield KeyConflict(
             key=key,
             other="run.placement",
             wrong="needs workers that the run starts itself, not",
             suggestion="remove it and use cosmos-rl scale",
         )
     if section.min_rollouts > section.max_rollouts:
-        yield Conflict(key=key, other="elastic.autoscale.min_rollouts", wrong="must be at least")
+        yield KeyConflict(key=key, other="elastic.autoscale.min_rollouts", wrong="must be at least")
     if config.rollout.replicas > section.max_rollouts:
-        yield Conflict(key=key, other="rollout.replicas", wrong="must be at least")
+        yield KeyConflict(key=key, other="rollout.replicas", wrong="must be at least")
 
 
-def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _term_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Check the maximum length of a rollout."""
     length_key = f"rollout.sampling.{config.rollout.sampling.length_key}"
     if config.algorithm.overlong_buffer_terms > config.rollout.sampling.max_terms:
-        yield Conflict(
+        yield KeyConflict(
             key="algorithm.overlong_buffer_terms",
             other=length_key,
             wrong="must be at most",
         )
     sampling, terms = config.rollout.sampling, config.policy.microbatch_terms
     if sampling.least_microbatch_terms > terms:
-        yield Conflict(
+        yield KeyConflict(
             key="policy.microbatch_terms",
             other=length_key,
             wrong="must be large enough for a whole rollout: its prompt and up to",
@@ -352,7 +352,7 @@ def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield from _cut_conflicts(config)
 
 
-def _cut_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _cut_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Reject averages over whole rollouts in a domain that splits rollouts across microbatches."""
     averages = {
         "algorithm.loss": config.algorithm.loss == "sequence_clipped",
@@ -360,7 +360,7 @@ def _cut_conflicts(config: RunConfig) -> Iterator[Conflict]:
     }
     for key, whole in averages.items():
         if whole:
-            yield Conflict(
+            yield KeyConflict(
                 key=key,
                 other="policy.microbatch_terms",
                 wrong="averages over whole rollouts, but this domain splits them into microbatches of",
@@ -368,20 +368,20 @@ def _cut_conflicts(config: RunConfig) -> Iterator[Conflict]:
             )
 
 
-def _length_conflicts(config: RunConfig) -> Iterator[Conflict]:
+def _length_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Check the length of the run."""
     steps, schedule = config.run.max_steps, config.policy.schedule
     if steps is None and config.prompts.epochs is None:
-        yield Conflict(
+        yield KeyConflict(
             key="run.max_steps",
             other="prompts.epochs",
             wrong="is required without",
             suggestion="set one of them, or the run never ends",
         )
     elif steps is None and schedule.name != "constant":
-        yield Conflict(key="run.max_steps", other="policy.schedule.name", wrong="is required with")
+        yield KeyConflict(key="run.max_steps", other="policy.schedule.name", wrong="is required with")
     if steps is not None and schedule.warmup_steps > steps:
-        yield Conflict(
+        yield KeyConflict(
             key="policy.schedule.warmup_steps",
             other="run.max_steps",
             wrong="must be at most",

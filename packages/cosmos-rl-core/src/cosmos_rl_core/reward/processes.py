@@ -20,9 +20,9 @@ import numpy as np
 
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.reward.pool.body import BodySpool
-from cosmos_rl_core.reward.pool.pool import PoolMetrics, RewardPool, Task
+from cosmos_rl_core.reward.pool.pool import PoolMetrics, RewardPool, RewardTask
 from cosmos_rl_core.reward.pool.settings import ServedReward
-from cosmos_rl_core.reward.pool.worker import OF_ITEMS, Build, Item, Result
+from cosmos_rl_core.reward.pool.worker import OF_ITEMS, Build, Result, RewardItem
 from cosmos_rl_core.reward.values import place, too_long
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.payload import encode_group
@@ -52,14 +52,14 @@ class RewardProcesses:
         """Return a reward that runs in these processes. name: as in `service.worker.build`."""
         return ProcessReward(self, Build(name=name, label=label, options=dict(options)))
 
-    async def score(self, build: Build, body: bytes) -> tuple[Result, Task]:
+    async def score(self, build: Build, body: bytes) -> tuple[Result, RewardTask]:
         """Return the result for an encoded group, once a process is free and has scored it."""
         pool = await self._started()
         spool = BodySpool()
         call = _Call(spool, asyncio.get_running_loop().create_future())
         try:
             spool.write(body)
-            task = Task(job=call, item=Item(num_bytes=spool.num_bytes, own=build), since=0.0)
+            task = RewardTask(job=call, item=RewardItem(num_bytes=spool.num_bytes, own=build), since=0.0)
             pool.submit(task)
             return await call.result, task
         finally:
@@ -86,7 +86,7 @@ class RewardProcesses:
             return self._pool
 
 
-def _resolve(task: Task, result: Result) -> None:
+def _resolve(task: RewardTask, result: Result) -> None:
     assert isinstance(task.job, _Call)
     if not task.job.result.done():  # cancelled, with the group
         task.job.result.set_result(result)

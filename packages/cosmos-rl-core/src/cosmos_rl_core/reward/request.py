@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.reward.wire_format import Buffer, MalformedBody, Place, find_arrays, safetensors_parts
+from cosmos_rl_core.reward.wire_format import ArrayLocation, Buffer, MalformedBody, find_arrays, safetensors_parts
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 MediaKind = Literal["video", "image", "latent", "none"]
@@ -87,11 +87,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ScoreRequest:
     """A request whose arrays are still in the body."""
 
     header: Header
-    places: Mapping[str, Place]
+    places: Mapping[str, ArrayLocation]
 
     def read_groups(self, buffer: Buffer) -> list[RolloutGroup]:
         """Return the groups for the rewards: each array of a sample is in its rollout's `media`.
@@ -143,7 +143,7 @@ def decode_header(line: bytes) -> Header:
     return header
 
 
-def checked(header: Header, places: Mapping[str, Place]) -> Request:
+def checked(header: Header, places: Mapping[str, ArrayLocation]) -> ScoreRequest:
     """Return the request. Raises MalformedBody for arrays that do not match the header."""
     size = header.size
     for name, place in places.items():
@@ -154,7 +154,7 @@ def checked(header: Header, places: Mapping[str, Place]) -> Request:
         if place is None:
             raise MalformedBody(f"header: media is {header.media!r}, but no array has that name; found: {list(places)}")
         _check_media(header.media, place)
-    return Request(header=header, places=places)
+    return ScoreRequest(header=header, places=places)
 
 
 def encode_line(header: Header) -> bytes:
@@ -186,7 +186,7 @@ def encode_body(
 _PIECE_BYTES = 2**20
 
 
-def _check_media(kind: str, place: Place) -> None:
+def _check_media(kind: str, place: ArrayLocation) -> None:
     dims, shape = _SHAPES[kind]
     pixels = kind != "latent"
     if len(place.shape) != dims or 0 in place.shape or (pixels and place.shape[-1] != 3):
@@ -269,7 +269,7 @@ _decode = msgspec.json.Decoder(_Metadata).decode
 _decode_keys = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def read_request(buffer: Buffer) -> Request:
+def read_request(buffer: Buffer) -> ScoreRequest:
     """Return the request in a body of either kind. Raises MalformedBody, which names the field."""
     line, start = read_line(buffer)
     if b'"reward_fn"' in line and (keys := _keys(line)).keys() & {"reward_fn"}:
@@ -284,7 +284,7 @@ def _keys(line: bytes) -> dict[str, Any]:
         raise MalformedBody(f"header: {error}") from error
 
 
-def _read_theirs(line: bytes, keys: dict[str, Any], places: dict[str, Place]) -> Request:
+def _read_theirs(line: bytes, keys: dict[str, Any], places: dict[str, ArrayLocation]) -> ScoreRequest:
     try:
         metadata = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -305,7 +305,7 @@ def _read_theirs(line: bytes, keys: dict[str, Any], places: dict[str, Place]) ->
     return checked(header, {kind: places["array"]})
 
 
-def _kind(media_type: str | None, place: Place) -> MediaKind:
+def _kind(media_type: str | None, place: ArrayLocation) -> MediaKind:
     """The kind of the array. cosmos-rl's trainers also send latents as "video"."""
     match (media_type or "latent").lower():
         case "image":

@@ -52,7 +52,7 @@ class MalformedBody(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ArrayLocation:
     """Location, dtype and shape of an array in a body."""
 
     dtype: np.dtype
@@ -83,7 +83,7 @@ _decode_index = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_entry = msgspec.json.Decoder(_Entry).decode
 
 
-def find_arrays(buffer: Buffer, start: int, *, npy_name: str = "array") -> dict[str, Place]:
+def find_arrays(buffer: Buffer, start: int, *, npy_name: str = "array") -> dict[str, ArrayLocation]:
     """Return the arrays from byte `start` on, by name; a .npy file has a single one, with the name `npy_name`.
 
     Raises MalformedBody for another format, for Python objects, for an unsupported dtype and for an incomplete array.
@@ -95,7 +95,7 @@ def find_arrays(buffer: Buffer, start: int, *, npy_name: str = "array") -> dict[
     return _safetensors_places(buffer, start)
 
 
-def _safetensors_places(buffer: Buffer, start: int) -> dict[str, Place]:
+def _safetensors_places(buffer: Buffer, start: int) -> dict[str, ArrayLocation]:
     if len(buffer) - start < 8:
         raise MalformedBody(f"after the header line come {len(buffer) - start} bytes; safetensors are 8 or more")
     (size,) = struct.unpack("<Q", buffer[start : start + 8])
@@ -119,12 +119,12 @@ def _safetensors_places(buffer: Buffer, start: int) -> dict[str, Place]:
     return places
 
 
-def _place(name: str, entry: _Entry, data: int) -> Place:
+def _place(name: str, entry: _Entry, data: int) -> ArrayLocation:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise MalformedBody(f"array {name!r} has dtype {entry.dtype}; supported: {', '.join(_DTYPES)}")
     first, last = entry.data_offsets
-    place = Place(dtype=dtype, shape=entry.shape, start=data + first)
+    place = ArrayLocation(dtype=dtype, shape=entry.shape, start=data + first)
     if last - first != place.num_bytes:
         raise MalformedBody(
             f"array {name!r} {list(entry.shape)} has {place.num_bytes} bytes, its offsets {last - first}"
@@ -132,7 +132,7 @@ def _place(name: str, entry: _Entry, data: int) -> Place:
     return place
 
 
-def _npy_place(buffer: Buffer, start: int) -> Place:
+def _npy_place(buffer: Buffer, start: int) -> ArrayLocation:
     text, data = _npy_header(buffer, start)
     found = _NPY_HEADER.fullmatch(text)
     if found is None:
@@ -147,7 +147,7 @@ def _npy_place(buffer: Buffer, start: int) -> Place:
     if len(lengths) > _MAX_DIMS or not all(size.isdecimal() and len(size) <= _MAX_NPY_DIGITS for size in lengths):
         raise MalformedBody(f"the .npy header is malformed: shape ({sizes[:100]})")
     shape = tuple(int(size) for size in lengths)
-    place = Place(dtype=dtype, shape=shape, start=data, fortran=order == "True")
+    place = ArrayLocation(dtype=dtype, shape=shape, start=data, fortran=order == "True")
     if place.start + place.num_bytes != len(buffer):
         raise MalformedBody(f"the .npy file {list(shape)} of {dtype} does not end where the body does")
     return place

@@ -31,7 +31,7 @@ from cosmos_rl_core.wire.listening import SeldomLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class PromptLease:
     """The right to generate the group of one prompt."""
 
     prompt: Prompt
@@ -48,13 +48,13 @@ class LeaseSource(Protocol):
         """Request up to `capacity` leases for weights `version` of `lineage`; replaces an earlier waiting request."""
         ...
 
-    async def granted(self) -> Sequence[Lease] | None:
+    async def granted(self) -> Sequence[PromptLease] | None:
         """Return the next grant, or None when the run is over."""
         ...
 
-    async def deliver(self, lease: Lease, group: RolloutGroup) -> None: ...
+    async def deliver(self, lease: PromptLease, group: RolloutGroup) -> None: ...
 
-    async def fail(self, lease: Lease, error: SampleError) -> None: ...
+    async def fail(self, lease: PromptLease, error: SampleError) -> None: ...
 
     async def cancelled(self) -> int:
         """Return the next sample id whose lease was cancelled."""
@@ -174,7 +174,7 @@ class RolloutWorker:
         if error is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    async def _answer(self, lease: Lease) -> None:
+    async def _answer(self, lease: PromptLease) -> None:
         lane = next(i for i in count() if i not in self._lanes)
         self._lanes.add(lane)
         work = self._rollouter.evaluate if lease.evaluation else self._rollouter.run

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.settings.source import Source
+from cosmos_rl_core.settings.source import RecipeSource
 
 
 class Strict(BaseModel):
@@ -105,7 +105,7 @@ class Problem:
 class ConfigError(UserError):
     """All problems of a config under a header that names the file: one per line, or with its line of `source`."""
 
-    def __init__(self, problems: Sequence[Problem], *, file: str = "", source: Source | None = None) -> None:
+    def __init__(self, problems: Sequence[Problem], *, file: str = "", source: RecipeSource | None = None) -> None:
         assert problems, "a ConfigError without a problem"
         self.problems = tuple(problems)
         self.file = source.name if source else file
@@ -114,7 +114,7 @@ class ConfigError(UserError):
         super().__init__("\n".join([header, *(_shown(problem, source) for problem in problems)]))
 
 
-def _shown(problem: Problem, source: Source | None) -> str:
+def _shown(problem: Problem, source: RecipeSource | None) -> str:
     """The problem on one line; if the file has its key, with position, line and carets, and the remedy below."""
     value = bool(problem.given) and not problem.of_key
     place = source.place(problem.key, value=value) if source else ""

@@ -26,7 +26,7 @@ _WIDEST = 110
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TextSpan:
     """Characters of the text, as offsets: `start` <= offset < `end`."""
 
     start: int
@@ -34,16 +34,16 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RecipeEntry:
     """A key of the file."""
 
-    key: Span
+    key: TextSpan
     """For a table, its header; for an entry of an array, the value."""
-    value: Span
+    value: TextSpan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class RecipeSource:
     """A TOML file, and the keys that the command line has set over it."""
 
     name: str
@@ -68,7 +68,7 @@ class Source:
         found = self._find(key, value=value)
         return "" if found is None else self.underlined(found)
 
-    def underlined(self, span: Span) -> str:
+    def underlined(self, span: TextSpan) -> str:
         """Return the first line of `span`, with carets under the part of it that is in the span."""
         number, column = self._line(span.start)
         line = self.text.splitlines()[number - 1] if self.text.splitlines()[number - 1 :] else ""
@@ -94,7 +94,7 @@ class Source:
         before = self.text[:offset]
         return before.count("\n") + 1, offset - (before.rfind("\n") + 1) + 1
 
-    def _find(self, key: str, *, value: bool) -> Span | None:
+    def _find(self, key: str, *, value: bool) -> TextSpan | None:
         """The key or its value; for a key that the file lacks, the nearest table around it."""
         if any(key == given or key.startswith(f"{given}.") for given in self.overridden):
             return None
@@ -106,7 +106,7 @@ class Source:
         return self.entries[table].key if table else None
 
     @cached_property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, RecipeEntry]:
         """Every key and table of the file by its dotted key; entries of arrays are numbered from 0."""
         return dict(_Scanner(self.text).entries())
 
@@ -122,7 +122,7 @@ class _Scanner:
         self._headed: set[str] = set()
         """Tables that a header has named, also as a part of its name."""
 
-    def entries(self) -> Iterator[tuple[str, Entry]]:
+    def entries(self) -> Iterator[tuple[str, RecipeEntry]]:
         table = ""
         while self._skip_blank() < len(self._text):
             if self._text[self._at] != "[":
@@ -132,7 +132,7 @@ class _Scanner:
             self._at += width
             parts, _ = self._key()
             self._at += width
-            header = Entry(Span(start, self._at), Span(start, self._at))
+            header = RecipeEntry(TextSpan(start, self._at), TextSpan(start, self._at))
             for table in self._tables(parts, is_array=width == 2):
                 if table not in self._headed:
                     yield table, header
@@ -152,13 +152,13 @@ class _Scanner:
                 tables.append(path)
         return tables
 
-    def _pair(self, table: str) -> Iterator[tuple[str, Entry]]:
+    def _pair(self, table: str) -> Iterator[tuple[str, RecipeEntry]]:
         self._skip_blank()
         start = self._at
         parts, end = self._key()
         key = ".".join([table, *parts] if table else parts)
         self._at += len("=")
-        yield from self._value(key, Span(start, end))
+        yield from self._value(key, TextSpan(start, end))
 
     def _key(self) -> tuple[list[str], int]:
         """Read a dotted key and the blanks after it; return its parts and its end."""
@@ -174,9 +174,9 @@ class _Scanner:
                 return parts, end
             self._at += 1
 
-    def _value(self, key: str, named: Span | None = None) -> Iterator[tuple[str, Entry]]:
+    def _value(self, key: str, named: TextSpan | None = None) -> Iterator[tuple[str, RecipeEntry]]:
         start = self._skip_blank()
-        inner: list[tuple[str, Entry]] = []
+        inner: list[tuple[str, RecipeEntry]] = []
         match self._text[start]:
             case "{":
                 inner = self._until("}", lambda number: self._pair(key))
@@ -186,15 +186,17 @@ class _Scanner:
                 found = _STRING.match(self._text, start) or _SCALAR.match(self._text, start)
                 assert found is not None, "tomllib has accepted this text"
                 self._at = start + len(found[0].rstrip())
-        value = Span(start, self._at)
-        yield key, Entry(named or value, value)
+        value = TextSpan(start, self._at)
+        yield key, RecipeEntry(named or value, value)
         yield from inner
         self._skip_blank()
 
-    def _until(self, end: str, item: Callable[[int], Iterable[tuple[str, Entry]]]) -> list[tuple[str, Entry]]:
+    def _until(
+        self, end: str, item: Callable[[int], Iterable[tuple[str, RecipeEntry]]]
+    ) -> list[tuple[str, RecipeEntry]]:
         """Read the entries of an array or inline table, separated by commas."""
         self._at += 1
-        found: list[tuple[str, Entry]] = []
+        found: list[tuple[str, RecipeEntry]] = []
         number = 0
         while self._text[self._skip_blank()] != end:
             found += item(number)

@@ -53,7 +53,7 @@ FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, 
 """Exceptions that a damaged or malicious pickle can raise on the way."""
 
 
-class Refused(Exception):
+class ForbiddenPickle(Exception):
     """An operation or name that no pickle of arrays needs; the message is a phrase."""
 
 
@@ -67,7 +67,7 @@ def read_array(data: bytes, *, name: str) -> np.ndarray:
     if data[:4] == b"PK\x03\x04":
         raise UserError(f"{name} is an archive of torch.save; save the tensor as safetensors instead")
     try:
-        content = Machine(Budget(num_bytes=2 * len(data))).run(io.BytesIO(data))
+        content = PickleMachine(Budget(num_bytes=2 * len(data))).run(io.BytesIO(data))
         for _ in range(MAX_DEPTH):
             match content:
                 case Array(view=np.ndarray()):
@@ -78,7 +78,7 @@ def read_array(data: bytes, *, name: str) -> np.ndarray:
                     content = next(iter(content.values()))
                 case _:
                     break
-    except Refused as refused:
+    except ForbiddenPickle as refused:
         raise UserError(f"{name}: refused: the pickle asks for {refused}; only arrays and tensors are read") from None
     except FAULTS as error:
         cause = f"{type(error).__name__}: {str(error)[:200]}"
@@ -97,12 +97,12 @@ class Budget:
     def operation(self) -> None:
         self.operations -= 1
         if self.operations < 0:
-            raise Refused(f"more than {MAX_OPERATIONS} operations")
+            raise ForbiddenPickle(f"more than {MAX_OPERATIONS} operations")
 
     def call(self, arguments: tuple[Any, ...]) -> None:
         self.num_bytes -= sum(len(given) for given in arguments if isinstance(given, bytes | bytearray | str))
         if self.num_bytes < 0:
-            raise Refused("the same bytes again and again")
+            raise ForbiddenPickle("the same bytes again and again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class StandIn:
     """The function that a call of it runs; None for a name that is only passed on."""
 
 
-class Machine:
+class PickleMachine:
     """Follows the operations of one pickle."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Machine:
             elif name in OPERATIONS:
                 OPERATIONS[name](self, argument)
             else:
-                raise Refused(f"the operation {name}")
+                raise ForbiddenPickle(f"the operation {name}")
         return self._stack.pop()
 
     def _mark(self, _: None) -> None:
@@ -180,13 +180,13 @@ class Machine:
     def _set(self, items: list[Any]) -> None:
         for key in items[::2]:  # the hash of a nested tuple takes for ever, and integers can be made to collide
             if type(key) is not str and not (type(key) is int and abs(key) < MAX_KEY):
-                raise Refused(f"a dict with {_shown(key)} as a key")
+                raise ForbiddenPickle(f"a dict with {_shown(key)} as a key")
         self._of(dict).update(zip(items[::2], items[1::2], strict=True))
 
     def _of(self, kind: type) -> Any:
         """The top of the stack, which must be of type `kind`."""
         if type(self._stack[-1]) is not kind:
-            raise Refused(f"a {type(self._stack[-1]).__name__} as a {kind.__name__}")
+            raise ForbiddenPickle(f"a {type(self._stack[-1]).__name__} as a {kind.__name__}")
         return self._stack[-1]
 
     def _remember(self, place: int | None) -> None:
@@ -198,23 +198,23 @@ class Machine:
     def _name(self, name: str | None) -> None:
         module, attribute = self._take(2) if name is None else name.split(" ", 1)
         if type(module) is not str or type(attribute) is not str:
-            raise Refused("a name that is no text")
+            raise ForbiddenPickle("a name that is no text")
         known = STAND_INS.get((module, attribute))
         if known is None:
-            raise Refused(f"{module[:80]}.{attribute[:80]}")
+            raise ForbiddenPickle(f"{module[:80]}.{attribute[:80]}")
         self._stack.append(known)
 
     def _call(self, _: None) -> None:
         function, arguments = self._take(2)
         if not isinstance(function, StandIn) or type(arguments) is not tuple:
-            raise Refused(f"a call of {_shown(function)}")
+            raise ForbiddenPickle(f"a call of {_shown(function)}")
         self._budget.call(arguments)
         if function is LOAD_STORAGE and not self._in_storage:
             self._stack.append(load_storage(*arguments, budget=self._budget))
         elif function.call is not None:
             self._stack.append(function.call(*arguments))
         else:
-            raise Refused(f"a call of {_shown(function)}")
+            raise ForbiddenPickle(f"a call of {_shown(function)}")
 
     def _build(self, _: None) -> None:
         (state,) = self._take(1)
@@ -222,7 +222,7 @@ class Machine:
         if self._storages is not None and type(built) is dict:
             return  # the state is an attribute of a state dict: the versions of its modules
         if not isinstance(built, Array | Dtype):
-            raise Refused(f"the state of {_shown(built)}")
+            raise ForbiddenPickle(f"the state of {_shown(built)}")
         built.build(*state)
 
     def _persistent(self, _: None) -> None:
@@ -233,7 +233,7 @@ class Machine:
             case [("storage", StandIn() as kind, *_)]:
                 self._stack.append(kind)
             case [pid]:
-                raise Refused(f"an object outside the file ({type(pid).__name__})")
+                raise ForbiddenPickle(f"an object outside the file ({type(pid).__name__})")
 
 
 class Dtype:
@@ -241,12 +241,12 @@ class Dtype:
 
     def __init__(self, name: str, *_: Any) -> None:
         if not isinstance(name, str) or not NUMBERS.fullmatch(name):
-            raise Refused(f"an array of {_shown(name)}")
+            raise ForbiddenPickle(f"an array of {_shown(name)}")
         self.dtype = np.dtype(name)
 
     def build(self, version: int, order: str, *_: Any) -> None:
         if type(order) is not str or order not in "<>|=" or len(order) != 1:
-            raise Refused(f"byte order {_shown(order)}")
+            raise ForbiddenPickle(f"byte order {_shown(order)}")
         self.dtype = self.dtype.newbyteorder(order)  # pyright: ignore[reportArgumentType]
 
 
@@ -282,7 +282,7 @@ def widen(halves: np.ndarray) -> np.ndarray:
 def array_of(data: bytes, dtype: Dtype, shape: Any, order: Any) -> Array:
     """numpy's `_frombuffer`."""
     if not isinstance(dtype, Dtype) or not isinstance(data, bytes | bytearray) or order not in ("C", "F"):
-        raise Refused("an array of objects")
+        raise ForbiddenPickle("an array of objects")
     return Array(np.frombuffer(data, dtype.dtype).reshape(_sizes(shape), order=order))
 
 
@@ -290,13 +290,13 @@ def tensor_of(storage: Storage, offset: int, size: Any, stride: Any, *_: Any) ->
     """torch's `_rebuild_tensor_v2`: a strided view of a storage, never outside of it."""
     size, stride, (offset,) = _sizes(size), _sizes(stride), _sizes((offset,))
     if not isinstance(storage, Storage) or len(size) != len(stride):
-        raise Refused("a tensor without a storage")
+        raise ForbiddenPickle("a tensor without a storage")
     elements = storage.elements
     if 0 in size:
         return Array(np.zeros(size, elements.dtype), storage.is_bfloat16)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride))
     if last >= len(elements) or prod(size) > len(elements):
-        raise Refused("a tensor larger than its storage")
+        raise ForbiddenPickle("a tensor larger than its storage")
     steps = [step * elements.itemsize for step in stride]
     return Array(np.lib.stride_tricks.as_strided(elements[offset:], size, steps), storage.is_bfloat16)
 
@@ -304,9 +304,9 @@ def tensor_of(storage: Storage, offset: int, size: Any, stride: Any, *_: Any) ->
 def load_storage(data: bytes, *, budget: Budget) -> Storage:
     """Read the bytes of a torch storage: pickles of magic, protocol, system, type, keys; then count and elements."""
     file = io.BytesIO(data)
-    magic, protocol, system, kind, _ = (Machine(budget, in_storage=True).run(file) for _ in range(5))
+    magic, protocol, system, kind, _ = (PickleMachine(budget, in_storage=True).run(file) for _ in range(5))
     if (magic, protocol) != (STORAGE_MAGIC, STORAGE_PROTOCOL) or system["little_endian"] is not True:
-        raise Refused("a storage of an unknown format")
+        raise ForbiddenPickle("a storage of an unknown format")
     (count,) = struct.unpack("<q", file.read(8))
     dtype = STORAGES[kind.name.removeprefix("torch.")]
     is_bfloat16 = dtype == "bfloat16"
@@ -317,9 +317,9 @@ def load_storage(data: bytes, *, budget: Budget) -> Storage:
 def _sizes(given: Any) -> tuple[int, ...]:
     """A shape or strides: a few natural numbers."""
     if not isinstance(given, tuple | list) or len(given) > MAX_DIMS:
-        raise Refused("an array without a shape")
+        raise ForbiddenPickle("an array without a shape")
     if any(type(size) is not int or size < 0 for size in given):
-        raise Refused("a negative size, or none")
+        raise ForbiddenPickle("a negative size, or none")
     return tuple(given)
 
 
@@ -332,7 +332,7 @@ def _shown(value: Any) -> str:
 
 def _latin1(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise Refused(f"the codec {_shown(encoding)}")
+        raise ForbiddenPickle(f"the codec {_shown(encoding)}")
     return text.encode("latin1")
 
 
@@ -342,7 +342,7 @@ def _stand_ins() -> Mapping[tuple[str, str], StandIn]:
 
     def reconstruct(kind: StandIn, shape: Any, code: Any) -> Array:
         if kind is not ndarray:
-            raise Refused(f"an array of the class {_shown(kind)}")
+            raise ForbiddenPickle(f"an array of the class {_shown(kind)}")
         return Array()
 
     known: dict[tuple[str, str], Callable[..., Any]] = {
@@ -381,10 +381,10 @@ EMPTY: Mapping[str, Callable[[], Any]] = {
 }
 """Operations without an argument that put a value there."""
 
-OPERATIONS: Mapping[str, Callable[[Machine, Any], None]] = {
+OPERATIONS: Mapping[str, Callable[[PickleMachine, Any], None]] = {
     "PROTO": lambda machine, version: None,
     "FRAME": lambda machine, length: None,
-    "MARK": Machine._mark,
+    "MARK": PickleMachine._mark,
     "TUPLE": lambda machine, _: machine._tuple(machine._to_mark()),
     "TUPLE1": lambda machine, _: machine._tuple(machine._take(1)),
     "TUPLE2": lambda machine, _: machine._tuple(machine._take(2)),
@@ -393,14 +393,14 @@ OPERATIONS: Mapping[str, Callable[[Machine, Any], None]] = {
     "APPENDS": lambda machine, _: machine._append(machine._to_mark()),
     "SETITEM": lambda machine, _: machine._set(machine._take(2)),
     "SETITEMS": lambda machine, _: machine._set(machine._to_mark()),
-    "MEMOIZE": Machine._remember,
-    "BINPUT": Machine._remember,
-    "LONG_BINPUT": Machine._remember,
-    "BINGET": Machine._recall,
-    "LONG_BINGET": Machine._recall,
-    "GLOBAL": Machine._name,
-    "STACK_GLOBAL": Machine._name,
-    "REDUCE": Machine._call,
-    "BUILD": Machine._build,
-    "BINPERSID": Machine._persistent,
+    "MEMOIZE": PickleMachine._remember,
+    "BINPUT": PickleMachine._remember,
+    "LONG_BINPUT": PickleMachine._remember,
+    "BINGET": PickleMachine._recall,
+    "LONG_BINGET": PickleMachine._recall,
+    "GLOBAL": PickleMachine._name,
+    "STACK_GLOBAL": PickleMachine._name,
+    "REDUCE": PickleMachine._call,
+    "BUILD": PickleMachine._build,
+    "BINPERSID": PickleMachine._persistent,
 }

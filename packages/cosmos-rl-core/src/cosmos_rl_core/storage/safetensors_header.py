@@ -31,7 +31,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPosition:
     """Position of a tensor in a file."""
 
     start: int
@@ -61,7 +61,7 @@ def weight_files(directory: Path, pattern: str = "*.safetensors") -> list[Path]:
     return [path for path in sorted(directory.glob(pattern)) if not path.name.startswith((".", "consolidated"))]
 
 
-def read_header(file: BufferedIOBase | BinaryIO, *, name: str, alone: bool = False) -> dict[str, Place]:
+def read_header(file: BufferedIOBase | BinaryIO, *, name: str, alone: bool = False) -> dict[str, TensorPosition]:
     """Return the tensors of an open file by name, without its metadata.
 
     alone: accept a file that ends after its header.
@@ -85,7 +85,7 @@ def read_header(file: BufferedIOBase | BinaryIO, *, name: str, alone: bool = Fal
         raise UserError(f"{name} is not a safetensors file ({error})") from error
 
 
-def _place(key: str, held: Any, data: int, room: int) -> Place:
+def _place(key: str, held: Any, data: int, room: int) -> TensorPosition:
     match held:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if _is_shape(shape):
             pass
@@ -96,7 +96,7 @@ def _place(key: str, held: Any, data: int, room: int) -> Place:
     wanted = prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - start
     if end - start != wanted:
         raise ValueError(f"{key[:200]} has {end - start:,} bytes, but its shape {shape[:8]} of {dtype} {wanted:,}")
-    return Place(data + start, dtype, tuple(shape))
+    return TensorPosition(data + start, dtype, tuple(shape))
 
 
 def _is_shape(sizes: list[Any]) -> bool:

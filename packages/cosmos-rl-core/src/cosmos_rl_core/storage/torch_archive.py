@@ -16,7 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.storage.pickles import FAULTS, STORAGES, Array, Budget, Machine, Refused, StandIn, Storage
+from cosmos_rl_core.storage.pickles import (
+    FAULTS,
+    STORAGES,
+    Array,
+    Budget,
+    ForbiddenPickle,
+    PickleMachine,
+    StandIn,
+    Storage,
+)
 
 OPERATIONS_PER_STORAGE = 400
 """Of the pickle: a tensor takes about 60, and a storage may have several tensors."""
@@ -37,8 +46,8 @@ def read_torch_archive(path: Path) -> dict[str, Array]:
             storages = _Storages(path, archive)
             pickled = archive.read(storages.member("data.pkl"))
         budget = Budget(num_bytes=2 * len(pickled), operations=1000 + OPERATIONS_PER_STORAGE * len(storages))
-        content = Machine(budget, storages=storages.find).run(io.BytesIO(pickled))
-    except Refused as refused:
+        content = PickleMachine(budget, storages=storages.find).run(io.BytesIO(pickled))
+    except ForbiddenPickle as refused:
         raise UserError(f"{path}: refused: it asks for {refused}; only tensors are read") from None
     except (OSError, zipfile.BadZipFile, *FAULTS) as error:
         cause = f"{type(error).__name__}: {str(error)[:200]}"
@@ -58,7 +67,7 @@ class _Storages:
         self._members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         order = self._members.get("byteorder")
         if order is not None and archive.read(order) != b"little":
-            raise Refused("big-endian storages")
+            raise ForbiddenPickle("big-endian storages")
 
     def __len__(self) -> int:
         return len(self._members)
@@ -71,15 +80,15 @@ class _Storages:
         """Return a storage by its key in the pickle."""
         member = self._members[f"data/{key}"]
         if member.compress_type != zipfile.ZIP_STORED:
-            raise Refused("a compressed storage")
+            raise ForbiddenPickle("a compressed storage")
         magic, name_length, extra_length = _LOCAL_HEADER.unpack_from(self._bytes.data, member.header_offset)
         if magic != b"PK\x03\x04":
-            raise Refused("a storage outside of the archive")
+            raise ForbiddenPickle("a storage outside of the archive")
         start = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         dtype = STORAGES[kind.name.removeprefix("torch.")]
         is_bfloat16 = dtype == "bfloat16"
         element = np.dtype("<u2" if is_bfloat16 else dtype)
         data = self._bytes[start : start + member.file_size]
         if len(data) != member.file_size or member.file_size % element.itemsize:
-            raise Refused("a storage that ends outside of the file")
+            raise ForbiddenPickle("a storage that ends outside of the file")
         return Storage(np.frombuffer(data, element), is_bfloat16)

@@ -13,7 +13,7 @@ import numpy as np
 from cosmos_rl_core.algorithms.advantages import BatchAdvantage, StepAdvantages, critic_metrics
 from cosmos_rl_core.data.mixing import DataTerm
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.train.part import Part
+from cosmos_rl_core.train.part import BatchPart
 from cosmos_rl_core.types import Rollout, RolloutGroup, TrainBatch
 
 Collate = Callable[[Sequence[RolloutGroup]], TrainBatch]
@@ -55,7 +55,7 @@ class Batcher:
         self._seed = seed
         self._on_groups = on_groups
 
-    def __call__(self, groups: Sequence[RolloutGroup], *, step: int, part: Part | None = None) -> TrainBatch:
+    def __call__(self, groups: Sequence[RolloutGroup], *, step: int, part: BatchPart | None = None) -> TrainBatch:
         """Return the batch of all groups of a step. `part`: which of them this policy replica has. Raises EpochOver."""
         oldest = min(group.min_policy_version for group in groups)
         assert step - oldest <= self._max_staleness, f"step {step} was given terms of version {oldest}"
@@ -68,7 +68,7 @@ class Batcher:
             metrics |= {f"data_term/{name}": value for name, value in first.data_term.metrics.items()}
         return replace(first, metrics=metrics, later=tuple(later))
 
-    def _updates(self, groups: Sequence[RolloutGroup], *, step: int, part: Part | None) -> list[TrainBatch]:
+    def _updates(self, groups: Sequence[RolloutGroup], *, step: int, part: BatchPart | None) -> list[TrainBatch]:
         random = np.random.default_rng([self._seed, step])
         dealt = deal_minibatches(groups, count=self._minibatches, random=random)
         data_term = None if self._data_term is None else self._data_term(step)

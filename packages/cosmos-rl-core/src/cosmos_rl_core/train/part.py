@@ -36,7 +36,7 @@ class Replicas(Protocol):
         ...
 
 
-class Part:
+class BatchPart:
     """One replica's part of a batch. All replicas make theirs, and call `total`, at the same time."""
 
     def __init__(self, groups: Sequence[RolloutGroup], replicas: Replicas, *, with_text: bool) -> None:

@@ -168,7 +168,7 @@ class _Receive(_Transfer):
 
 
 @dataclass(slots=True)
-class Waiting:
+class RankWaits:
     """A rank's waits for other policy replicas, for heartbeats. Written and read by different threads."""
 
     completed: int = 0
@@ -197,7 +197,7 @@ class ReplicaGroup:
         timeout_s: float,
         peer_s: float = PEER_S,
         newcomers: Collection[int] = (),
-        waiting: Waiting | None = None,
+        waiting: RankWaits | None = None,
         address: str = "",
     ) -> None:
         """Connect to the others. Raises EpochOver if one of them is lost meanwhile, PeersUnreachable if the connection
@@ -211,7 +211,7 @@ class ReplicaGroup:
         self.place, self.count = place, count
         self._device = device
         self._is_over, self._agree, self._timeout_s = is_over, agree, timeout_s
-        self._waiting = waiting or Waiting()
+        self._waiting = waiting or RankWaits()
         self._group: Any = None
         _abandoned[:] = [each for each in _abandoned if not all(work.is_completed() for work, _ in each[1])]
         try:

@@ -42,7 +42,7 @@ __all__ = [
     "Connection",
     "ConnectionClosed",
     "Hello",
-    "Server",
+    "ChannelServer",
     "adopt",
     "connect",
     "serve",
@@ -64,7 +64,7 @@ The server's other limit is the recipe's: [elastic] silence_s."""
 OnConnect = Callable[[Connection], Awaitable[None]]
 
 
-class Server:
+class ChannelServer:
     """A listening socket and its connections. Made by `serve`."""
 
     address: str
@@ -158,7 +158,7 @@ async def serve(
     allow_remote: bool = False,
     handshake_s: float = HANDSHAKE_S,
     tls: Tls | None = None,
-) -> Server:
+) -> ChannelServer:
     """Listen, and run `on_connect(connection)` for each peer that has the token and, with `tls`, a certificate.
 
     The connection ends when `on_connect` returns. `decode` is a union of structs or a msgspec Decoder of one.
@@ -169,7 +169,7 @@ async def serve(
     decoder = _decoder(decode)
     asked = parse_address(address)
     listener = listen(asked, allow_remote=allow_remote)
-    server = Server(bound_address(listener, asked=asked), on_connect=on_connect)
+    server = ChannelServer(bound_address(listener, asked=asked), on_connect=on_connect)
 
     def protocol() -> WireProtocol:
         return WireProtocol(

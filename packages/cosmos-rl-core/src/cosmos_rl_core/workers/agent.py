@@ -95,7 +95,7 @@ class OneMachine(RendezvousHandler):
         return True
 
 
-class Machines(StaticTCPRendezvous):
+class MachineRendezvous(StaticTCPRendezvous):
     """Rendezvous of a replica over several machines, at a store of the first one."""
 
     def again(self, run_dir: Path | None, *, timeout_s: float) -> bool:
@@ -126,7 +126,7 @@ class Machines(StaticTCPRendezvous):
         return True
 
 
-class Agent(LocalElasticAgent):
+class RankAgent(LocalElasticAgent):
     """torch's agent, which passes SIGTERM and SIGUSR1 on. A second SIGTERM, or SIGHUP, ends the ranks at once; so does
     the end of the launcher, after ORPHANED_S in which the ranks can end by themselves."""
 
@@ -189,12 +189,12 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
         return failure.exit_code
     delay_s = OTHERS_FIRST_S if failure.consequence and node.num_nodes > 1 else 0.0
     asyncio.run(_report(worker, failure, token=token, tls=tls, delay_s=delay_s))
-    if failure.lost and node.restarts and isinstance(meeting, Machines) and not agent.is_leaving:
+    if failure.lost and node.restarts and isinstance(meeting, MachineRendezvous) and not agent.is_leaving:
         _start_again(worker, node, meeting)
     return failure.exit_code
 
 
-def _start_again(worker: WorkerAddress, node: Node, meeting: Machines) -> None:
+def _start_again(worker: WorkerAddress, node: Node, meeting: MachineRendezvous) -> None:
     """Become the next process of this machine's part when the first machine has started again, else return."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)
@@ -204,7 +204,7 @@ def _start_again(worker: WorkerAddress, node: Node, meeting: Machines) -> None:
         os.execv(sys.executable, [*WORKER, *arguments])
 
 
-def _agent(worker: WorkerAddress, node: Node, meeting: RendezvousHandler, folder: Path) -> Agent:
+def _agent(worker: WorkerAddress, node: Node, meeting: RendezvousHandler, folder: Path) -> RankAgent:
     part = node if node.num_nodes > 1 else replace(node, store=folder / "store")
     spec = WorkerSpec(
         role="rank",
@@ -216,7 +216,7 @@ def _agent(worker: WorkerAddress, node: Node, meeting: RendezvousHandler, folder
         monitor_interval=WATCH_S,
         local_addr="127.0.0.1" if node.is_local else None,
     )
-    agent = Agent(
+    agent = RankAgent(
         spec,
         DefaultLogsSpecs(log_dir=str(folder), tee=Std.ALL),
         log_line_prefix_template="[rank ${rank}] ",
@@ -230,7 +230,7 @@ def _rendezvous(worker: WorkerAddress, node: Node) -> RendezvousHandler:
     if node.num_nodes == 1:
         return OneMachine()
     host, port = parse_rendezvous_endpoint(node.rendezvous, -1)
-    return Machines(host, port, node.index, node.num_nodes, worker.name, JOIN_S)
+    return MachineRendezvous(host, port, node.index, node.num_nodes, worker.name, JOIN_S)
 
 
 def _failure(found: ProcessFailure) -> Failure:

@@ -27,7 +27,7 @@ from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.train.batcher import Batcher
 from cosmos_rl_core.train.comparison import EngineComparison
-from cosmos_rl_core.train.part import Part
+from cosmos_rl_core.train.part import BatchPart
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import Prompt, Share, TrainBatch
 from cosmos_rl_core.wire.payload import decode_group
@@ -110,7 +110,7 @@ class BatchMaker:
             batch = self._batcher(groups, step=message.step)
         else:
             assert replicas is not None, "parts are given to replicas that train together"
-            part = Part(groups, replicas, with_text=self._files.has(message.step))
+            part = BatchPart(groups, replicas, with_text=self._files.has(message.step))
             assert part.samples == message.samples, f"the parts of step {message.step} are not the batch"
             batch = self._batcher(part.groups, step=message.step, part=part)
         return replace(batch, metrics={**batch.metrics, **payloads.metrics, **compared})
@@ -172,7 +172,7 @@ class StepPayloads:
         self._fetch_s = 0.0
         self._lost = 0
 
-    async def __call__(self, message: p.Batch) -> Payloads | p.PayloadsLost:
+    async def __call__(self, message: p.Batch) -> Payloads | p.PayloadsUnreadable:
         """Return the bytes of all groups, or the groups that some rank could not read; equal on every rank."""
         started = time.perf_counter()
         found = await asyncio.gather(*(self._read(payload) for payload in message.payloads))
@@ -185,7 +185,9 @@ class StepPayloads:
         if gone:
             self._lost += len(gone)
             samples = tuple(sorted(gone))
-            return p.PayloadsLost(step=message.step, epoch=message.epoch, samples=samples, reason=gone[samples[0]])
+            return p.PayloadsUnreadable(
+                step=message.step, epoch=message.epoch, samples=samples, reason=gone[samples[0]]
+            )
         encoded = [data for data in found if not isinstance(data, PayloadGone)]
         payloads = Payloads(encoded=encoded, spooled_bytes=sum(sizes), fetch_s=self._fetch_s, lost=self._lost)
         self._fetch_s, self._lost = 0.0, 0

@@ -15,7 +15,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.rollout.following import Publication
 from cosmos_rl_core.rollout.spool.store import Spool
-from cosmos_rl_core.rollout.worker import Lease
+from cosmos_rl_core.rollout.worker import PromptLease
 from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES
@@ -118,7 +118,7 @@ class ControllerClient:
                 self.batches.put_nowait(message)
                 if not self.connection.unanswered.is_committed(message):
                     self.commits.put_nowait(message)
-            case p.SyncFrom() | p.RolledBack():
+            case p.SyncFrom() | p.LineageRolledBack():
                 self._publish(message)
             case p.Drain() | p.Leave():
                 self._may_leave(message)
@@ -133,7 +133,7 @@ class ControllerClient:
         else:
             self.leaves.put_nowait(message)
 
-    def _publish(self, message: p.SyncFrom | p.RolledBack) -> None:
+    def _publish(self, message: p.SyncFrom | p.LineageRolledBack) -> None:
         publication = Publication(address="", lineage=message.lineage)
         if isinstance(message, p.SyncFrom):
             publication = replace(publication, address=message.address, version=message.version)
@@ -185,7 +185,7 @@ class RemoteLeases:
             self._asked = asked
             self._client.post(asked)
 
-    async def granted(self) -> Sequence[Lease] | None:
+    async def granted(self) -> Sequence[PromptLease] | None:
         grant = await self._client.grants.get()
         while grant is not None and self._client.leaving.is_set():
             self.give_back(tuple(item.sample for item in grant.prompts if not item.evaluation))
@@ -196,7 +196,7 @@ class RemoteLeases:
         if grant.rollouts:
             self._shared_by(grant.rollouts)
         return [
-            Lease(
+            PromptLease(
                 prompt=Prompt(sample_id=item.sample, row=json.loads(item.row), origin=item.origin),
                 attempt=item.attempt,
                 evaluation=item.evaluation,
@@ -221,7 +221,7 @@ class RemoteLeases:
             if content is not None and len(content) == num_bytes:
                 await self._client.send(msgspec.structs.replace(group, payload=content))
 
-    async def deliver(self, lease: Lease, group: RolloutGroup) -> None:
+    async def deliver(self, lease: PromptLease, group: RolloutGroup) -> None:
         payload = encode_group(_as_read(group) if lease.evaluation else group)
         is_sent = self._client.leaving.is_set() and len(payload) < MOST_BYTES
         if self._spool is not None and not lease.evaluation and not is_sent:
@@ -239,7 +239,7 @@ class RemoteLeases:
             )
         )
 
-    async def fail(self, lease: Lease, error: SampleError) -> None:
+    async def fail(self, lease: PromptLease, error: SampleError) -> None:
         await self._client.send(
             p.Failed(
                 sample=lease.prompt.sample_id,

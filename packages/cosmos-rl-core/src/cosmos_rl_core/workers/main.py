@@ -196,7 +196,7 @@ async def _report(connection: LastingConnection, fatal: p.Fatal) -> None:
         connection.close()
 
 
-class Role(Protocol):
+class WorkerRole(Protocol):
     """A role of a worker."""
 
     async def run(self) -> None:
@@ -236,7 +236,7 @@ async def run_role(role: str, context: WorkerContext, connection: LastingConnect
         shared = assignment.run_dir if assignment.shares_run_dir else None
         elastic = config.elastic
         connection.last(elastic.controller_wait_s, leave_s=elastic.leave_s, run_dir=shared)
-        worker: Role
+        worker: WorkerRole
         if role == "policy":
             worker = PolicyRole(assignment, DirectLink(client, context.ranks, saving=context.saving))
         else:

@@ -32,7 +32,7 @@ from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.pieces import digest
-from cosmos_rl_core.train.replicas import ReplicaGroup, Waiting
+from cosmos_rl_core.train.replicas import RankWaits, ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
@@ -58,7 +58,7 @@ class PolicyMesh:
         trainer: Trainer,
         mesh: ReplicaMesh | None,
         is_over: Callable[[int], bool],
-        waiting: Waiting | None = None,
+        waiting: RankWaits | None = None,
         timeout_s: float,
         peer_s: float = CONNECT_S,
         leads_first: bool = True,
@@ -75,7 +75,7 @@ class PolicyMesh:
         self._device = torch.device("cpu") if mesh is None else mesh.device
         self._ranks = RankGroup() if mesh is None else RankGroup.of_all()
         self._is_over, self._timeout_s, self._peer_s = is_over, timeout_s, peer_s
-        self._waiting = waiting or Waiting()
+        self._waiting = waiting or RankWaits()
         self._leads_first = leads_first
         self._models = models
         self._frozen: dict[str, bytes] | None = None
@@ -166,7 +166,7 @@ class PolicyMesh:
         compares = not self._has_trained and trainer.version == version
         return Outline(
             version=trainer.version,
-            entries=[Entry.of(name, tensor) for name, tensor in state.items()],
+            entries=[StateTensor.of(name, tensor) for name, tensor in state.items()],
             trained=sorted(parameter_names(trainer.policy, trainer.optimizer)),
             frozen=self._frozen,
             state=digest(map(local_part, state.values()), self._device) if compares else b"",
@@ -257,7 +257,7 @@ class ChannelStore(dist.Store):
         return self._connection.receive()
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class StateTensor(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a replica's state: this rank's part."""
 
     name: str
@@ -268,7 +268,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.dtype} {list(self.shape)}"
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Entry:
+    def of(cls, name: str, tensor: Tensor) -> StateTensor:
         part = local_part(tensor)
         return cls(name, str(part.dtype).removeprefix("torch."), tuple(part.shape))
 
@@ -277,7 +277,7 @@ class Outline(msgspec.Struct, array_like=True):
     """Description of a rank of a replica, exchanged before state is sent."""
 
     version: int
-    entries: list[Entry]
+    entries: list[StateTensor]
     """Of its state; without those of the optimizer before the first step."""
     trained: list[str]
     """Names of the parameters that it trains."""
@@ -287,7 +287,7 @@ class Outline(msgspec.Struct, array_like=True):
     """Digest of its state, if it has the version and was in no mesh yet."""
 
     @property
-    def weights(self) -> dict[str, Entry]:
+    def weights(self) -> dict[str, StateTensor]:
         return {entry.name: entry for entry in self.entries if not entry.name.startswith(OPTIMIZER)}
 
 
@@ -335,7 +335,7 @@ def send_state(group: ReplicaGroup, trainer: Trainer, *, to: Sequence[int]) -> N
     group.send([local_part(tensor).contiguous() for tensor in _state(trainer).values()], to=to)
 
 
-def receive_state(group: ReplicaGroup, trainer: Trainer, entries: Sequence[Entry], *, source: int) -> None:
+def receive_state(group: ReplicaGroup, trainer: Trainer, entries: Sequence[StateTensor], *, source: int) -> None:
     """Take the state that the same rank of another replica sends."""
     live = _with_optimizer_state(trainer, entries)
     parts = [local_part(live[entry.name]) for entry in entries]
@@ -352,7 +352,7 @@ def _state(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensors[name] for name in sorted(tensors) if not name.startswith(RNG)}
 
 
-def _with_optimizer_state(trainer: Trainer, entries: Sequence[Entry]) -> Mapping[str, Tensor]:
+def _with_optimizer_state(trainer: Trainer, entries: Sequence[StateTensor]) -> Mapping[str, Tensor]:
     """The live tensors by name, with optimizer state like that of the other replica."""
     optimizer = trainer.optimizer
     parameters = parameter_names(trainer.policy, optimizer)
@@ -367,7 +367,7 @@ def _with_optimizer_state(trainer: Trainer, entries: Sequence[Entry]) -> Mapping
     return _state(trainer)
 
 
-def _like(parameter: Tensor, entry: Entry) -> Tensor:
+def _like(parameter: Tensor, entry: StateTensor) -> Tensor:
     """Optimizer state: sharded as its parameter where it has the parameter's shape, whole otherwise."""
     part, dtype = local_part(parameter), getattr(torch, entry.dtype)
     if tuple(part.shape) == entry.shape:

@@ -28,7 +28,7 @@ from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.rollout.spool.reader import SpoolReader
 from cosmos_rl_core.train.learner import PolicyLearner
 from cosmos_rl_core.train.profile import ProfileWindow
-from cosmos_rl_core.train.replicas import Waiting
+from cosmos_rl_core.train.replicas import RankWaits
 from cosmos_rl_core.train.residence import Residence, TurnResidence
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import TrainBatch
@@ -52,7 +52,7 @@ class PolicyRole:
         self._at = assignment
         self._link = link
         self._trainer: Trainer | None = None
-        self._waiting = Waiting()
+        self._waiting = RankWaits()
         self._residence = self._build_residence()
         self._waits = 0
         """Heartbeats while it waited for the controller."""
@@ -216,9 +216,9 @@ class PolicyRole:
                 await learner.publish()
             return learner.version
 
-        async def batch(message: p.Batch) -> TrainBatch | p.PayloadsLost:
+        async def batch(message: p.Batch) -> TrainBatch | p.PayloadsUnreadable:
             payloads = await payloads_of(message)
-            if isinstance(payloads, p.PayloadsLost):
+            if isinstance(payloads, p.PayloadsUnreadable):
                 return payloads
             await self._residence.begin()
             make_batch = maker(replicas.place, replicas.count)

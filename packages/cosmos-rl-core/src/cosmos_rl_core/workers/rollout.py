@@ -21,7 +21,7 @@ from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.spool.store import Spool, serve_spool, spool_root
 from cosmos_rl_core.rollout.worker import RolloutWorker
 from cosmos_rl_core.weight_sync import OwnsSubscriber, WeightSubscriber
-from cosmos_rl_core.wire.channel import Server
+from cosmos_rl_core.wire.channel import ChannelServer
 from cosmos_rl_core.wire.listening import SeldomLog, is_loopback
 from cosmos_rl_core.workers.client import ControllerClient, RemoteLeases
 from cosmos_rl_core.workers.context import Assignment
@@ -178,7 +178,7 @@ class RolloutRole:
             kept=at.kept,
         )
 
-    async def _serve(self, spool: Spool) -> Server:
+    async def _serve(self, spool: Spool) -> ChannelServer:
         context = self._at.context
         bind = context.address or self._at.config.run.bind
         remote = not is_loopback(bind)

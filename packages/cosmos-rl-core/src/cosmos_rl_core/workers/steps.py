@@ -185,7 +185,7 @@ class PolicySteps:
         link: ControllerLink,
         *,
         mesh: Callable[[p.Remesh], Awaitable[int]],
-        batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
+        batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsUnreadable]],
         written: Callable[[], Awaitable[None]],
         checkpoint: Callable[[p.Committed], Awaitable[None]],
         idle: Callable[[], Awaitable[None]],
@@ -225,7 +225,7 @@ class PolicySteps:
                 except EpochOver as error:
                     self._link.peers_lost(message.epoch, str(error))
                     continue
-                if not isinstance(batch, p.PayloadsLost):
+                if not isinstance(batch, p.PayloadsUnreadable):
                     self._given = self._epoch, step
                     return batch
                 await self._link.send(batch)

@@ -176,7 +176,7 @@ class FakeController:
 
     def _send(self, output: events.To) -> None:
         if isinstance(output.message, p.Batch) and (missing := self.payloads.missing(output.message)):
-            self.take(events.Unheld(missing))
+            self.take(events.GroupsUnheld(missing))
         elif (message := self.payloads.complete(output)) is not None:
             self._world.to_replica(events.To(output.replica, message))
 
@@ -187,7 +187,7 @@ class FakeController:
 
     def _generate_again(self, lost: tuple[int, ...]) -> None:
         if lost:
-            self.take(events.Unheld(lost))
+            self.take(events.GroupsUnheld(lost))
 
     def _roll_back(self) -> None:
         if self.is_up and self.ledger.is_orphaned:

@@ -101,7 +101,7 @@ class Payloads:
             case events.From(message=p.Deliver() as group):
                 entry = ledger.samples.active.get(group.sample)
                 self._batches.deliver(group, replica=event.replica, decided=decided, entry=entry)
-            case events.From(message=p.PayloadsLost()):
+            case events.From(message=p.PayloadsUnreadable()):
                 self._batches.lose(decided)
             case events.Rollback():
                 self._batches.roll_back(event.position.version, ready=ledger.samples.all_ready())

@@ -264,7 +264,7 @@ class FakeRollout(FakeReplica):
                     self.kept.pop(group, None)
             case p.NoMore():
                 self.has_no_more = True
-            case p.RolledBack():
+            case p.LineageRolledBack():
                 self.has_no_more = False
                 self.running.clear()
 
@@ -375,7 +375,7 @@ class FakePolicy(FakeReplica):
 
     def complain(self, batch: p.Batch) -> None:
         """Report the groups that cannot be read; the answer is a new epoch."""
-        self.send(p.PayloadsLost(batch.step, batch.epoch, self.lost, "gone"))
+        self.send(p.PayloadsUnreadable(batch.step, batch.epoch, self.lost, "gone"))
 
     def apply(self, batch: p.Batch) -> None:
         self.weights = trained(self.weights, batch.samples)

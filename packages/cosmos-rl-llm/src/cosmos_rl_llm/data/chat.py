@@ -21,8 +21,8 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 from cosmos_rl_llm.data.reading import Ahead
-from cosmos_rl_llm.data.spans import SHOWS_NONE, Message, Span, Template, encode_pieces, shows_messages
-from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View
+from cosmos_rl_llm.data.spans import SHOWS_NONE, ChatSpan, Message, Template, encode_pieces, shows_messages
+from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View
 from cosmos_rl_llm.media.source import parts_of
 from cosmos_rl_llm.media.vision import Vision
 
@@ -64,7 +64,7 @@ class Chat:
     """Returns the ranks that read the pictures and videos of supervised rows together."""
     ahead: Ahead = field(default_factory=Ahead, compare=False)
     """Supervised rows that are read before their batch."""
-    given: Sequence[Item] | None = None
+    given: Sequence[MediaItem] | None = None
     """The pictures and videos of the row in work; None: they are read."""
 
     def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
@@ -79,7 +79,7 @@ class Chat:
         """
         where, prompt = where or "a row", row["prompt"]
         if isinstance(prompt, str):
-            encoded = self._encode_text([Span(text=prompt)], where=where)
+            encoded = self._encode_text([ChatSpan(text=prompt)], where=where)
         elif not prompt:
             raise PromptError(f"{where}: the chat begins with its only answer; nothing asks for it")
         else:
@@ -101,7 +101,7 @@ class Chat:
         """
         where, messages = where or "a row", learnt_messages(row)
         if isinstance(row.get("prompt"), str) and "response" in row:
-            spans = [Span(text=row["prompt"]), Span(text=row["response"], written=True)]
+            spans = [ChatSpan(text=row["prompt"]), ChatSpan(text=row["response"], written=True)]
             return self._encode_text(spans, where=where)
         for message in messages:
             if message["role"] == "assistant" and any(part["type"] != "text" for part in parts_of(message["content"])):
@@ -113,7 +113,7 @@ class Chat:
         return Template(tokenizer=self.tokenizer, tools=row.get("tools"), where=where)
 
     def _encode_spans(
-        self, spans: Sequence[Span], row: Mapping[str, Any], messages: Sequence[Message], *, where: str
+        self, spans: Sequence[ChatSpan], row: Mapping[str, Any], messages: Sequence[Message], *, where: str
     ) -> Encoded:
         """The tokens of a rendered chat with the pictures and videos of its messages."""
         seeing = self.of_row(row)
@@ -125,7 +125,7 @@ class Chat:
         text = "".join(span.text for span in spans)
         return Encoded(text=text, tokens=tokens, learnt=learnt, view=seeing.view(tokens, items, where=where))
 
-    def _encode_text(self, spans: Sequence[Span], *, where: str) -> Encoded:
+    def _encode_text(self, spans: Sequence[ChatSpan], *, where: str) -> Encoded:
         """The tokens of plain text."""
         pieces = encode_pieces(self.tokenizer, [span.text for span in spans])
         opening = leading_ids(self.tokenizer)
@@ -135,7 +135,7 @@ class Chat:
         text = "".join(span.text for span in spans)
         return Encoded(text=text, tokens=tokens, learnt=learnt, view=self.view(tokens, [], where=where))
 
-    def _join(self, pieces: Sequence[Sequence[int]], spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+    def _join(self, pieces: Sequence[Sequence[int]], spans: Sequence[ChatSpan]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [L] int32 and mask [L] bool of spans. An answer is learnt up to its last end token.
 
         One without may end with the first token after it, as GLM's do. At the end of a chat it gets one.
@@ -161,7 +161,7 @@ class Chat:
         """Return the chat with the limits of pictures and videos of the section that the row was loaded from."""
         return self if self.vision is None else replace(self, vision=self.vision.of_row(row))
 
-    def items(self, messages: Iterable[Message], *, where: str) -> list[Item]:
+    def items(self, messages: Iterable[Message], *, where: str) -> list[MediaItem]:
         """Return the pictures and videos of messages, processed. Raises MediaError, or PromptError for a text model."""
         if self.given is not None:
             return list(self.given)
@@ -170,11 +170,11 @@ class Chat:
             raise PromptError(f"{where or 'a row'}: {parts[0]['type']!r} in a chat, and model and engine read text")
         return [] if self.vision is None else [self.vision.item(part, where=where) for part in parts]
 
-    def expand(self, spans: Sequence[str], items: Sequence[Item], *, where: str) -> Sequence[str]:
+    def expand(self, spans: Sequence[str], items: Sequence[MediaItem], *, where: str) -> Sequence[str]:
         """Write the tokens of pictures and videos in place of their placeholders. Raises MediaError."""
         return spans if self.vision is None else self.vision.expand(spans, items, where=where)
 
-    def view(self, tokens: np.ndarray, items: Sequence[Item], *, where: str) -> View:
+    def view(self, tokens: np.ndarray, items: Sequence[MediaItem], *, where: str) -> View:
         """Return the view of the tokens [L] of a chat that shows `items`. Raises MediaError."""
         return EMPTY_VIEW if self.vision is None else self.vision.view(tokens, items, where=where)
 

@@ -31,14 +31,14 @@ from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Shar
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.items import read_items
 from cosmos_rl_llm.data.reading import side_by_side
-from cosmos_rl_llm.media.item import EMPTY_VIEW, Item, View, positions_of
+from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
 from cosmos_rl_llm.media.source import parts_of
 from cosmos_rl_llm.policy.truncation import SUPERVISED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TrainSequence:
     """One prompt with its response, ready to be packed."""
 
     prompt_tokens: np.ndarray
@@ -54,7 +54,7 @@ class Sample:
     """[prompt + T - 1, layers, k]: experts chosen by the rollout's router, if they are replayed."""
     view: View = EMPTY_VIEW
     """Pictures and videos among the tokens."""
-    pixels: Callable[[], Sequence[Item]] | None = None
+    pixels: Callable[[], Sequence[MediaItem]] | None = None
     """Returns those of the row with their pixels, where the view has none. Raises UserError."""
 
     @property
@@ -63,7 +63,7 @@ class Sample:
         return len(self.prompt_tokens) + len(self.tokens) - 1
 
 
-EMPTY = Sample(
+EMPTY = TrainSequence(
     prompt_tokens=np.zeros(1, np.int32),
     tokens=np.zeros(1, np.int32),
     logprobs=np.zeros(1, np.float32),
@@ -97,8 +97,8 @@ def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Sha
     )
 
 
-def _from_rollout(rollout: Rollout) -> Sample:
-    sequence = Sample(
+def _from_rollout(rollout: Rollout) -> TrainSequence:
+    sequence = TrainSequence(
         prompt_tokens=rollout.arrays["prompt_tokens"],
         tokens=rollout.arrays["tokens"],
         logprobs=rollout.rollout_logprobs,
@@ -114,7 +114,7 @@ def _from_rollout(rollout: Rollout) -> Sample:
 
 
 def pack_batch(
-    sequences: Sequence[Sample],
+    sequences: Sequence[TrainSequence],
     *,
     groups: Sequence[int] | None = None,
     microbatch_terms: int,
@@ -146,7 +146,7 @@ def pack_batch(
     )
 
 
-def _costs(sequences: Sequence[Sample], groups: Sequence[int] | None) -> list[float] | None:
+def _costs(sequences: Sequence[TrainSequence], groups: Sequence[int] | None) -> list[float] | None:
     """The time of each sequence with the tower's, for which a token that shows a picture counts once more.
 
     Towers differ: by parameters and patches a token, that of Qwen2.5-VL costs 0.9 of the decoder for it at 3B, and 0.4
@@ -160,13 +160,13 @@ def _costs(sequences: Sequence[Sample], groups: Sequence[int] | None) -> list[fl
     return [time_of(s.length) + tokens * part for s, tokens, part in zip(sequences, shown, shares, strict=True)]
 
 
-def _with_pixels(sample: Sample) -> Sample:
+def _with_pixels(sample: TrainSequence) -> TrainSequence:
     if sample.pixels is None:
         return sample
     return replace(sample, view=replace(sample.view, items=tuple(sample.pixels()[: len(sample.view.items)])))
 
 
-def _pack(sequences: Sequence[Sample]) -> Microbatch:
+def _pack(sequences: Sequence[TrainSequence]) -> Microbatch:
     lengths = np.array([sequence.length for sequence in sequences])
     num_terms = np.array([len(sequence.tokens) for sequence in sequences])
     ends = np.cumsum(lengths)
@@ -212,7 +212,7 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
         UserError: no row has answers, one is too long where that is an error, or most cannot be learnt (`Faults`).
     """
     chat.faults.want(len(prompts))
-    readable: list[tuple[Prompt, Sample]] = []
+    readable: list[tuple[Prompt, TrainSequence]] = []
     for prompt, read in zip(prompts, read_items(prompts, chat), strict=True):
         try:
             if read.unreadable:
@@ -221,7 +221,7 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
             readable.append((prompt, replace(sample, pixels=read.pixels)))
         except SampleError as error:
             chat.faults.add(prompt.origin or prompt.sample_id, error.reason)
-    samples: list[Sample] = []
+    samples: list[TrainSequence] = []
     too_long: list[str] = []
     num_cut = 0
     for prompt, whole in readable:
@@ -247,7 +247,7 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
     return replace(batch, microbatches=microbatches, rows_dropped=(*chat.faults.take_new(), *too_long))
 
 
-def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> Sample:
+def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> TrainSequence:
     """Return a row as prompt and response; the mask excludes other roles' messages between the assistant's turns.
 
     Raises SampleError for a row that cannot be learnt, and UserError if rows have no target responses at all.
@@ -263,7 +263,7 @@ def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> Sample
     if not len(learnt):
         raise PromptError(f"{where or 'a row'}: there is no assistant token to learn; it begins {_beginning(row)}")
     first, end = learnt[0], learnt[-1] + 1
-    return Sample(
+    return TrainSequence(
         prompt_tokens=tokens[:first],
         tokens=tokens[first:end],
         logprobs=np.zeros(end - first, dtype=np.float32),
@@ -273,7 +273,7 @@ def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> Sample
     )
 
 
-def _fit(sample: Sample, row: Mapping[str, Any], *, chat: Chat) -> Sample | None:
+def _fit(sample: TrainSequence, row: Mapping[str, Any], *, chat: Chat) -> TrainSequence | None:
     """The sample cut to the context; None if it is dropped."""
     length = len(sample.prompt_tokens) + len(sample.tokens)
     if chat.max_length is None or length <= chat.max_length:

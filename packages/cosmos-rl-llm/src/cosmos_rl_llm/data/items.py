@@ -20,7 +20,7 @@ from cosmos_rl_core.errors import MediaError, SampleError, UserError
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_llm.data.chat import Chat, learnt_messages
 from cosmos_rl_llm.data.reading import side_by_side
-from cosmos_rl_llm.media.item import Item, Kind
+from cosmos_rl_llm.media.item import Kind, MediaItem
 
 
 class _Outline(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,13 +34,13 @@ class _Outline(msgspec.Struct, frozen=True, kw_only=True):
     times: tuple[float, ...]
 
     @classmethod
-    def of(cls, item: Item) -> _Outline:
+    def of(cls, item: MediaItem) -> _Outline:
         return cls(kind=item.kind, shape=item.pixels.shape, grid=item.grid, seconds=item.seconds, times=item.times)
 
-    def item(self) -> Item:
+    def item(self) -> MediaItem:
         """Return the item with zeros for pixels, which take no memory."""
         pixels = np.broadcast_to(np.float32(0), self.shape)
-        return Item(kind=self.kind, pixels=pixels, grid=self.grid, seconds=self.seconds, times=self.times)
+        return MediaItem(kind=self.kind, pixels=pixels, grid=self.grid, seconds=self.seconds, times=self.times)
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,11 +60,11 @@ _decode = msgspec.msgpack.Decoder(list[_Read]).decode
 class RowItems:
     """The pictures and videos of a row."""
 
-    items: Sequence[Item] | None = None
+    items: Sequence[MediaItem] | None = None
     """Without pixels if another rank has read them; None for a model of text."""
     unreadable: str = ""
     """Why they cannot be read; empty if they can."""
-    pixels: Callable[[], Sequence[Item]] | None = None
+    pixels: Callable[[], Sequence[MediaItem]] | None = None
     """Returns the items with pixels; None for a model of text. Raises UserError if they cannot be read here."""
 
 
@@ -104,7 +104,7 @@ def begin_reading(prompts: Sequence[Prompt], chat: Chat) -> None:
     chat.ahead.begin(prompts[ranks.rank :: ranks.size], partial(_read, chat=chat))
 
 
-def _read(prompt: Prompt, chat: Chat) -> tuple[_Read, Sequence[Item]]:
+def _read(prompt: Prompt, chat: Chat) -> tuple[_Read, Sequence[MediaItem]]:
     try:
         items = _items(prompt, chat)
     except SampleError as error:
@@ -114,7 +114,7 @@ def _read(prompt: Prompt, chat: Chat) -> tuple[_Read, Sequence[Item]]:
     return _Read(outlines=tuple(_Outline.of(item) for item in items)), items
 
 
-def _again(prompt: Prompt, chat: Chat) -> Sequence[Item]:
+def _again(prompt: Prompt, chat: Chat) -> Sequence[MediaItem]:
     try:
         return _items(prompt, chat)
     except MediaError as error:
@@ -123,5 +123,5 @@ def _again(prompt: Prompt, chat: Chat) -> Sequence[Item]:
         ) from error
 
 
-def _items(prompt: Prompt, chat: Chat) -> Sequence[Item]:
+def _items(prompt: Prompt, chat: Chat) -> Sequence[MediaItem]:
     return chat.of_row(prompt.row).items(learnt_messages(prompt.row), where=prompt.origin)

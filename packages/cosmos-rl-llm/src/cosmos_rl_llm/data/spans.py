@@ -30,7 +30,7 @@ _OPEN_THOUGHT = re.compile(r"([<\[◁])((?:think|thinking|thought|reasoning)[>\]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class ChatSpan:
     """A piece of a rendered chat."""
 
     text: str
@@ -48,7 +48,7 @@ class Template:
     where: str = "a row"
     """Location of the row, for messages."""
 
-    def prompt(self, messages: Sequence[Message]) -> list[Span]:
+    def prompt(self, messages: Sequence[Message]) -> list[ChatSpan]:
         """Return a chat with the opening of the assistant's next turn: what an answer is generated after.
 
         It is cut where earlier answers begin and end, as `answers` cuts it.
@@ -57,7 +57,7 @@ class Template:
         """
         return self._spans(messages, opens=True)
 
-    def answers(self, messages: Sequence[Message], *, last_alone: bool) -> list[Span]:
+    def answers(self, messages: Sequence[Message], *, last_alone: bool) -> list[ChatSpan]:
         """Return a chat that ends with an answer. last_alone: earlier answers are a part of the prompt.
 
         If the template does not continue the prompt of the only answer, as those that drop thoughts, the prompt is
@@ -103,13 +103,13 @@ class Template:
         assert isinstance(text, str)
         return text
 
-    def _spans(self, messages: Sequence[Message], *, opens: bool) -> list[Span]:
+    def _spans(self, messages: Sequence[Message], *, opens: bool) -> list[ChatSpan]:
         """The rendered chat, cut where answers begin and end. Those that the template rewrites later are not cut."""
         template = self.tokenizer.chat_template
         if isinstance(template, str) and _MARKER.search(template):
             return self._marked_spans(messages, opens=opens)
         text = self.render(messages, opens=opens)
-        spans: list[Span] = []
+        spans: list[ChatSpan] = []
         done = 0
         for place in _answers_of(messages):
             if not place:
@@ -118,11 +118,11 @@ class Template:
             last = place == len(messages) - 1 and not opens
             after = text if last else self.render(messages[: place + 1], opens=False)
             if after.startswith(before) and text.startswith(after) and len(before) >= done:
-                spans += [Span(text=text[done : len(before)]), Span(text=after[len(before) :], written=True)]
+                spans += [ChatSpan(text=text[done : len(before)]), ChatSpan(text=after[len(before) :], written=True)]
                 done = len(after)
-        return [*spans, Span(text=text[done:])]
+        return [*spans, ChatSpan(text=text[done:])]
 
-    def _marked_spans(self, messages: Sequence[Message], *, opens: bool) -> list[Span]:
+    def _marked_spans(self, messages: Sequence[Message], *, opens: bool) -> list[ChatSpan]:
         text, marks = self._render_marked(messages, opens=opens)
         prompts = [self.render(messages[:place], opens=True) for place in _answers_of(messages) if place]
         begins = [len(before) for before in prompts if text.startswith(before)]
@@ -131,7 +131,7 @@ class Template:
             marks[place] = (start if text[begin:start].strip() else begin, end)
         cuts = sorted({0, len(text), *begins, *(cut for mark in marks for cut in mark)})
         return [
-            Span(text=text[start:end], written=any(first <= start and end <= last for first, last in marks))
+            ChatSpan(text=text[start:end], written=any(first <= start and end <= last for first, last in marks))
             for start, end in pairwise(cuts)
         ]
 
@@ -151,10 +151,10 @@ class Template:
             )
         return texts[0], [(int(start), int(end)) for start, end in marks[0]]
 
-    def _own_text(self, answer: Message) -> Span:
+    def _own_text(self, answer: Message) -> ChatSpan:
         if answer.get("tool_calls"):
             raise self._rewritten()
-        return Span(text="".join(part["text"] for part in parts_of(answer["content"])), written=True)
+        return ChatSpan(text="".join(part["text"] for part in parts_of(answer["content"])), written=True)
 
     def _within_thought(self, answer: str, *, after: str) -> str:
         """The answer without the beginning of its thought, if the prompt before it has that."""

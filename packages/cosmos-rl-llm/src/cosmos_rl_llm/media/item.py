@@ -23,7 +23,7 @@ KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Item:
+class MediaItem:
     """One picture or video, processed."""
 
     kind: Kind
@@ -50,7 +50,7 @@ class Item:
 class View:
     """The pictures and videos of a sequence, and the tokens that show them."""
 
-    items: tuple[Item, ...] = ()
+    items: tuple[MediaItem, ...] = ()
     index: np.ndarray | None = None
     """[prompt] int64: the place of each token's item, -1 for text; tokens after these are text. None: all are text."""
     positions: np.ndarray | None = None
@@ -81,7 +81,7 @@ class View:
             parts, arrays["item_kind"], arrays["item_grid"].tolist(), arrays["item_seconds"].tolist(), strict=True
         )
         items = [
-            Item(kind=KINDS[kind], pixels=pixels, grid=(grid[0], grid[1], grid[2]), seconds=seconds)
+            MediaItem(kind=KINDS[kind], pixels=pixels, grid=(grid[0], grid[1], grid[2]), seconds=seconds)
             for pixels, kind, grid, seconds in rows
         ]
         index, positions = arrays["item_index"].astype(np.int64), arrays.get("prompt_positions")
@@ -145,7 +145,7 @@ class VisionFamily(Protocol):
         """Names and texts of the processing's files, which a trained checkpoint has too."""
         ...
 
-    def image(self, picture: Image, limits: MediaSection = ...) -> Item:
+    def image(self, picture: Image, limits: MediaSection = ...) -> MediaItem:
         """Process an RGB picture.
 
         Raises MediaError for one that the family does not take, and UserError for limits that it does not have.
@@ -156,36 +156,36 @@ class VisionFamily(Protocol):
         """Return how frames of a video are resized as they are decoded. Raises like `image`."""
         ...
 
-    def video(self, video: Video, limits: MediaSection = ...) -> Item:
+    def video(self, video: Video, limits: MediaSection = ...) -> MediaItem:
         """Process a video, whose frames `fit` may have resized. Raises like `image`."""
         ...
 
-    def expansion(self, item: Item) -> str:
+    def expansion(self, item: MediaItem) -> str:
         """Return the text in place of the item's placeholder, with a token for each output of the tower."""
         ...
 
-    def num_tokens(self, item: Item) -> int:
+    def num_tokens(self, item: MediaItem) -> int:
         """Return the number of the item's placeholder tokens."""
         ...
 
-    def positions(self, tokens: np.ndarray, items: Sequence[Item]) -> np.ndarray | None:
+    def positions(self, tokens: np.ndarray, items: Sequence[MediaItem]) -> np.ndarray | None:
         """Return the positions of tokens [L]: [3, L] along time, height and width, or None for 0, 1, 2, ..."""
         ...
 
-    def blank(self, kind: Kind) -> Item:
+    def blank(self, kind: Kind) -> MediaItem:
         """Return a black item as small as the tower takes: a rank without pictures runs the tower on it."""
         ...
 
-    def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         """Return the keywords of the model's forward pass with these items, in the order of their tokens."""
         ...
 
-    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         """Return what the model's processor in vLLM returns for these items, before it is split by item."""
         ...
 
 
-def expand(text: str, items: Sequence[Item], family: VisionFamily) -> str:
+def expand(text: str, items: Sequence[MediaItem], family: VisionFamily) -> str:
     """Replace the placeholders in a rendered chat by the expansions of `items`, in order.
 
     Raises ValueError if the numbers or the kinds differ.
@@ -193,7 +193,7 @@ def expand(text: str, items: Sequence[Item], family: VisionFamily) -> str:
     return expand_spans([text], items, family)[0]
 
 
-def expand_spans(spans: Sequence[str], items: Sequence[Item], family: VisionFamily) -> list[str]:
+def expand_spans(spans: Sequence[str], items: Sequence[MediaItem], family: VisionFamily) -> list[str]:
     """Like `expand`, for a chat in pieces."""
     left, signs = iter(items), family.placeholders
     written = sum(text.count(sign) for text in spans for sign in signs.values())
@@ -220,7 +220,7 @@ def expand_spans(spans: Sequence[str], items: Sequence[Item], family: VisionFami
     return expanded
 
 
-def view_of(tokens: np.ndarray, items: Sequence[Item], family: VisionFamily) -> View:
+def view_of(tokens: np.ndarray, items: Sequence[MediaItem], family: VisionFamily) -> View:
     """Return the view of a prompt's tokens [L], which show `items` in order. Raises ValueError if they do not."""
     if not items:
         check_text(tokens, family)

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_llm.media.item import KINDS, Item, VisionFamily, positions_of, view_of
+from cosmos_rl_llm.media.item import KINDS, MediaItem, VisionFamily, positions_of, view_of
 
 
-def pack_items(of_sequences: Sequence[Sequence[Item]], item_index: Sequence[np.ndarray]) -> dict[str, Tensor]:
+def pack_items(of_sequences: Sequence[Sequence[MediaItem]], item_index: Sequence[np.ndarray]) -> dict[str, Tensor]:
     """Return the tensors of the items of sequences; empty without items.
 
     item_index: [length] of each sequence: the place of each token's item among the sequence's, -1 for text.
     """
     numbers: dict[int, int] = {}
-    kept: list[Item] = []
+    kept: list[MediaItem] = []
     shown: list[int] = []
     columns: list[np.ndarray] = []
     for items, index in zip(of_sequences, item_index, strict=True):
@@ -49,7 +49,7 @@ def pack_items(of_sequences: Sequence[Sequence[Item]], item_index: Sequence[np.n
     }
 
 
-def batch_kinds(items: Iterable[Item]) -> dict[str, Tensor]:
+def batch_kinds(items: Iterable[MediaItem]) -> dict[str, Tensor]:
     """Return the input `batch_kinds` of a batch that shows `items`; empty without items."""
     kinds = sorted({KINDS.index(item.kind) for item in items})
     return {"batch_kinds": torch.tensor(kinds)} if kinds else {}
@@ -101,7 +101,7 @@ def digests(inputs: Mapping[str, Tensor]) -> Tensor:
     return of_showings[inputs["item_index"]]
 
 
-def items_of(inputs: Mapping[str, Tensor], taken: Tensor) -> list[Item]:
+def items_of(inputs: Mapping[str, Tensor], taken: Tensor) -> list[MediaItem]:
     """Return the items that the tokens `taken` [l] show, in the order of their first tokens."""
     index = inputs["item_index"][taken]
     showings = dict.fromkeys(index[index >= 0].tolist())
@@ -110,5 +110,5 @@ def items_of(inputs: Mapping[str, Tensor], taken: Tensor) -> list[Item]:
     for number in inputs["item_shown"][list(showings)].tolist():
         time, height, width = inputs["item_grid"][number].tolist()
         kind = KINDS[int(inputs["item_kind"][number])]
-        found.append(Item(kind=kind, pixels=pixels[number], grid=(time, height, width)))
+        found.append(MediaItem(kind=kind, pixels=pixels[number], grid=(time, height, width)))
     return found

@@ -24,7 +24,7 @@ from torch import Tensor
 from cosmos_rl_core.errors import MediaError
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
-from cosmos_rl_llm.media.item import Item, Kind
+from cosmos_rl_llm.media.item import Kind, MediaItem
 from cosmos_rl_llm.media.source import Fit, Video
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoFile:
+class QwenVideoProcessing:
     """The processing of videos of a checkpoint."""
 
     least: int
@@ -80,7 +80,7 @@ class QwenVision:
 
     image_processor: Any
     """transformers' image processor of the checkpoint, in its form without torchvision."""
-    videos: VideoFile
+    videos: QwenVideoProcessing
     token_ids: Mapping[str, int]
     """Of IMAGE and VIDEO, by kind."""
     files: Mapping[str, str]
@@ -104,7 +104,7 @@ class QwenVision:
         timestamps = config.model_type.startswith("qwen3")
         return cls(
             image_processor=processor,
-            videos=VideoFile.of(files, whole=timestamps),
+            videos=QwenVideoProcessing.of(files, whole=timestamps),
             token_ids={"image": config.image_token_id, "video": config.video_token_id},
             files=files.texts,
             timestamps=timestamps,
@@ -127,7 +127,7 @@ class QwenVision:
     def frames_per_step(self) -> int:
         return int(self.image_processor.temporal_patch_size)
 
-    def image(self, picture: Image, limits: MediaSection = CHECKPOINTS) -> Item:
+    def image(self, picture: Image, limits: MediaSection = CHECKPOINTS) -> MediaItem:
         least, most = self.image_processor.size["shortest_edge"], self.image_processor.size["longest_edge"]
         most = limits.max_pixels or most
         size = {"shortest_edge": min(limits.min_pixels or least, most), "longest_edge": most}
@@ -136,12 +136,12 @@ class QwenVision:
         except ValueError as error:
             raise MediaError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
         time, height, width = found["image_grid_thw"][0].tolist()
-        return Item(kind="image", pixels=np.asarray(found["pixel_values"], np.float32), grid=(time, height, width))
+        return MediaItem(kind="image", pixels=np.asarray(found["pixel_values"], np.float32), grid=(time, height, width))
 
     def fit(self, limits: MediaSection) -> Fit:
         return partial(self._fit, limits=limits)
 
-    def video(self, video: Video, limits: MediaSection = CHECKPOINTS) -> Item:
+    def video(self, video: Video, limits: MediaSection = CHECKPOINTS) -> MediaItem:
         stored = video.stored or video.frames.shape[1:3]
         resize = self._fit(len(video.frames), stored[0], stored[1], limits=limits)
         resized, times = np.stack([resize(frame) for frame in video.frames]), video.times
@@ -150,7 +150,7 @@ class QwenVision:
             times = np.concatenate([times, np.repeat(times[-1:], missing)])
         shaped, (height, width) = self._normalised(resized), resized.shape[1:3]
         steps = times.reshape(-1, self.frames_per_step)
-        return Item(
+        return MediaItem(
             kind="video",
             pixels=patches(shaped, patch=self.patch, merge=self.merge, frames=self.frames_per_step),
             grid=(len(steps), height // self.patch, width // self.patch),
@@ -158,7 +158,7 @@ class QwenVision:
             times=tuple(((steps[:, 0] + steps[:, -1]) / 2).tolist()),
         )
 
-    def expansion(self, item: Item) -> str:
+    def expansion(self, item: MediaItem) -> str:
         time, squares = item.grid[0], self._squares(item)
         if item.kind == "image":
             return IMAGE * squares
@@ -166,7 +166,7 @@ class QwenVision:
             return VIDEO * (time * squares)
         return "".join(f"<{at:.1f} seconds>{START}{VIDEO * squares}{END}" for at in item.times)
 
-    def positions(self, tokens: np.ndarray, items: Sequence[Item]) -> np.ndarray:
+    def positions(self, tokens: np.ndarray, items: Sequence[MediaItem]) -> np.ndarray:
         shown = np.isin(tokens, list(self.token_ids.values()))
         found = np.empty((3, len(tokens)), dtype=np.int64)
         at = start = 0
@@ -183,7 +183,7 @@ class QwenVision:
         found[:, at:] = np.arange(start, start + len(tokens) - at)
         return found
 
-    def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
         for kind, pixels, grids in (
             ("image", "pixel_values", "image_grid_thw"),
@@ -194,24 +194,24 @@ class QwenVision:
                 made[grids] = torch.tensor([item.grid for item in of_kind])
         return made
 
-    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         return self.inputs(items)
 
-    def blank(self, kind: Kind) -> Item:
+    def blank(self, kind: Kind) -> MediaItem:
         """Return the patches of one merged square."""
         width = 3 * self.frames_per_step * self.patch**2
         pixels = np.zeros((self.merge**2, width), np.float32)
-        return Item(kind=kind, pixels=pixels, grid=(1, self.merge, self.merge), times=(0.0,) * (kind == "video"))
+        return MediaItem(kind=kind, pixels=pixels, grid=(1, self.merge, self.merge), times=(0.0,) * (kind == "video"))
 
-    def num_tokens(self, item: Item) -> int:
+    def num_tokens(self, item: MediaItem) -> int:
         """Return the number of the item's placeholder tokens."""
         return item.grid[0] * self._squares(item)
 
-    def _squares(self, item: Item) -> int:
+    def _squares(self, item: MediaItem) -> int:
         """Merged squares of one step of the grid."""
         return item.grid[1] * item.grid[2] // self.merge**2
 
-    def _blocks(self, items: Sequence[Item]) -> list[np.ndarray]:
+    def _blocks(self, items: Sequence[MediaItem]) -> list[np.ndarray]:
         """Return the positions [3, n] of each run of placeholder tokens, from 0."""
         blocks: list[np.ndarray] = []
         for item in items:

@@ -27,7 +27,7 @@ from torch import Tensor
 from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
-from cosmos_rl_llm.media.item import Item, Kind
+from cosmos_rl_llm.media.item import Kind, MediaItem
 from cosmos_rl_llm.media.source import Fit, Video, unresized
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TiledVision(ABC):
         """The text of `token_id`, which the chat template writes once for a picture."""
 
     @abstractmethod
-    def expansion(self, item: Item) -> str:
+    def expansion(self, item: MediaItem) -> str:
         """Return the text in place of the item's placeholder, with a token for each output of the tower."""
 
     @property
@@ -75,7 +75,7 @@ class TiledVision(ABC):
     def token_ids(self) -> Mapping[str, int]:
         return dict.fromkeys(self.placeholders, self.token_id)
 
-    def image(self, picture: Image, limits: MediaSection = UNRESIZED) -> Item:
+    def image(self, picture: Image, limits: MediaSection = UNRESIZED) -> MediaItem:
         self._check(limits)
         try:
             pixels, grid = self._tiles(picture)
@@ -86,7 +86,7 @@ class TiledVision(ABC):
                 f"a picture of {picture.width} x {picture.height} pixels becomes tiles of {pixels.shape[3]} x "
                 f"{pixels.shape[2]}, and {self.kind} takes {self.tile[1]} x {self.tile[0]}"
             )
-        return Item(kind="image", pixels=pixels.astype(np.float32), grid=grid)
+        return MediaItem(kind="image", pixels=pixels.astype(np.float32), grid=grid)
 
     def fit(self, limits: MediaSection) -> Fit:
         self._check(limits)
@@ -94,37 +94,37 @@ class TiledVision(ABC):
             raise MediaError(f"videos of {self.kind} are not supported")
         return unresized
 
-    def video(self, video: Video, limits: MediaSection = UNRESIZED) -> Item:
+    def video(self, video: Video, limits: MediaSection = UNRESIZED) -> MediaItem:
         from PIL import Image
 
         self.fit(limits)
         assert self.frame_options is not None
         frames = [Image.fromarray(frame) for frame in video.frames]
         found = self.image_processor(frames, return_tensors="np", **self.frame_options)["pixel_values"]
-        return Item(
+        return MediaItem(
             kind="video",
             pixels=found.reshape(len(frames), 3, *self.tile).astype(np.float32),
             times=tuple(video.times.tolist()),
             duration=video.duration,
         )
 
-    def num_tokens(self, item: Item) -> int:
+    def num_tokens(self, item: MediaItem) -> int:
         return len(item.pixels) * self.tokens_per_tile
 
-    def positions(self, tokens: np.ndarray, items: Sequence[Item]) -> None:
+    def positions(self, tokens: np.ndarray, items: Sequence[MediaItem]) -> None:
         return None
 
-    def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         if not items:
             return {}
         return {"pixel_values": torch.from_numpy(np.concatenate([item.pixels for item in items]))}
 
-    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         return self.inputs(items)
 
-    def blank(self, kind: Kind) -> Item:
+    def blank(self, kind: Kind) -> MediaItem:
         """Return one black tile, or nearly: transformers leaves tiles of zeros out."""
-        return Item(kind=kind, pixels=np.full((1, 3, *self.tile), -1.0, np.float32), grid=(1, 0, 0))
+        return MediaItem(kind=kind, pixels=np.full((1, 3, *self.tile), -1.0, np.float32), grid=(1, 0, 0))
 
     def _check(self, limits: MediaSection) -> None:
         """Raise UserError if the recipe resizes pictures."""
@@ -172,7 +172,7 @@ class IdeficsVision(TiledVision):
     def sign(self) -> str:
         return "<image>"
 
-    def expansion(self, item: Item) -> str:
+    def expansion(self, item: MediaItem) -> str:
         _, rows, columns = item.grid
         fence, tokens = "<fake_token_around_image>", self.sign * self.tokens_per_tile
         if item.kind == "video":
@@ -192,10 +192,10 @@ class IdeficsVision(TiledVision):
         before = "".join([*lines, "\n"]) if lines else ""
         return f"{before}{fence}<global-img>{tokens}{fence}"
 
-    def inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         return {name: tiles[None] for name, tiles in super().inputs(items).items()}
 
-    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         (tiles,) = self.inputs(items)["pixel_values"]
         return {
             "pixel_values": tiles,
@@ -253,13 +253,13 @@ class InternVision(TiledVision):
     def sign(self) -> str:
         return "<IMG_CONTEXT>"
 
-    def expansion(self, item: Item) -> str:
+    def expansion(self, item: MediaItem) -> str:
         if item.kind == "image":
             return f"<img>{self.sign * self.num_tokens(item)}</img>"
         tokens = self.sign * self.tokens_per_tile
         return "\n".join(f"Frame{number + 1}: <img>{tokens}</img>" for number in range(len(item.pixels)))
 
-    def vllm_inputs(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         sizes = torch.tensor([len(item.pixels) for item in items])
         return {**self.inputs(items), "image_num_patches": sizes, "image_token_id": torch.tensor(self.token_id)}
 
@@ -301,7 +301,7 @@ class LlavaVision(TiledVision):
     def sign(self) -> str:
         return "<image>"
 
-    def expansion(self, item: Item) -> str:
+    def expansion(self, item: MediaItem) -> str:
         return self.sign * self.num_tokens(item)
 
 
@@ -326,7 +326,7 @@ class GemmaVision(TiledVision):
     def sign(self) -> str:
         return "<start_of_image>"
 
-    def expansion(self, item: Item) -> str:
+    def expansion(self, item: MediaItem) -> str:
         return f"\n\n{self.sign}{'<image_soft_token>' * self.num_tokens(item)}<end_of_image>\n\n"
 
     def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:

@@ -16,7 +16,7 @@ from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
-from cosmos_rl_llm.media.item import Item, View, VisionFamily, expand_spans, view_of
+from cosmos_rl_llm.media.item import MediaItem, View, VisionFamily, expand_spans, view_of
 from cosmos_rl_llm.media.qwen import QwenVision
 from cosmos_rl_llm.media.source import decode_picture, decode_video, limits_of, media_errors, read_bytes
 from cosmos_rl_llm.media.tiles import GemmaVision, IdeficsVision, InternVision, LlavaVision
@@ -45,7 +45,7 @@ class Vision:
         """Return the vision with the limits of the row's own section, such as [eval.data]."""
         return replace(self, limits=limits_of(row, self.limits))
 
-    def item(self, part: Mapping[str, Any], *, where: str) -> Item:
+    def item(self, part: Mapping[str, Any], *, where: str) -> MediaItem:
         """Read and process a part {"type": "image", "image": ...}. Raises MediaError."""
         kind = part["type"]
         with media_errors(part, where=where):
@@ -55,14 +55,14 @@ class Vision:
             video = decode_video(data, self.limits, self.family.fit(self.limits))
             return self.family.video(video, self.limits)
 
-    def expand(self, spans: Sequence[str], items: Sequence[Item], *, where: str) -> list[str]:
+    def expand(self, spans: Sequence[str], items: Sequence[MediaItem], *, where: str) -> list[str]:
         """Write the tokens of each item in place of its placeholder in the pieces of a chat. Raises MediaError."""
         try:
             return expand_spans(spans, items, self.family)
         except ValueError as error:
             raise MediaError(f"{where or 'a row'}: {error}") from error
 
-    def view(self, tokens: np.ndarray, items: Sequence[Item], *, where: str) -> View:
+    def view(self, tokens: np.ndarray, items: Sequence[MediaItem], *, where: str) -> View:
         """Return the view of the tokens [L] of an expanded text. Raises MediaError."""
         try:
             return view_of(tokens, items, self.family)

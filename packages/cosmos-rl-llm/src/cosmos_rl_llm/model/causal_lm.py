@@ -192,7 +192,7 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class OutputHead:
     """The output projection: logits = softcap(scale * (hidden @ weight.T + bias))."""
 
     weight: Tensor
@@ -203,7 +203,7 @@ class Head:
     scale: float = 1.0
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Head:
+    def of(cls, model: PreTrainedModel) -> OutputHead:
         """Read the head of a causal LM. Raises UserError if it has no linear output layer."""
         config = model.config.get_text_config()
         linear = model.get_output_embeddings()
@@ -212,7 +212,7 @@ class Head:
         caps = [cap for key in _SOFTCAPS if (cap := getattr(config, key, None))]
         return cls(linear.weight, linear.bias, softcap=caps[0] if caps else None, scale=_logit_scale(config))
 
-    def without(self, banned: Sequence[int]) -> Head:
+    def without(self, banned: Sequence[int]) -> OutputHead:
         """The head that never samples the tokens `banned`, such as placeholders of pictures; others are left out."""
         rows = [token for token in banned if 0 <= token < len(self.weight)]
         if not rows:
@@ -222,7 +222,7 @@ class Head:
             penalty[row] = NEVER
         return replace(self, bias=penalty if self.bias is None else self.bias + penalty)
 
-    def cast(self, dtype: torch.dtype | None) -> Head:
+    def cast(self, dtype: torch.dtype | None) -> OutputHead:
         """The same head in another dtype; gradients flow back to the original."""
         if dtype is None:
             return self

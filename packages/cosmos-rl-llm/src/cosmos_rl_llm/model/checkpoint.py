@@ -13,7 +13,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, is_expert, layer_of
-from cosmos_rl_core.parallel.held import Held
+from cosmos_rl_core.parallel.held import MemoryPart
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.run import RunConfig
@@ -21,7 +21,7 @@ from cosmos_rl_core.settings.problems import neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header, weight_files
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.config import LLMModelConfig, TorchEngineOptions
+from cosmos_rl_llm.config import LLMModelConfig, LLMTorchOptions
 from cosmos_rl_llm.model.bin_weights import convert_bin_weights
 from cosmos_rl_llm.model.parts import part_of
 from cosmos_rl_llm.model.tower_memory import engine_parts
@@ -185,7 +185,7 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
     return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)
 
 
-def while_loading(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
+def while_loading(config: RunConfig, rank: MemoryEstimate) -> list[MemoryPart]:
     """Return what a policy rank holds while its model is loaded; nothing to add where a policy has one rank."""
     policy = config.policy
     if ParallelDims.of(policy.parallel, world_size=policy.world_size).world_size == 1:
@@ -198,8 +198,8 @@ TERMS = "terms are sampled"
 
 
 def torch_engine_parts(
-    directory: Path, model: LLMModelConfig, options: TorchEngineOptions, *, group_size: int, max_terms: int
-) -> tuple[Held, ...]:
+    directory: Path, model: LLMModelConfig, options: LLMTorchOptions, *, group_size: int, max_terms: int
+) -> tuple[MemoryPart, ...]:
     """Return the memory of the torch engine beside the weights: keys and values, activations, and logits.
 
     Rollouts are as long as `model.max_length` or the model's context, with `max_terms` terms; the engine is as full as
@@ -208,7 +208,7 @@ def torch_engine_parts(
     whole = read_json_object(directory / "config.json", hint="see model.path")
     config = whole.get("text_config", whole)
     if not all(isinstance(config.get(key), int) for key in _SIZES):
-        return (Held(name="the engine's caches and activations", bytes=None),)
+        return (MemoryPart(name="the engine's caches and activations", bytes=None),)
     layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
     size, head_dim = BYTES[model.dtype], config.get("head_dim") or hidden // heads
     values = 2 * (config.get("num_key_value_heads") or heads) * head_dim
@@ -223,9 +223,9 @@ def torch_engine_parts(
     inner = max(config.get("intermediate_size") or 0, config.get("num_experts_per_tok", 0) * _expert_width(config))
     widest = max(3 * inner, 3 * heads * head_dim + values)
     return (
-        Held(name="keys and values", bytes=cached * layers * row * size),
-        Held(name="activations", bytes=size * prompt_tokens * (3 * hidden + widest), at=(PROMPTS,)),
-        Held(
+        MemoryPart(name="keys and values", bytes=cached * layers * row * size),
+        MemoryPart(name="activations", bytes=size * prompt_tokens * (3 * hidden + widest), at=(PROMPTS,)),
+        MemoryPart(
             name="logits and probabilities",
             bytes=2 * BYTES["float32"] * options.max_sequences * vocabulary,
             at=(PROMPTS, TERMS),

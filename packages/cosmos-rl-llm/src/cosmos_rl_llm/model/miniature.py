@@ -129,7 +129,7 @@ _DROPPED = ("quantization_config", "architectures", "dtype", "torch_dtype", "tra
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class MiniatureSize:
     """The size of a miniature; ranks that share one need as many layers, heads and experts at least."""
 
     layers: int = NUM_LAYERS
@@ -139,7 +139,9 @@ class Size:
     """Multiple of the experts."""
 
 
-def miniature(kind: type[PreTrainedModel], config: PreTrainedConfig, size: Size = Size()) -> PreTrainedModel:
+def miniature(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, size: MiniatureSize = MiniatureSize()
+) -> PreTrainedModel:
     """Make a small float32 model of the class `kind` from a model's configuration, with random values.
 
     It uses transformers' eager attention, since its fused attention omits soft caps and sinks. The same
@@ -209,13 +211,13 @@ def _kept_layers(values: Mapping[str, Any], depth: int | None, num_layers: int) 
     return first + [first[i % len(first)] for i in range(num_layers - len(first))]
 
 
-def widen(values: Mapping[str, Any], size: Size) -> dict[str, Any]:
+def widen(values: Mapping[str, Any], size: MiniatureSize) -> dict[str, Any]:
     """Return the values of a small configuration with the widths and the number of experts of `size`."""
     times = dict.fromkeys(_WIDENED, size.widths) | dict.fromkeys(_NUM_EXPERTS, size.experts)
     return {key: _widened(value, times.get(key, 1), size) for key, value in values.items()}
 
 
-def _widened(value: Any, times: int, size: Size) -> Any:
+def _widened(value: Any, times: int, size: MiniatureSize) -> Any:
     if isinstance(value, Mapping):
         return widen(value, size)
     if isinstance(value, list):

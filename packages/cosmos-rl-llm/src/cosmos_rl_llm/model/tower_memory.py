@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.parallel.held import STEP, Held
+from cosmos_rl_core.parallel.held import STEP, MemoryPart
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import read_json_object
@@ -96,46 +96,46 @@ class TowerSizes:
         return BYTES["float32"] * self.patch
 
 
-def policy_parts(directory: Path, config: RunConfig) -> tuple[Held, ...]:
+def policy_parts(directory: Path, config: RunConfig) -> tuple[MemoryPart, ...]:
     """Return the memory of a policy rank's pictures: at most a microbatch of them alone; none of text."""
     whole = read_json_object(directory / "config.json", hint="see model.path")
     if "vision_config" not in whole:
         return ()
     sizes, policy, model = TowerSizes.of(whole), config.policy, config.model
     if sizes is None:
-        return (Held(name=ACTIVATIONS, bytes=None),)
+        return (MemoryPart(name=ACTIVATIONS, bytes=None),)
     patches = round(policy.microbatch_terms * sizes.patches_per_token)
     in_flight = policy.parallel.pp * patches
     recomputed = policy.memory.activation_checkpointing != "none"
     if "tower" in model.freeze:  # it keeps nothing for the decoder's passes
-        held = [Held(name=ACTIVATIONS, bytes=round(patches * sizes.passing(dtype=model.dtype)), at=(SEEN,))]
+        held = [MemoryPart(name=ACTIVATIONS, bytes=round(patches * sizes.passing(dtype=model.dtype)), at=(SEEN,))]
     else:
         kept = in_flight * sizes.kept(dtype=model.dtype, recomputed=recomputed)
-        held = [Held(name=ACTIVATIONS, bytes=round(kept), at=(STEP, SEEN))]
+        held = [MemoryPart(name=ACTIVATIONS, bytes=round(kept), at=(STEP, SEEN))]
         gradients = round(patches * sizes.gradients(dtype=model.dtype))
-        held.append(Held(name="gradients in the vision tower", bytes=gradients, at=(SEEN,)))
+        held.append(MemoryPart(name="gradients in the vision tower", bytes=gradients, at=(SEEN,)))
         if recomputed:  # after the decoder's backward pass
             layer = round(patches * sizes.layer(dtype=model.dtype))
-            held.append(Held(name="a layer of the vision tower, computed again", bytes=layer, at=(SEEN,)))
+            held.append(MemoryPart(name="a layer of the vision tower, computed again", bytes=layer, at=(SEEN,)))
     if {"tower", "projector"} - set(model.freeze):
         projected = round(in_flight * sizes.projected(dtype=model.dtype))
-        held.append(Held(name="activations of the projector", bytes=projected, at=(STEP, SEEN)))
-    return *held, Held(name=PIXELS, bytes=in_flight * sizes.pixels)
+        held.append(MemoryPart(name="activations of the projector", bytes=projected, at=(STEP, SEEN)))
+    return *held, MemoryPart(name=PIXELS, bytes=in_flight * sizes.pixels)
 
 
-def engine_parts(directory: Path, model: LLMModelConfig, *, prompt_tokens: int, at: str) -> tuple[Held, ...]:
+def engine_parts(directory: Path, model: LLMModelConfig, *, prompt_tokens: int, at: str) -> tuple[MemoryPart, ...]:
     """Return the memory of pictures in the torch engine while prompts of so many tokens are read."""
     whole = read_json_object(directory / "config.json", hint="see model.path")
     if "vision_config" not in whole:
         return ()
     sizes = TowerSizes.of(whole)
     if sizes is None:
-        return (Held(name=ACTIVATIONS, bytes=None),)
+        return (MemoryPart(name=ACTIVATIONS, bytes=None),)
     patches = round(prompt_tokens * sizes.patches_per_token)
     passing = round(patches * sizes.passing(dtype=model.dtype))
     return (
-        Held(name=ACTIVATIONS, bytes=passing, at=(at,)),
-        Held(name=PIXELS, bytes=patches * sizes.pixels),
+        MemoryPart(name=ACTIVATIONS, bytes=passing, at=(at,)),
+        MemoryPart(name=PIXELS, bytes=patches * sizes.pixels),
     )
 
 

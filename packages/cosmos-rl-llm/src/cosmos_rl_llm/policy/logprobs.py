@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
-from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.model.causal_lm import OutputHead
 
 
 def term_logprobs(
     hidden: Tensor,
-    head: Head,
+    head: OutputHead,
     labels: Tensor,
     *,
     temperature: float = 1.0,
@@ -79,13 +79,13 @@ class Truncates(Protocol):
 class Penalises(Protocol):
     """A repetition penalty (`Repeats`)."""
 
-    def apply(self, logits: Tensor, terms: slice, *, vocabulary: Vocabulary) -> Sequence[Scaled]:
+    def apply(self, logits: Tensor, terms: slice, *, vocabulary: Vocabulary) -> Sequence[ScaledLogits]:
         """Penalise the logits [n, own] of n terms in place; return what their gradients are multiplied by."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaledLogits:
     """Logits that are multiplied by factors."""
 
     rows: slice
@@ -95,7 +95,7 @@ class Scaled:
     """[rows, m]."""
 
 
-def multiply(values: Tensor, scaled: Sequence[Scaled]) -> None:
+def multiply(values: Tensor, scaled: Sequence[ScaledLogits]) -> None:
     """Multiply values [n, own], in place."""
     for each in scaled:
         rows = values[each.rows]
@@ -142,7 +142,7 @@ class Vocabulary:
         """The same part of the first `size` tokens alone."""
         return replace(self, start=min(self.start, size), stop=min(self.stop, size), size=size)
 
-    def rows(self, head: Head) -> Head:
+    def rows(self, head: OutputHead) -> OutputHead:
         """These tokens' part of a whole output head."""
         bias = None if head.bias is None else head.bias[self.start : self.stop]
         return replace(head, weight=head.weight[self.start : self.stop], bias=bias)
@@ -214,7 +214,7 @@ class _TermLogprobs(torch.autograd.Function):
         truncation: Truncates | None,
         repeats: Penalises | None,
     ) -> tuple[Tensor, Tensor]:
-        head = Head(weight, bias, softcap, scale)
+        head = OutputHead(weight, bias, softcap, scale)
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         largest, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -247,12 +247,12 @@ class _TermLogprobs(torch.autograd.Function):
         hidden, weight, bias, labels, entropy, largest, total, kept = ctx.saved_tensors
         softcap, scale, temperature, chunk, vocabulary, truncation, repeats = ctx.options
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
-        head = Head(weight, bias, softcap, scale)
+        head = OutputHead(weight, bias, softcap, scale)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        scaled: Sequence[Scaled] = ()
+        scaled: Sequence[ScaledLogits] = ()
         for part in parts(len(labels), chunk):
             if kept is None:
                 logits = scaled_logits(head, hidden[part], temperature)
@@ -288,7 +288,7 @@ def parts(length: int, chunk: int) -> list[slice]:
     return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
 
-def scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
+def scaled_logits(head: OutputHead, hidden: Tensor, temperature: float) -> Tensor:
     """hidden [n, hidden] -> logits / temperature [n, V], a tensor of the caller's own."""
     logits = head.logits(hidden)
     return logits if temperature == 1 else logits.div_(temperature)

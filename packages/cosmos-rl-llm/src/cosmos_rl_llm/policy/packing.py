@@ -9,7 +9,7 @@ of the keys where prompts are shared (`kernels.Ragged`). Everything else in the 
 only, and on the prompt of a group once (`share_prefixes`).
 
 Where tokens of a picture attend to each other in both directions, the outputs of these rows are computed a second time
-(`Span`) and replace those of the causal pass: pictures are few and short beside the row.
+(`PictureSpan`) and replace those of the causal pass: pictures are few and short beside the row.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_PADDING_TERMS = 32
 """Padding a sequence that is always accepted: below that a further block costs more than it saves."""
 
 
-class Layout(Protocol):
+class SequenceLayout(Protocol):
     """The keyword `layout` of a forward pass, passed to every attention layer."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -57,7 +57,7 @@ def layout_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    layout: Layout | None = None,
+    layout: SequenceLayout | None = None,
     scaling: float | None = None,
     sliding_window: int | None = _UNSAID,
     softcap: float | None = None,
@@ -121,7 +121,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PictureSpan:
     """Tokens of one picture, which attend to each other in both directions."""
 
     queries: Tensor
@@ -147,7 +147,7 @@ class PackedLayout:
     """[L] int64: index of each token of the packed row in the concatenated padded blocks."""
     ragged: Ragged | None = None
     """The sequences without padding."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[PictureSpan, ...] = ()
     """Pictures whose tokens attend to each other in both directions."""
 
     @classmethod
@@ -236,16 +236,16 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     return int(different[0]) if len(different) else size
 
 
-def _spans(lengths: Sequence[int], rows: np.ndarray, shown: np.ndarray) -> tuple[Span, ...]:
+def _spans(lengths: Sequence[int], rows: np.ndarray, shown: np.ndarray) -> tuple[PictureSpan, ...]:
     """The runs of tokens of one picture in each sequence; those in rows that sequences share are found once."""
     ends = np.cumsum(lengths)
-    found: dict[int, Span] = {}
+    found: dict[int, PictureSpan] = {}
     for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True):
         changes = np.flatnonzero(np.diff(shown[start:end])) + start + 1
         for first, last in zip([start, *changes], [*changes, end], strict=True):
             if shown[first] >= 0 and int(rows[first]) not in found:
                 keys = torch.from_numpy(rows[start:last])
-                found[int(rows[first])] = Span(keys[first - start :], keys)
+                found[int(rows[first])] = PictureSpan(keys[first - start :], keys)
     return tuple(found.values())
 
 

@@ -44,7 +44,7 @@ from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
-from cosmos_rl_llm.policy.token_model import Row, TermModel, outputs_of
+from cosmos_rl_llm.policy.token_model import TermModel, TokenShard, outputs_of
 from cosmos_rl_llm.policy.truncation import Truncation
 
 _LEFT_OUT = {"qwen3_vl_text": ("embed_tokens", "layers", "norm")}
@@ -140,17 +140,17 @@ class TermStage:
 
     module: TermModel
 
-    def prepare(self, microbatch: Microbatch) -> Row:
+    def prepare(self, microbatch: Microbatch) -> TokenShard:
         return self.module.row(microbatch.inputs, teacher=microbatch.terms.teacher)
 
-    def hidden_shape(self, inputs: Row) -> tuple[int, ...]:
+    def hidden_shape(self, inputs: TokenShard) -> tuple[int, ...]:
         axis = self.module.axis
         length = inputs.positions.shape[-1]
         if axis is not None and axis.sequence:
             length //= axis.size
         return (1, length, self.module.config.get_text_config().hidden_size)
 
-    def __call__(self, hidden: Tensor | None, inputs: Row, *, with_entropy: bool) -> Tensor | PolicyOutputs:
+    def __call__(self, hidden: Tensor | None, inputs: TokenShard, *, with_entropy: bool) -> Tensor | PolicyOutputs:
         passed = self.module(hidden, inputs, with_entropy)
         if not self.module.last:
             return passed
@@ -228,7 +228,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         """The module with the output head; None on the ranks before the last stage."""
         return self._stages[-1].module if self._pipeline.is_last else None
 
-    def term_states(self, microbatch: Microbatch) -> tuple[Row, Tensor] | None:
+    def term_states(self, microbatch: Microbatch) -> tuple[TokenShard, Tensor] | None:
         """Like `CausalLMPolicy.term_states`; None on the ranks before the last stage."""
         outputs = self._forward(microbatch, with_entropy=False)
         return None if outputs is None else (self._stages[-1].prepare(microbatch), outputs.tensors["hidden"])

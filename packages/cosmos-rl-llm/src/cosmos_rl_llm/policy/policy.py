@@ -29,7 +29,7 @@ from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
-from cosmos_rl_llm.policy.token_model import Row, TermModel, outputs_of
+from cosmos_rl_llm.policy.token_model import TermModel, TokenShard, outputs_of
 from cosmos_rl_llm.policy.truncation import Truncation
 
 
@@ -97,7 +97,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         """The module with the output head."""
         return self.module
 
-    def term_states(self, microbatch: Microbatch) -> tuple[Row, Tensor]:
+    def term_states(self, microbatch: Microbatch) -> tuple[TokenShard, Tensor]:
         """Return this rank's part of the row, and the hidden states of its terms [t, H]; for `returns_hidden`."""
         row = self.module.row(microbatch.inputs)
         hidden = self.module(None, row)

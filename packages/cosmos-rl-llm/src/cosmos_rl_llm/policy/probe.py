@@ -25,7 +25,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import exact_products
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm.data.collate import Sample, pack_batch
+from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
 from cosmos_rl_llm.policy.token_model import TermModel
 
@@ -99,7 +99,7 @@ def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarra
     return torch.log_softmax(logits, dim=-1).gather(1, row[len(prompt) :, None])[:, 0]
 
 
-def probe_samples() -> list[Sample]:
+def probe_samples() -> list[TrainSequence]:
     """Two sequences of random tokens with one prompt."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(VOCABULARY // 3, VOCABULARY, _PROMPT, dtype=np.int32)  # greater than all special tokens
@@ -154,14 +154,14 @@ def _check_type(
         raise UserError(f'model.dtype: {kind.__name__} does not run in {name} ({why}); set model.dtype = "float32"')
 
 
-def _logprobs(terms: TermModel, samples: list[Sample], *, unpacked: bool) -> Tensor:
+def _logprobs(terms: TermModel, samples: list[TrainSequence], *, unpacked: bool) -> Tensor:
     terms.unpacked = unpacked
     batch = pack_batch(samples, microbatch_terms=10**6, share=Share(), metrics={})
     return terms(None, terms.row(batch.microbatches[0].inputs))[0]
 
 
-def _sample(prompt: np.ndarray, tokens: np.ndarray) -> Sample:
-    return Sample(
+def _sample(prompt: np.ndarray, tokens: np.ndarray) -> TrainSequence:
+    return TrainSequence(
         prompt_tokens=prompt,
         tokens=tokens,
         logprobs=np.zeros(len(tokens), np.float32),

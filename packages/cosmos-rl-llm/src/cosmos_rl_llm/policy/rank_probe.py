@@ -28,8 +28,8 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple, num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share
-from cosmos_rl_llm.data.collate import Sample, pack_batch
-from cosmos_rl_llm.model.miniature import NUM_LAYERS, Size, miniature
+from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
+from cosmos_rl_llm.model.miniature import NUM_LAYERS, MiniatureSize, miniature
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import TOLERANCE, describe, first_line, probe_samples
 
@@ -85,7 +85,7 @@ def compare_ranks(
     setup: ModelSetup,
     *,
     prepare: Prepare = lambda _: None,
-    samples: Sequence[Sample] = (),
+    samples: Sequence[TrainSequence] = (),
 ) -> tuple[float, float, str]:
     """Return this rank's largest errors of a log-probability and of a gradient, and the parameter of the latter.
 
@@ -118,22 +118,22 @@ def _spread(model: PreTrainedModel, setup: ModelSetup) -> Any:
     return PipelinedPolicy(model, setup=setup)
 
 
-def fitting_size(dims: ParallelDims, *, stages: int) -> Size:
+def fitting_size(dims: ParallelDims, *, stages: int) -> MiniatureSize:
     """The size of a miniature that can be sharded over `dims`: heads, widths, experts and layers divide."""
     shards = dims.dp_shard * dims.cp if dims.tp * dims.ep > 1 else 1
     divided = (4, dims.tp * dims.cp), (2, dims.tp), (8, shards)  # heads, key-value heads, the narrowest latent
-    return Size(
+    return MiniatureSize(
         layers=NUM_LAYERS if stages == 1 else NUM_LAYERS * stages,  # a vision tower may reach into several layers
         widths=math.lcm(*(ranks // math.gcd(width, ranks) for width, ranks in divided)),
         experts=dims.ep // math.gcd(4, dims.ep),
     )
 
 
-def _weighted(samples: Sequence[Sample]) -> list[Sample]:
+def _weighted(samples: Sequence[TrainSequence]) -> list[TrainSequence]:
     return [replace(sample, advantage=weight) for sample, weight in zip(samples, (1.0, -0.5, 0.3, 0.7), strict=True)]
 
 
-def _train(policy: Any, samples: Sequence[Sample], share: Share) -> list[tuple[Microbatch, Tensor]]:
+def _train(policy: Any, samples: Sequence[TrainSequence], share: Share) -> list[tuple[Microbatch, Tensor]]:
     """Add the gradients of a share of the batch; return the microbatches that this rank computed to the end."""
     batch = pack_batch(samples, microbatch_terms=32, share=share, metrics={})
     computed = []

@@ -33,28 +33,35 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.types import PolicyOutputs
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items
-from cosmos_rl_llm.model.causal_lm import Head, decoder_layers, language_model
+from cosmos_rl_llm.model.causal_lm import OutputHead, decoder_layers, language_model
 from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
-from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
+from cosmos_rl_llm.policy.packing import (
+    Block,
+    CausalRows,
+    PackedLayout,
+    SequenceLayout,
+    install_attention,
+    share_prefixes,
+)
 from cosmos_rl_llm.policy.routing import check_replay, install_replay
 from cosmos_rl_llm.policy.truncation import SUPERVISED, Repeats, Truncation
 
-Compare = Callable[[Tensor, Head, "Row"], Mapping[str, Tensor]]
+Compare = Callable[[Tensor, OutputHead, "TokenShard"], Mapping[str, Tensor]]
 """Hidden states [t, H] and head of the policy, with gradient, and the row -> outputs [t] by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TokenShard:
     """One rank's part of a microbatch: l of its tokens, t of its T terms."""
 
     tokens: Tensor
     """[1, l] int64; [1, L] with `own_rows`."""
     positions: Tensor
     """[1, l] int64; [3, 1, l] where a family counts along time, height and width."""
-    layout: Layout
+    layout: SequenceLayout
     """Attention layout of the tokens."""
     term_rows: Tensor
     """[t] int64: index among the l tokens of the hidden state that predicts a term."""
@@ -167,7 +174,7 @@ class TermModel(nn.Module):
         layers = decoder_layers(self.causal_lm)
         return [layer for layer in layers if any(True for _ in layer.parameters())]
 
-    def row(self, inputs: Mapping[str, Tensor], *, teacher: Mapping[str, Tensor] | None = None) -> Row:
+    def row(self, inputs: Mapping[str, Tensor], *, teacher: Mapping[str, Tensor] | None = None) -> TokenShard:
         """Lay out `Microbatch.inputs` (see `CausalLMPolicy`): prefixes once, and this rank's part of them over cp.
 
         teacher: `TermBatch.teacher`.
@@ -184,7 +191,7 @@ class TermModel(nn.Module):
         media = None if row.media is None else media_to_device(row.media, self.device)
         return replace(to_device(replace(row, media=None), self.device), media=media)
 
-    def _packed_row(self, inputs: Mapping[str, Tensor]) -> Row:
+    def _packed_row(self, inputs: Mapping[str, Tensor]) -> TokenShard:
         if self.vision is not None and (self.mesh is not None or self._needs_tower):
             inputs = add_blanks(inputs, self.vision, always=self._needs_tower)
         lengths = _lengths(inputs)
@@ -201,7 +208,7 @@ class TermModel(nn.Module):
             text = int((inputs["item_index"] < 0).int().argmax()) if "item_index" in inputs else 0
             kept = np.append(kept, [text] * missing)
         taken, vision = torch.from_numpy(kept), self.vision if self.first else None
-        return Row(
+        return TokenShard(
             tokens=inputs["tokens"][None, taken],
             positions=inputs["positions"][..., None, taken],
             layout=PackedLayout.of(lengths, rows=rows, shown=two_way_items(inputs, self.vision, length=len(rows))),
@@ -213,13 +220,13 @@ class TermModel(nn.Module):
             own_rows=slice(None) if vision is not None and self.mesh is not None else None,
         )
 
-    def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> Row:
+    def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> TokenShard:
         lengths = _lengths(inputs)
         layout, rotary = PackedLayout.of(lengths), self._rope.lengths(np.repeat(lengths, lengths))
         # All ranks that gather parameters together run the same number of passes; additional ones run one token.
         passes = len(layout.blocks) if self.mesh is None else self.mesh.most_over_shards(len(layout.blocks))
         spare = Block(torch.zeros(1, dtype=torch.int64), rows=1, longest=1)
-        return Row(
+        return TokenShard(
             tokens=inputs["tokens"][None],
             positions=inputs["positions"][None],
             layout=replace(layout, blocks=(*layout.blocks, *[spare] * (passes - len(layout.blocks)))),
@@ -230,7 +237,7 @@ class TermModel(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor | None, row: Row, with_entropy: bool = False
+        self, hidden: Tensor | None, row: TokenShard, with_entropy: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None, Mapping[str, Tensor]]:
         """Run the stage.
 
@@ -269,7 +276,7 @@ class TermModel(nn.Module):
         compared = {name: gather(values) for name, values in compared.items()}
         return gather(logprobs), None if entropy is None else gather(entropy), compared
 
-    def _decode(self, hidden: Tensor | None, row: Row) -> Tensor:
+    def _decode(self, hidden: Tensor | None, row: TokenShard) -> Tensor:
         """Tokens, or hidden states [1, l, H] of the previous stage -> hidden states [1, l, H]."""
         given = row.tokens if self.first else hidden
         assert given is not None
@@ -290,7 +297,7 @@ class TermModel(nn.Module):
         self,
         given: Tensor,
         positions: Tensor,
-        layout: Layout,
+        layout: SequenceLayout,
         routes: Tensor | None,
         seen: Mapping[str, Any] | None = None,
     ) -> Tensor:
@@ -308,13 +315,13 @@ class TermModel(nn.Module):
             )
         return output.last_hidden_state
 
-    def head(self) -> Head:
+    def head(self) -> OutputHead:
         """Return the output head with its parameters as they are sharded now."""
-        return Head.of(self.causal_lm).without(self.banned)
+        return OutputHead.of(self.causal_lm).without(self.banned)
 
-    def _own_head(self) -> tuple[Head, Vocabulary | None]:
+    def _own_head(self) -> tuple[OutputHead, Vocabulary | None]:
         """The output head: this rank's part of it over tp, and the vocabulary of that part."""
-        head = Head.of(self.causal_lm)
+        head = OutputHead.of(self.causal_lm)
         if self.axis is None:
             return head.without(self.banned).cast(self.autocast), None
         assert isinstance(head.weight, DTensor) and isinstance(head.bias, DTensor | None)
@@ -369,7 +376,7 @@ def _repeats(module: TermModel, inputs: Mapping[str, Tensor]) -> Repeats | None:
     return module.truncation.repeats(inputs, _lengths(inputs))
 
 
-def _cut(row: Row, axis: DeviceMesh) -> Row:
+def _cut(row: TokenShard, axis: DeviceMesh) -> TokenShard:
     """This rank's part of a row over cp."""
     assert isinstance(row.layout, PackedLayout)
     part = cut(

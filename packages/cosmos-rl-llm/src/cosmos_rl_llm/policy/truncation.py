@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_llm.policy.logprobs import Scaled, Vocabulary, multiply
+from cosmos_rl_llm.policy.logprobs import ScaledLogits, Vocabulary, multiply
 
 if TYPE_CHECKING:
     from cosmos_rl_core.types import Sampling
@@ -133,7 +133,7 @@ class Repeats:
         """Return those of some of the terms, by their indices in ascending order."""
         return replace(self, sequence=self.sequence[terms.numpy()], last=self.last[terms])
 
-    def apply(self, logits: Tensor, terms: slice, *, vocabulary: Vocabulary) -> Sequence[Scaled]:
+    def apply(self, logits: Tensor, terms: slice, *, vocabulary: Vocabulary) -> Sequence[ScaledLogits]:
         """Penalise the logits [n, own] of n terms in place; return what their gradients are multiplied by."""
         scaled = []
         sequence, last = self.sequence[terms], self.last[terms, None]
@@ -144,6 +144,6 @@ class Repeats:
             place, first = place[mine], self.first[part][mine]
             values = logits[rows][:, place]
             factors = torch.where(values > 0, 1 / self.penalty, self.penalty).masked_fill_(first > last[rows], 1.0)
-            scaled.append(Scaled(rows, place, factors))
+            scaled.append(ScaledLogits(rows, place, factors))
         multiply(logits, scaled)
         return scaled

@@ -35,10 +35,10 @@ class _Reply(msgspec.Struct):
     """The part of an answer of /chat/completions that is read."""
 
     class Choice(msgspec.Struct):
-        class Message(msgspec.Struct):
+        class JudgeMessage(msgspec.Struct):
             content: str | None = None
 
-        message: Message
+        message: JudgeMessage
 
     choices: list[Choice]
 

@@ -10,7 +10,7 @@ from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.parallel.held import START, STEP, Held
+from cosmos_rl_core.parallel.held import START, STEP, MemoryPart
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
@@ -121,30 +121,32 @@ def teacher_shape(config: RunConfig) -> ModelShape | None:
         return read_shape(directory, as_model(config.teacher, config.model)) if directory.is_dir() else None
 
 
-def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[Held, ...]:
+def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[MemoryPart, ...]:
     """Return the memory that [teacher] adds to a policy rank; `rank` is the policy's own."""
     if config.teacher is None:
         return ()
     shape, policy, dims = teacher_shape(config), config.policy, _dims(config)
     if shape is None:
-        return (Held(name="teacher", bytes=None),)
+        return (MemoryPart(name="teacher", bytes=None),)
     spread = dims.world_size > 1
     size, held = BYTES[shape.compute_dtype], BYTES[policy.precision.parameters]
     found = estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms)
     parameters = found.parameters * (size if spread else held) // held
     offloaded = policy.memory.parameter_offload and spread
-    parts = [Held(name="teacher", bytes=parameters, host=offloaded, away=True)]
+    parts = [MemoryPart(name="teacher", bytes=parameters, host=offloaded, away=True)]
     if spread:
         parts += [
-            Held(name="teacher, as it is filled", bytes=parameters, at=(START,), host=offloaded),
-            Held(name="teacher's output head", bytes=-(-shape.vocabulary // dims.tp) * shape.hidden * size, away=True),
-            Held(name="teacher's gathered parameters", bytes=found.gathered, at=(TEACHES,)),
+            MemoryPart(name="teacher, as it is filled", bytes=parameters, at=(START,), host=offloaded),
+            MemoryPart(
+                name="teacher's output head", bytes=-(-shape.vocabulary // dims.tp) * shape.hidden * size, away=True
+            ),
+            MemoryPart(name="teacher's gathered parameters", bytes=found.gathered, at=(TEACHES,)),
         ]
     if config.teacher.loss == "divergence":
-        parts.append(Held(name="logits of policy and teacher", bytes=rank.logits, at=(STEP,)))
+        parts.append(MemoryPart(name="logits of policy and teacher", bytes=rank.logits, at=(STEP,)))
         if not config.teacher.top_k:
             kept = None if config.is_sft else _terms_per_rank(config, dims) * shape.hidden * size
-            parts.append(Held(name="teacher's hidden states of the step", bytes=kept, at=(STEP,)))
+            parts.append(MemoryPart(name="teacher's hidden states of the step", bytes=kept, at=(STEP,)))
     return tuple(parts)
 
 

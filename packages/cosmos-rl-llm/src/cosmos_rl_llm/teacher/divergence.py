@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cosmos_rl_core.algorithms.distill import divergence, kl_divergence, log_mixture
-from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.model.causal_lm import OutputHead
 from cosmos_rl_llm.policy.logprobs import Vocabulary, parts, scaled_logits
 
 _BUFFERS = 6
@@ -72,7 +72,7 @@ class Whole:
 
     hidden: Tensor
     """[T, teacher's hidden]."""
-    head: Head
+    head: OutputHead
     """The teacher's, over the V tokens."""
     temperature: float
     vocabulary: Vocabulary
@@ -123,7 +123,7 @@ def with_rest(logprobs: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def term_divergence(
-    hidden: Tensor, head: Head, classes: Classes, *, beta: float, temperature: float, logits_bytes: int
+    hidden: Tensor, head: OutputHead, classes: Classes, *, beta: float, temperature: float, logits_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each term [T], in float32 or the type of `hidden` if that is wider:
 
@@ -159,7 +159,7 @@ class _TermDivergence(torch.autograd.Function):
         chunk: int,
         classes: Classes,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = Head(weight, bias, softcap, scale)
+        head = OutputHead(weight, bias, softcap, scale)
         values = torch.empty(len(hidden), dtype=_result_type(hidden), device=hidden.device)
         reverse, agreement = torch.empty_like(values), torch.empty_like(values)
         keep = len(hidden) <= chunk and softcap is None and any(ctx.needs_input_grad)
@@ -183,7 +183,7 @@ class _TermDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad_values: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, kept = ctx.saved_tensors
         softcap, scale, temperature, beta, chunk, classes = ctx.options
-        head = Head(weight, bias, softcap, scale)
+        head = OutputHead(weight, bias, softcap, scale)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         wide = _result_type(hidden)
@@ -206,7 +206,7 @@ class _TermDivergence(torch.autograd.Function):
 
 
 def _recomputed(
-    head: Head, hidden: Tensor, temperature: float, *, beta: float, classes: Classes, part: slice
+    head: OutputHead, hidden: Tensor, temperature: float, *, beta: float, classes: Classes, part: slice
 ) -> Tensor:
     """The gradient of D with respect to the logits [n, V] before soft cap, temperature and scale."""
     logits = scaled_logits(head, hidden[part], temperature)

@@ -28,11 +28,11 @@ from cosmos_rl_core.parallel.memory.swap import tensors_of
 from cosmos_rl_core.types import Microbatch
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.model.causal_lm import OutputHead
 from cosmos_rl_llm.policy.logprobs import Vocabulary, parts, scaled_logits
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy, TextPolicy
-from cosmos_rl_llm.policy.token_model import Row, TermModel
+from cosmos_rl_llm.policy.token_model import TermModel, TokenShard
 from cosmos_rl_llm.teacher.check import as_model, check_length, check_sight, check_tokens, of_teacher
 from cosmos_rl_llm.teacher.divergence import Classes, Top, Whole, term_divergence
 
@@ -40,10 +40,10 @@ Build = Callable[[LLMModelConfig], Policy]
 Model = CausalLMPolicy | PipelinedPolicy
 
 _BUFFERS = 3
-"""Vocabulary-sized tensors that `Teacher.forward` has at a time."""
+"""Vocabulary-sized tensors that `LLMTeacher.forward` has at a time."""
 
 
-class Teacher:
+class LLMTeacher:
     """Implements `cosmos_rl_core.interfaces.Teacher`, and computes the policy's divergences."""
 
     def __init__(self, teacher: Model, policy: Model, config: TeacherSection) -> None:
@@ -56,7 +56,7 @@ class Teacher:
         self._config = config
         self._last = teacher.last_stage
         self._policy = policy.last_stage
-        self._own_head: Head | None = None
+        self._own_head: OutputHead | None = None
         num_tokens = min(_num_tokens(teacher), _num_tokens(policy))
         if config.top_k >= num_tokens:
             raise UserError(f"[teacher] top_k = {config.top_k}: the models have {num_tokens} tokens; lower it")
@@ -111,7 +111,7 @@ class Teacher:
         rest = vocabulary.logsumexp(vocabulary.put(logprobs, ids, -torch.inf))
         return {"ids": ids, "logprobs": torch.cat([top, rest], dim=1)}
 
-    def compare(self, hidden: Tensor, head: Head, row: Row) -> Mapping[str, Tensor]:
+    def compare(self, hidden: Tensor, head: OutputHead, row: TokenShard) -> Mapping[str, Tensor]:
         """Return `teacher` [t] with gradient, the divergence, and the metrics `teacher_kl` and `teacher_agreement`.
 
         hidden [t, H'] and head: the policy's. row: with the results of `forward` for these terms.
@@ -134,14 +134,14 @@ class Teacher:
         return Whole(outputs["hidden"], self.head(), temperature, self._vocabulary)
 
     @torch.no_grad()
-    def head(self) -> Head:
+    def head(self) -> OutputHead:
         """The output head over this rank's tokens of both models. Over ranks all call it together at first."""
         module = self._last
         assert module is not None
         if module.mesh is None:
             return self._vocabulary.rows(module.head()).cast(module.autocast)
         if self._own_head is None:
-            head, device = Head.of(module.causal_lm), module.device
+            head, device = OutputHead.of(module.causal_lm), module.device
             bias = None if head.bias is None else whole(head.bias.to(device))
             everything = replace(head, weight=whole(head.weight.to(device)), bias=bias).without(module.banned)
             own = self._vocabulary.rows(everything)
@@ -162,7 +162,7 @@ def _vocabulary(module: TermModel, num_tokens: int) -> Vocabulary:
 
 def build_teacher(
     section: TeacherSection, *, model: LLMModelConfig, build: Build, policy: TextPolicy | PipelinedPolicy
-) -> Teacher:
+) -> LLMTeacher:
     """Load the teacher of `policy`. All ranks of a replica call this together.
 
     build: returns the policy of a [model] section. Raises UserError for a teacher with another tokenizer, or other
@@ -179,7 +179,7 @@ def build_teacher(
     check_length(own.max_length, theirs.max_length, path=section.path)
     if sees is not None and taught is not None:
         check_processing(taught.family, sees.family, path=section.path)
-    return Teacher(teacher, policy, section)
+    return LLMTeacher(teacher, policy, section)
 
 
 def check_processing(family: VisionFamily, teacher: VisionFamily, *, path: str) -> None:

@@ -13,17 +13,17 @@ import torch
 
 from cosmos_rl_transfer.content.digest import tensor_sum
 from cosmos_rl_transfer.content.proof import Part, Proof, copy_proof
-from cosmos_rl_transfer.content.raw import Raw, Run, raw_view, same_width
+from cosmos_rl_transfer.content.raw import ByteRun, Raw, raw_view, same_width
 from cosmos_rl_transfer.content.staging import as_torch, host_memory
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Piece, aligned
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece, aligned
 
 DIRECT_BYTES = 128 << 10
 """Contiguous pieces of at least this size are sent in place, without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArenaSlot:
     """The place of one tensor in the arena."""
 
     at: int
@@ -48,9 +48,9 @@ class Arena:
 
     def __init__(self, manifest: Manifest, *, rank: int, wire_dtypes: Mapping[str, str]) -> None:
         """Allocate the parts of `rank`, in the manifest's order. A tied name has the place of its tensor."""
-        places, end = dict[str, Place](), 0
+        places, end = dict[str, ArenaSlot](), 0
         for spec, box in manifest.held_by(rank):
-            places[spec.name] = place = Place(aligned(end), box, wire_dtypes[spec.name], spec.shape)
+            places[spec.name] = place = ArenaSlot(aligned(end), box, wire_dtypes[spec.name], spec.shape)
             end = place.at + place.num_bytes
         self.names = tuple(places)
         """Tensors, without tied names."""
@@ -68,7 +68,7 @@ class Arena:
         place = self.places[name]
         return raw_view(self.memory, place.at, (place.box.numel,), place.item_bytes)
 
-    def piece(self, piece: Piece) -> Raw:
+    def piece(self, piece: BucketPiece) -> Raw:
         """View the elements of a piece; strided where the arena holds more of the tensor."""
         inside = piece.box.within(self.places[piece.name].box)
         return self.tensor(piece.name)[(*inside.slices(), ...)]
@@ -77,7 +77,7 @@ class Arena:
         """Whether all pieces travel in the dtypes of the arena."""
         return all(piece.dtype == self.places[piece.name].dtype for piece in bucket.pieces)
 
-    def runs(self, bucket: Bucket) -> list[Run] | None:
+    def runs(self, bucket: Bucket) -> list[ByteRun] | None:
         """Return the bucket's bytes in place, or None where they have to be packed."""
         found = []
         for piece in bucket.pieces:
@@ -89,7 +89,7 @@ class Arena:
             if num_bytes < DIRECT_BYTES or not inside.is_contiguous(place.box.shape):
                 return None
             first = place.at + inside.start(place.box.shape) * place.item_bytes
-            found.append(Run(self.memory[first : first + num_bytes], piece.at))
+            found.append(ByteRun(self.memory[first : first + num_bytes], piece.at))
         return found
 
     def run(self, bucket: Bucket) -> Raw | None:
@@ -114,7 +114,7 @@ class Arena:
         """
         return copy_proof([self._part(self._cast(p), self._packed(out, p), p) for p in bucket.pieces])
 
-    def _cast(self, piece: Piece) -> Raw:
+    def _cast(self, piece: BucketPiece) -> Raw:
         """Return a piece's elements in the dtype in which it travels."""
         held, dtype = self.piece(piece), self.places[piece.name].dtype
         if piece.dtype == dtype:
@@ -133,8 +133,8 @@ class Arena:
         """Return the additive hash of each piece as stored in the arena."""
         return tuple(tensor_sum(self.piece(p), p.box, self.places[p.name].shape) for p in bucket.pieces)
 
-    def _packed(self, data: Raw, piece: Piece) -> Raw:
+    def _packed(self, data: Raw, piece: BucketPiece) -> Raw:
         return raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[piece.dtype])
 
-    def _part(self, source: Raw, target: Raw | None, piece: Piece) -> Part:
+    def _part(self, source: Raw, target: Raw | None, piece: BucketPiece) -> Part:
         return Part(source, target, piece.box, self.places[piece.name].shape)

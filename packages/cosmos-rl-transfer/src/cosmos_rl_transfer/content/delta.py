@@ -42,7 +42,7 @@ class Extent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PieceDelta:
     """New values of some elements of a piece."""
 
     positions: Raw
@@ -72,7 +72,7 @@ def encoded_bytes(positions: Sequence[Raw], extents: Sequence[Extent]) -> int:
     return _Form.of([_counts(p, e.numel) for p, e in zip(positions, extents)], extents).num_bytes
 
 
-def encode(changes: Sequence[Change], extents: Sequence[Extent]) -> Raw:
+def encode(changes: Sequence[PieceDelta], extents: Sequence[Extent]) -> Raw:
     """Return the delta of a bucket as uint8 [num_bytes]; one change and one extent a piece."""
     form = _Form.of([_counts(c.positions, e.numel) for c, e in zip(changes, extents)], extents)
     out = np.zeros(form.num_bytes, np.uint8)
@@ -85,7 +85,7 @@ def encode(changes: Sequence[Change], extents: Sequence[Extent]) -> Raw:
     return out
 
 
-def decode(data: Raw, extents: Sequence[Extent]) -> tuple[Change, ...]:
+def decode(data: Raw, extents: Sequence[Extent]) -> tuple[PieceDelta, ...]:
     """Read what `encode` wrote for pieces of these extents; the values are views of `data` uint8 [n], any contiguous.
 
     Raises TransferError on anything else: positions are inside their piece, and ascend.
@@ -106,7 +106,7 @@ def decode(data: Raw, extents: Sequence[Extent]) -> tuple[Change, ...]:
     for index, (extent, found) in enumerate(zip(extents, np.split(positions, ends[:-1]))):
         if found.size and not (found[-1] < extent.numel and (found[1:] > found[:-1]).all()):
             raise TransferError(f"a delta's offsets of piece {index} do not ascend within the piece")
-        changes.append(Change(found, form.values_of(data, index)))
+        changes.append(PieceDelta(found, form.values_of(data, index)))
     return tuple(changes)
 
 

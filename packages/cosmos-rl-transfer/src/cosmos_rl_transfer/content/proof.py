@@ -13,7 +13,7 @@ from cosmos_rl_transfer.content.delta import outward, row_strides
 from cosmos_rl_transfer.content.digest import sum_change, tensor_sum
 from cosmos_rl_transfer.content.raw import Raw, raw_view
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
 
 Shape = tuple[int, ...]
 
@@ -48,19 +48,19 @@ class Part:
     shape: Shape
 
 
-def packed_pieces(bucket: Bucket, data: Raw) -> Iterable[tuple[Piece, Raw]]:
+def packed_pieces(bucket: Bucket, data: Raw) -> Iterable[tuple[BucketPiece, Raw]]:
     """Yield each piece with its elements [*box.shape] in packed bytes uint8 [bucket.num_bytes]."""
     for piece in bucket.pieces:
         yield piece, raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[piece.dtype])
 
 
-def run_pieces(bucket: Bucket, runs: Iterable[Raw]) -> Iterable[tuple[Piece, Raw]]:
+def run_pieces(bucket: Bucket, runs: Iterable[Raw]) -> Iterable[tuple[BucketPiece, Raw]]:
     """Yield each piece with its elements [*box.shape] out of its own bytes uint8 [n]."""
     for piece, run in zip(bucket.pieces, runs):
         yield piece, raw_view(run, 0, piece.box.shape, ITEM_BYTES[piece.dtype])
 
 
-def prove(pieces: Iterable[tuple[Piece, Raw]], shapes: Mapping[str, Shape]) -> Proof:
+def prove(pieces: Iterable[tuple[BucketPiece, Raw]], shapes: Mapping[str, Shape]) -> Proof:
     """Hash pieces in their order; each array [*box.shape] is contiguous."""
     return copy_proof([Part(array, None, piece.box, shapes[piece.name]) for piece, array in pieces])
 
@@ -79,7 +79,7 @@ def copy_proof(parts: Sequence[Part]) -> Proof:
     return Proof(state.intdigest(), tuple(sums))
 
 
-def pieces_hash(pieces: Iterable[tuple[Piece, Raw]]) -> int:
+def pieces_hash(pieces: Iterable[tuple[BucketPiece, Raw]]) -> int:
     """Return the `hash` of a proof alone."""
     state = xxhash.xxh3_64()
     for _, array in pieces:
@@ -87,7 +87,7 @@ def pieces_hash(pieces: Iterable[tuple[Piece, Raw]]) -> int:
     return state.intdigest()
 
 
-def gain(piece: Piece, shape: Shape, positions: Raw, *, old: Raw, new: Raw) -> int:
+def gain(piece: BucketPiece, shape: Shape, positions: Raw, *, old: Raw, new: Raw) -> int:
     """Return what a piece's additive hash gains where elements at int64 `positions` [k] in its box change."""
     at = outward(positions, piece.box.shape, row_strides(shape), piece.box.start(shape))
     return sum_change(at, old, new)
@@ -99,7 +99,7 @@ class Proofs:
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._version = -1
-        self._known: dict[tuple[Piece, ...], Proof] = {}
+        self._known: dict[tuple[BucketPiece, ...], Proof] = {}
 
     def get(self, version: int, bucket: Bucket) -> Proof | None:
         """Return what was kept for these pieces of a version."""

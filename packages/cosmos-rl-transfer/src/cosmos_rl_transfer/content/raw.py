@@ -40,7 +40,7 @@ def raw_view(memory: Raw, at: int, shape: tuple[int, ...], item_bytes: int) -> R
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Contiguous bytes, and their position in a packed bucket."""
 
     data: Block

@@ -20,7 +20,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-class Piece(NamedTuple):
+class BucketPiece(NamedTuple):
     """A box of one tensor inside a bucket."""
 
     name: str
@@ -41,7 +41,7 @@ class Bucket:
     target: int
     index: int
     """Index among the buckets of the same source and target."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketPiece, ...]
     num_bytes: int
     """Size, with padding between pieces."""
 
@@ -86,7 +86,7 @@ def pack(
         base = int(starts[first])
         stop = int(np.searchsorted(ends, base + most_bytes, side="right"))
         places = (starts[first:stop] - base).tolist()
-        pieces = tuple(map(Piece, names[first:stop], boxes[first:stop], places, dtypes[first:stop]))
+        pieces = tuple(map(BucketPiece, names[first:stop], boxes[first:stop], places, dtypes[first:stop]))
         buckets.append(Bucket(source, target, len(buckets), pieces, int(ends[stop - 1]) - base))
         first = stop
     return tuple(buckets)

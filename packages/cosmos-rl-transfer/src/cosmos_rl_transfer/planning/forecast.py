@@ -12,7 +12,7 @@ from cosmos_rl_transfer.layout import spread
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.layout.shapes import Shapes
 from cosmos_rl_transfer.layout.spread import Side
-from cosmos_rl_transfer.planning.plan import Plan, plan
+from cosmos_rl_transfer.planning.plan import TransferPlan, plan
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.planning.topology import Topology
 
@@ -24,7 +24,7 @@ class Forecast:
     shapes: Shapes
     source: Side
     target: Side
-    made: Plan
+    made: TransferPlan
     gbit: float
     """Speed of a rank's network card, each way."""
     planning_s: float

@@ -21,21 +21,21 @@ from math import ceil
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.box import Owners
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.planning.bucket import ALIGN, Bucket, Piece, aligned
+from cosmos_rl_transfer.planning.bucket import ALIGN, Bucket, BucketPiece, aligned
 from cosmos_rl_transfer.planning.match import Match, check_match, wire_dtype_of
 from cosmos_rl_transfer.planning.relay import Relay, pays, rings, successor
 from cosmos_rl_transfer.planning.replica_plan import ReplicaPlan
 from cosmos_rl_transfer.planning.sharing import balance, demand
 from cosmos_rl_transfer.planning.topology import Topology
 
-__all__ = ["ALIGN", "Bucket", "Piece", "Plan", "aligned", "check_match", "plan", "wire_dtype_of"]
+__all__ = ["ALIGN", "Bucket", "BucketPiece", "TransferPlan", "aligned", "check_match", "plan", "wire_dtype_of"]
 
 BUCKETS_IN_FLIGHT = 2
 """A rank packs one while another is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class TransferPlan:
     """The buckets between ranks, and their cost. Streams are built on first use."""
 
     replicas: tuple[ReplicaPlan, ...]
@@ -155,7 +155,7 @@ class Plan:
         """SHA-256 over classes, lots and their senders; equal on both sides or the sync does not start."""
         return hashlib.sha256("".join(part.digest for part in self.replicas).encode()).hexdigest()
 
-    def join(self, replica: Manifest) -> Plan:
+    def join(self, replica: Manifest) -> TransferPlan:
         """Return the plan with one more rollout replica, whose ranks are new. All streams so far stay what they are.
 
         Whether ranks relay is not decided anew: where they do, newcomers enter the rings that want what they want.
@@ -176,7 +176,7 @@ class Plan:
             kept = (*kept, part)
         return replace(self, replicas=kept)
 
-    def leave(self, ranks: Iterable[int]) -> Plan:
+    def leave(self, ranks: Iterable[int]) -> TransferPlan:
         """Return the plan without these target ranks. All other streams stay what they are."""
         gone = frozenset(ranks)
         if unknown := sorted(gone - self.bytes_in.keys()):
@@ -196,7 +196,7 @@ class Plan:
 class _Streams(Mapping[tuple[int, int], tuple[Bucket, ...]]):
     """A plan's streams, built one by one."""
 
-    def __init__(self, made: Plan) -> None:
+    def __init__(self, made: TransferPlan) -> None:
         self._made = made
         self._pairs = frozenset(made.pairs)
 
@@ -221,7 +221,7 @@ def plan(
     bucket_bytes: int,
     wire_dtype: str | None = None,
     position: int = 0,
-) -> Plan:
+) -> TransferPlan:
     """Plan the transfer of all weights of `target` from `source`.
 
     target: one rollout replica, or several with their ranks in `Manifest.replicas`; the plan for several is the union
@@ -242,7 +242,7 @@ def plan(
         ReplicaPlan.of(match, members=members, position=place, bucket_bytes=bucket_bytes, topology=topology)
         for place, members in enumerate(_slots(target, groups, relays), position)
     )
-    return Plan(
+    return TransferPlan(
         replicas=tuple(parts),
         source=source,
         topology=topology,

@@ -24,12 +24,12 @@ from cosmos_rl_transfer.content.digest import bucket_hash
 from cosmos_rl_transfer.content.proof import NOT_HASHED, Proof, packed_pieces, run_pieces
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.errors import Superseded
-from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
 from cosmos_rl_transfer.publish.holders import PASS_ON_S, Partial
 from cosmos_rl_transfer.publish.outgoing import Delta
 from cosmos_rl_transfer.publish.supply import Hold, Supply
-from cosmos_rl_transfer.publish.versions import Lease
-from cosmos_rl_transfer.transports.base import Outlet, Run
+from cosmos_rl_transfer.publish.versions import VersionLease
+from cosmos_rl_transfer.transports.base import ByteRun, Outlet
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
@@ -80,12 +80,12 @@ class Delivery:
         self._outlet: Outlet = supply.link_outlet
         self._buckets: tuple[Bucket, ...] = ()
         self._passes_on: Partial | None = None
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, VersionLease] = {}
         self._waiting: deque[tuple[int, int, m.Want]] = deque()
         """Requests that are not served yet: lease, bucket, form."""
         self._deltas: dict[int, Delta] = {}
         """Of requests for which no slot was free, by bucket."""
-        self._being_read: dict[int, tuple[Lease, Hold | None]] = {}
+        self._being_read: dict[int, tuple[VersionLease, Hold | None]] = {}
         """Buckets that the subscriber reads by itself now: lease, and slot or None for live memory."""
         self._revoked: set[int] = set()
         """Buckets whose memory may have been written before the subscriber had read it."""
@@ -99,7 +99,7 @@ class Delivery:
         self._buckets, self._passes_on = buckets, passes_on
         self._outlet = self._supply.outlet if transport == self._supply.transport else self._supply.link_outlet
 
-    def add_lease(self, lease: Lease) -> None:
+    def add_lease(self, lease: VersionLease) -> None:
         """Accept requests under this lease."""
         self._leases[lease.number] = lease
 
@@ -168,7 +168,7 @@ class Delivery:
             return True
         return (delta is None and self._serve_direct(lease, index)) or self._serve_packed(lease, index, delta)
 
-    def _serve_direct(self, lease: Lease, index: int) -> bool:
+    def _serve_direct(self, lease: VersionLease, index: int) -> bool:
         """Send a bucket out of live memory, if its bytes are those that travel."""
         if not self._outlet.direct:
             return False
@@ -183,7 +183,7 @@ class Delivery:
         self._send_later(lambda: self._send_runs(lease, index, runs))
         return True
 
-    def _delta(self, lease: Lease, index: int) -> Delta | None:
+    def _delta(self, lease: VersionLease, index: int) -> Delta | None:
         """Return a bucket as a delta on the version the subscriber has, if there is one and it is shorter."""
         outgoing = self._supply.outgoing
         if outgoing is None or lease.held < 0:
@@ -197,7 +197,7 @@ class Delivery:
             self._deltas[index] = made
         return self._deltas[index]
 
-    def _serve_own(self, lease: Lease, index: int) -> bool:
+    def _serve_own(self, lease: VersionLease, index: int) -> bool:
         """Send a private copy over the link, for a reader that was too slow. Never waits."""
         bucket, supply = self._buckets[index], self._supply
         with supply.versions.reading(lease, index) as copied:
@@ -206,13 +206,13 @@ class Delivery:
         data = self._head(lease, index, packed_pieces(bucket, own), [])
 
         def send() -> None:
-            self._transmit(data, [Run(own, 0)], supply.link_outlet)
+            self._transmit(data, [ByteRun(own, 0)], supply.link_outlet)
             supply.spare.give(own)
 
         self._send_later(send)
         return True
 
-    def _serve_packed(self, lease: Lease, index: int, delta: Delta | None) -> bool:
+    def _serve_packed(self, lease: VersionLease, index: int, delta: Delta | None) -> bool:
         """Pack a bucket into a slot and send that; false if none is free."""
         slots, keeps = self._supply.slots, self._outlet.keeps_slot
         hold = slots.take(self, wait=not keeps or not slots.holds(self))
@@ -222,7 +222,7 @@ class Delivery:
         self._send_later(lambda: self._send_slot(data, out, hold))
         return True
 
-    def _packed(self, lease: Lease, index: int, delta: Delta | None, hold: Hold) -> tuple[m.Data, Block]:
+    def _packed(self, lease: VersionLease, index: int, delta: Delta | None, hold: Hold) -> tuple[m.Data, Block]:
         """Pack a bucket into a slot; return its head and its bytes. Raises Superseded, with the slot freed."""
         num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
         out = self._supply.outlet.slots[hold.slot][:num_bytes]
@@ -242,10 +242,10 @@ class Delivery:
         else:
             proof = Proof(bucket_hash(out), delta.sums)
         self._supply.slots.start_reading(hold)
-        located = self._outlet.locate([Run(out, 0)])
+        located = self._outlet.locate([ByteRun(out, 0)])
         return m.Data(index, num_bytes, proof.hash, proof.sums, hold.slot, located, delta is not None), out
 
-    def _fill(self, out: Block, lease: Lease, index: int, delta: Delta | None) -> Proof | None:
+    def _fill(self, out: Block, lease: VersionLease, index: int, delta: Delta | None) -> Proof | None:
         """Return the bucket's hashes, if it was packed just now."""
         if delta is not None:
             np.copyto(out, delta.data)
@@ -256,11 +256,11 @@ class Delivery:
 
     def _send_slot(self, data: m.Data, out: Block, hold: Hold) -> None:
         """In the sender."""
-        self._transmit(data, [Run(out, 0)])
+        self._transmit(data, [ByteRun(out, 0)])
         if not self._outlet.keeps_slot and not self._supply.slots.free(hold):
             self._revoked.add(data.bucket)
 
-    def _send_runs(self, lease: Lease, index: int, runs: list[Run]) -> None:
+    def _send_runs(self, lease: VersionLease, index: int, runs: list[ByteRun]) -> None:
         """In the sender: out of live memory, or out of a copy if a fence came first."""
         bucket = self._buckets[index]
         try:
@@ -284,7 +284,7 @@ class Delivery:
         except Superseded:
             self._link.send(m.Overtaken(self._supply.versions.newest))
 
-    def _send_copy(self, lease: Lease, index: int) -> None:
+    def _send_copy(self, lease: VersionLease, index: int) -> None:
         """In the sender: a copy that a fence made. Raises Superseded."""
         if self._outlet.keeps_slot:  # a subscriber can read slots and live memory alone
             hold = self._supply.slots.take(self, wait=True)
@@ -293,17 +293,19 @@ class Delivery:
             return
         with self._supply.versions.reading(lease, index) as copied:
             assert copied is not None, "a fence has come"
-            runs = [Run(copied, 0)]
+            runs = [ByteRun(copied, 0)]
             pieces = packed_pieces(self._buckets[index], copied)
             self._transmit(self._head(lease, index, pieces, runs), runs)
         self._supply.versions.read(lease, index)
 
-    def _head(self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]], runs: list[Run]) -> m.Data:
+    def _head(
+        self, lease: VersionLease, index: int, pieces: Iterable[tuple[BucketPiece, Raw]], runs: list[ByteRun]
+    ) -> m.Data:
         bucket = self._buckets[index]
         proof = self._supply.prove(lease.version, bucket, pieces)
         return m.Data(index, bucket.num_bytes, proof.hash, proof.sums, -1, self._outlet.locate(runs))
 
-    def _transmit(self, data: m.Data, runs: list[Run], outlet: Outlet | None = None) -> None:
+    def _transmit(self, data: m.Data, runs: list[ByteRun], outlet: Outlet | None = None) -> None:
         outlet = outlet or self._outlet
         self._link.send(data, with_next=outlet.over_link)
         outlet.send(self._link, runs, num_bytes=data.num_bytes)

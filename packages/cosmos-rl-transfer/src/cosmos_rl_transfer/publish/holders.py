@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from cosmos_rl_transfer.errors import Superseded
-from cosmos_rl_transfer.planning.plan import Bucket, Plan
+from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.wire.messages import Holder, Holders
 
@@ -94,7 +94,7 @@ class Partial:
         self._version = -1
         self._is_whole = False
         self._landed: set[tuple[int, int]] = set()
-        self._made: Plan | None = None
+        self._made: TransferPlan | None = None
         self._rank = 0
 
     @property
@@ -112,7 +112,7 @@ class Partial:
         """Wire dtype by tensor."""
         return {} if self._made is None else self._made.wire_dtypes
 
-    def set_plan(self, made: Plan, rank: int) -> None:
+    def set_plan(self, made: TransferPlan, rank: int) -> None:
         """Set the plan by which the publishers send to this rank."""
         with self._changed:
             self._made, self._rank = made, rank

@@ -10,12 +10,12 @@ import torch
 from cosmos_rl_transfer.content.arena import DIRECT_BYTES
 from cosmos_rl_transfer.content.gpu import device_sum, typed
 from cosmos_rl_transfer.content.proof import Part, Proof, copy_proof
-from cosmos_rl_transfer.content.raw import Raw, Run, raw_view
+from cosmos_rl_transfer.content.raw import ByteRun, Raw, raw_view
 from cosmos_rl_transfer.content.staging import LivePart
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ class LiveWeights:
         parts = (self._as_sent(name, spec.dtype) for name, (spec, _) in self._held.items())
         return [flat for part in parts if (flat := part.flat) is not None]
 
-    def runs(self, bucket: Bucket) -> list[Run] | None:
+    def runs(self, bucket: Bucket) -> list[ByteRun] | None:
         """Return the bucket's bytes in place, or None where they have to be packed."""
         found = []
         for piece in bucket.pieces:
@@ -59,7 +59,7 @@ class LiveWeights:
             first, num_bytes = inside.start(part.box.shape) * item_bytes, piece.box.numel * item_bytes
             if flat is None or num_bytes < DIRECT_BYTES or not inside.is_contiguous(part.box.shape):
                 return None
-            found.append(Run(flat[first : first + num_bytes], piece.at))
+            found.append(ByteRun(flat[first : first + num_bytes], piece.at))
         return found
 
     def pack(self, bucket: Bucket, out: Raw) -> Proof:
@@ -85,7 +85,7 @@ class LiveWeights:
             sums.append(device_sum(there, piece.box, part.shape, item_bytes=item_bytes, table=table))
         return torch.stack(sums)
 
-    def _part(self, piece: Piece) -> LivePart:
+    def _part(self, piece: BucketPiece) -> LivePart:
         """Return the part of a piece's tensor; targets may have names of their own for tied tensors."""
         return self._as_sent(self._tied.get(piece.name, piece.name), piece.dtype)
 

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_transfer.content.arena import Arena
-from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, inward, outward, row_strides, widen
+from cosmos_rl_transfer.content.delta import (
+    Extent,
+    PieceDelta,
+    encode,
+    encoded_bytes,
+    inward,
+    outward,
+    row_strides,
+    widen,
+)
 from cosmos_rl_transfer.content.digest import add
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.proof import Proof, gain
@@ -35,9 +44,9 @@ from cosmos_rl_transfer.content.raw import Raw, same_width, torch_view
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout.dtensor import local
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
 from cosmos_rl_transfer.publish.live import LiveWeights
-from cosmos_rl_transfer.transports.base import Run
+from cosmos_rl_transfer.transports.base import ByteRun
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -237,7 +246,7 @@ class Outgoing:
         self._behind: set[str] = set()
         """Tensors that are not up to date yet."""
         self._broken = False
-        self._sums: dict[tuple[Piece, ...], tuple[int, tuple[int, ...]]] = {}
+        self._sums: dict[tuple[BucketPiece, ...], tuple[int, tuple[int, ...]]] = {}
         """By pieces: a version and their additive hashes in it."""
 
     @property
@@ -313,7 +322,7 @@ class Outgoing:
         else:
             self._next_bypass = 0
 
-    def runs(self, bucket: Bucket) -> list[Run] | None:
+    def runs(self, bucket: Bucket) -> list[ByteRun] | None:
         """Return the bucket's bytes where they lie, or None where they have to be packed."""
         self._wait(bucket)
         return self._live.runs(bucket) if self.bypass else self.arena.runs(bucket)
@@ -344,7 +353,7 @@ class Outgoing:
             return None
         values = [self._values(*each) for each in zip(bucket.pieces, selected, wide)]
         delta = Delta(
-            encode([Change(p, v) for p, v in zip(wide, values)], extents), self._sums_now(version, bucket, selected)
+            encode([PieceDelta(p, v) for p, v in zip(wide, values)], extents), self._sums_now(version, bucket, selected)
         )
         if self.version != version:
             raise Superseded(f"version {version} gave way to {self.version} while it was read")
@@ -363,7 +372,7 @@ class Outgoing:
             if self._broken:
                 raise TransferError(f"version {self.version} could not be copied at the publisher")
 
-    def _select(self, piece: Piece) -> _Selected | None:
+    def _select(self, piece: BucketPiece) -> _Selected | None:
         """Return what changed in a piece; None where that is not known."""
         found = self._found[self._canonical(piece.name)]
         if found is None:
@@ -372,7 +381,7 @@ class Outgoing:
         which, positions = inward(found.positions, piece.box.within(place.box), place.box.shape)
         return _Selected(positions, found.positions[which], found.old[which])
 
-    def _values(self, piece: Piece, found: _Selected, wide: Raw) -> Raw:
+    def _values(self, piece: BucketPiece, found: _Selected, wide: Raw) -> Raw:
         """Return the values at `wide`, positions in the piece that are those of `found` or more."""
         at = found.at
         if wide is not found.positions:
@@ -392,7 +401,7 @@ class Outgoing:
             self.keep_sums(version, bucket, sums)
         return sums
 
-    def _gain(self, piece: Piece, found: _Selected) -> int:
+    def _gain(self, piece: BucketPiece, found: _Selected) -> int:
         place = self.arena.places[piece.name]
         new = self.arena.flat(piece.name)[found.at]
         return gain(piece, place.shape, found.positions, old=found.old, new=new)

@@ -32,7 +32,7 @@ from cosmos_rl_transfer.planning.plan import wire_dtype_of
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.publish.live import LiveWeights
 from cosmos_rl_transfer.publish.outgoing import Outgoing
-from cosmos_rl_transfer.publish.server import Server
+from cosmos_rl_transfer.publish.server import PublisherServer
 from cosmos_rl_transfer.publish.staged import StagedWeights
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.publish.versions import Fenced
@@ -103,7 +103,7 @@ class Publisher:
         )
         self._versions, self._outlet = self._supply.versions, self._supply.outlet
         self._outlet.expose([copy.arena.memory] if copy else [])
-        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
+        self._server = PublisherServer(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
         log_choice(f"weights: {self.path}")
 
     @property

@@ -20,7 +20,7 @@ from cosmos_rl_transfer.wire.link import Link, Listener
 HEARTBEAT_S = 0.5
 
 
-class Server:
+class PublisherServer:
     """Owns a supply and serves it until closed."""
 
     def __init__(self, supply: Supply, *, token: bytes, bind: str, timeout_s: float, tls: Tls | None = None) -> None:
@@ -44,16 +44,16 @@ class Server:
     def _serve(self, link: Link) -> None:
         # a subscriber may be silent for long; its death closes the socket
         link.set_deadlines(timeout_s=self._timeout_s, idle_s=None)
-        Session(self._supply, link).run()
+        SubscriberSession(self._supply, link).run()
 
 
-class Session:
+class SubscriberSession:
     """Answers one subscriber's requests in order until it leaves; its leases end with it."""
 
     def __init__(self, supply: Supply, link: Link) -> None:
         self._supply, self._link = supply, link
         self._delivery = Delivery(supply, link)
-        self._joined: m.Join | None = None
+        self._joined: m.SubscriberJoin | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._passes_on = False
         """Whether this is the next member of a relay ring, which reads buckets as they land here."""
@@ -70,9 +70,9 @@ class Session:
 
     def _answer(self, request: Any) -> None:
         match request:
-            case m.Hello(protocol):
+            case m.TransferHello(protocol):
                 self._link.send(self._welcome(protocol))
-            case m.Join():
+            case m.SubscriberJoin():
                 self._link.send(self._join(request))
             case m.JoinRing():
                 self._link.send(self._join_ring(request))
@@ -91,44 +91,46 @@ class Session:
                 self._delivery.take_back(bucket)
             case m.WasRevoked(bucket):
                 self._link.send(m.Revoked(self._delivery.was_revoked(bucket)))
-            case m.Return(lease):
-                self._link.send(m.Returned(self._delivery.end_lease(lease)))
+            case m.ReturnLease(lease):
+                self._link.send(m.LeaseReturned(self._delivery.end_lease(lease)))
 
-    def _welcome(self, protocol: int) -> m.Welcome | m.Refused:
+    def _welcome(self, protocol: int) -> m.TransferWelcome | m.TransferRefused:
         if protocol != m.PROTOCOL:
-            return m.Refused(f"the publisher speaks protocol {m.PROTOCOL}, the subscriber {protocol}")
+            return m.TransferRefused(f"the publisher speaks protocol {m.PROTOCOL}, the subscriber {protocol}")
         s = self._supply
-        return m.Welcome(s.manifest.encode(), s.rank, s.wire_dtype, s.bucket_bytes, s.transport, dict(s.outlet.offer))
+        return m.TransferWelcome(
+            s.manifest.encode(), s.rank, s.wire_dtype, s.bucket_bytes, s.transport, dict(s.outlet.offer)
+        )
 
-    def _join(self, request: m.Join) -> m.Joined | m.Refused:
+    def _join(self, request: m.SubscriberJoin) -> m.SubscriberJoined | m.TransferRefused:
         supply = self._supply
         try:
             made = supply.plan_for(request.target, position=request.position, sources=request.sources)
         except LayoutError as error:
-            return m.Refused(str(error))
+            return m.TransferRefused(str(error))
         if made.digest != request.plan_digest:
-            return m.Refused(
+            return m.TransferRefused(
                 f"the plans differ: {made.digest[:12]} at the publisher, {request.plan_digest[:12]} at "
                 "the subscriber; install the same cosmos-rl-transfer on both sides"
             )
         self._joined = request
         self._buckets = made.stream(supply.rank, request.rank)
         self._delivery.begin_over(request.transport, self._buckets)
-        return m.Joined()
+        return m.SubscriberJoined()
 
-    def _join_ring(self, request: m.JoinRing) -> m.Joined | m.Refused:
+    def _join_ring(self, request: m.JoinRing) -> m.SubscriberJoined | m.TransferRefused:
         partial = self._supply.partial
         buckets = None if partial is None else partial.stream(request.plan_digest, request.source)
         if buckets is None:
-            return m.Refused("nothing is passed on here by this plan")
+            return m.TransferRefused("nothing is passed on here by this plan")
         self._buckets, self._passes_on = buckets, True
         self._delivery.begin_over(request.transport, buckets, passes_on=partial)
-        return m.Joined()
+        return m.SubscriberJoined()
 
     def _announce(self, after: int) -> None:
         versions = self._supply.versions
         while (version := versions.wait_newer(after, timeout_s=HEARTBEAT_S)) is None:
-            self._link.send(m.Waiting())
+            self._link.send(m.SubscriberWaiting())
         self._link.send(m.Announce(version, self._supply.holders.ring(self, version)))
 
     def _lend(self, request: m.Borrow) -> m.Lent | m.Overtaken:

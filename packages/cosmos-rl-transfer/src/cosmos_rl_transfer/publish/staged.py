@@ -16,8 +16,8 @@ import torch
 
 from cosmos_rl_transfer.content.gpu import MASK, SideStream, pinned
 from cosmos_rl_transfer.content.proof import Proof, packed_pieces, pieces_hash
-from cosmos_rl_transfer.content.raw import Raw, Run
-from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.content.raw import ByteRun, Raw
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
 from cosmos_rl_transfer.publish.live import LiveWeights
 
 
@@ -36,7 +36,7 @@ class StagedWeights:
 
     def __init__(self, live: LiveWeights, side: SideStream) -> None:
         self._live, self._side = live, side
-        self._packed: dict[tuple[Piece, ...], Future[Packed]] = {}
+        self._packed: dict[tuple[BucketPiece, ...], Future[Packed]] = {}
         self._guard = threading.Lock()
 
     def renew(self) -> None:
@@ -82,7 +82,7 @@ class StagedWeights:
             done = self._side.mark()
         done.synchronize()
 
-    def runs(self, bucket: Bucket) -> list[Run] | None:
+    def runs(self, bucket: Bucket) -> list[ByteRun] | None:
         """Return None: the bytes are in no memory that a transport has exposed."""
         return None
 

@@ -26,13 +26,13 @@ from cosmos_rl_transfer.content.proof import NOT_HASHED, Proof, Proofs, packed_p
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Piece, Plan, plan
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece, TransferPlan, plan
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.publish.holders import Directory, Partial
 from cosmos_rl_transfer.publish.outgoing import Outgoing
 from cosmos_rl_transfer.publish.staged import StagedWeights
 from cosmos_rl_transfer.publish.versions import Versions
-from cosmos_rl_transfer.transports.base import Run, Transport, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, Transport, TransportUnavailable
 from cosmos_rl_transfer.transports.select import open_outlet
 from cosmos_rl_transfer.transports.tcp import Tcp
 
@@ -144,10 +144,10 @@ MOST_PLANS = 4
 """Plans kept: the ranks of a replica, and equal replicas, need the same one."""
 
 
-class Memory(Protocol):
+class PublishedMemory(Protocol):
     """The memory of one rank's parts."""
 
-    def runs(self, bucket: Bucket) -> list[Run] | None:
+    def runs(self, bucket: Bucket) -> list[ByteRun] | None:
         """Return the bucket's bytes in place, or None where they have to be packed."""
         ...
 
@@ -161,7 +161,7 @@ class Supply:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: PublishedMemory,
         manifest: Manifest,
         *,
         rank: int,
@@ -207,7 +207,7 @@ class Supply:
         """For subscribers that cannot use `outlet`: over the link, out of the slots of `outlet`."""
         self.sent_bytes = 0
         """Bytes of buckets sent so far."""
-        self._plans: dict[tuple[bytes, int, tuple[int, ...]], Plan] = {}
+        self._plans: dict[tuple[bytes, int, tuple[int, ...]], TransferPlan] = {}
         self._guard = threading.Lock()
         """Over the two above."""
 
@@ -216,7 +216,7 @@ class Supply:
         self.versions.close()
         self.outlet.close()
 
-    def plan_for(self, target: bytes, *, position: int, sources: tuple[int, ...]) -> Plan:
+    def plan_for(self, target: bytes, *, position: int, sources: tuple[int, ...]) -> TransferPlan:
         """Return the plan for an encoded target over these source ranks, () for all. Raises LayoutError as `plan`."""
         key = (target, position, sources)
         with self._guard:
@@ -267,7 +267,7 @@ class Supply:
         self,
         version: int,
         bucket: Bucket,
-        pieces: Iterable[tuple[Piece, Raw]],
+        pieces: Iterable[tuple[BucketPiece, Raw]],
         *,
         found: Proof | None = None,
     ) -> Proof:

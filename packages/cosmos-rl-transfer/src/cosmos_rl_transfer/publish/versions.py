@@ -26,7 +26,7 @@ from cosmos_rl_transfer.errors import Superseded
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class VersionLease:
     """One reader's right to a version."""
 
     number: int
@@ -63,7 +63,7 @@ class _State:
     """Reads of live memory in progress, each as short as a copy or a hash."""
     sending: int = 0
     """Sends from live memory in progress, each as long as its subscriber takes."""
-    leases: dict[int, Lease] = field(default_factory=dict)
+    leases: dict[int, VersionLease] = field(default_factory=dict)
 
 
 class Versions:
@@ -105,18 +105,18 @@ class Versions:
 
     def lend(
         self, version: int, *, buckets: Iterable[int], keep: bool, copy: Callable[[int], Raw], held: int = -1
-    ) -> Lease | None:
+    ) -> VersionLease | None:
         """Lease a version, if it is open. `buckets`: those a fence waits for; `copy` reads one from live memory."""
         with self._changed:
             state = self._state
             if not state.is_open or state.closed or version != state.newest:
                 return None
-            lease = Lease(next(self._numbers), version, set(buckets), keep, copy, held=held)
+            lease = VersionLease(next(self._numbers), version, set(buckets), keep, copy, held=held)
             state.leases[lease.number] = lease
             return lease
 
     @contextmanager
-    def reading(self, lease: Lease, bucket: int, *, sending: bool = False) -> Iterator[Raw | None]:
+    def reading(self, lease: VersionLease, bucket: int, *, sending: bool = False) -> Iterator[Raw | None]:
         """Hold the fence up while a bucket is read. Raises Superseded for a lease that ended.
 
         sending: the fence waits for its patience only. Bytes sent later may be of two versions, so they must be hashed
@@ -140,18 +140,18 @@ class Versions:
                     self._drop_copies(lease)
                 self._changed.notify_all()
 
-    def is_live(self, lease: Lease) -> bool:
+    def is_live(self, lease: VersionLease) -> bool:
         """Whether live memory still has the leased version: no fence has ended since."""
         with self._changed:
             return lease.copies is None and not lease.revoked
 
-    def read(self, lease: Lease, bucket: int) -> None:
+    def read(self, lease: VersionLease, bucket: int) -> None:
         """Record that the reader has a bucket."""
         with self._changed:
             lease.unread.discard(bucket)
             self._changed.notify_all()
 
-    def give_back(self, lease: Lease) -> bool:
+    def give_back(self, lease: VersionLease) -> bool:
         """End a lease; returns whether it was valid until now."""
         with self._changed:
             self._state.leases.pop(lease.number, None)
@@ -160,7 +160,7 @@ class Versions:
             self._changed.notify_all()
             return not lease.revoked
 
-    def _drop_copies(self, lease: Lease) -> None:
+    def _drop_copies(self, lease: VersionLease) -> None:
         """Recycle a lease's copies once nobody is inside them. The lock is held."""
         if lease.copies and not lease.reading_copies:
             copies, lease.copies = lease.copies, {}
@@ -203,11 +203,11 @@ class Versions:
             if lease.copies is None and not lease.unread:
                 lease.copies = {}
 
-    def _revoke(self, leases: Iterable[Lease]) -> None:
+    def _revoke(self, leases: Iterable[VersionLease]) -> None:
         for lease in leases:
             lease.revoked = True
 
-    def _holding(self) -> list[Lease]:
+    def _holding(self) -> list[VersionLease]:
         """Leases that still need live memory. The lock is held."""
         return [x for x in self._state.leases.values() if x.copies is None and not x.revoked and x.unread]
 

@@ -10,7 +10,7 @@ from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Plan
+from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan
 from cosmos_rl_transfer.transports.base import Inlet, Transport
 from cosmos_rl_transfer.transports.select import attach
 from cosmos_rl_transfer.transports.tcp import Tcp
@@ -25,7 +25,7 @@ class Feed:
     """One publisher, from the first handshake on."""
 
     link: Link
-    welcome: m.Welcome
+    welcome: m.TransferWelcome
     inlet: Inlet | None = None
     buckets: tuple[Bucket, ...] = ()
     """Buckets that this publisher sends to this rank."""
@@ -38,8 +38,8 @@ class Feed:
         """Connect and receive the publisher's manifest."""
         link = Link.connect(address, token=token, timeout_s=timeout_s, tls=tls)
         try:
-            link.send(m.Hello(m.PROTOCOL))
-            return cls(link, _expect(link.receive(), m.Welcome))
+            link.send(m.TransferHello(m.PROTOCOL))
+            return cls(link, _expect(link.receive(), m.TransferWelcome))
         except BaseException:
             link.close()
             raise
@@ -53,7 +53,7 @@ class Feed:
 
     def join(
         self,
-        made: Plan,
+        made: TransferPlan,
         *,
         target: Manifest,
         rank: int,
@@ -68,8 +68,8 @@ class Feed:
         """
         source = self.welcome
         chosen, self.inlet = attach(transport, self.link, offered=source.transport, offer=source.offer, memory=memory)
-        self.link.send(m.Join(target.encode(), rank, made.digest, position, chosen, sources))
-        _expect(self.link.receive(), m.Joined)
+        self.link.send(m.SubscriberJoin(target.encode(), rank, made.digest, position, chosen, sources))
+        _expect(self.link.receive(), m.SubscriberJoined)
         self.buckets = made.stream(source.rank, rank)
 
     def join_ring(
@@ -85,13 +85,13 @@ class Feed:
         offered, offer = self.welcome.transport, self.welcome.offer
         chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory)
         self.link.send(m.JoinRing(plan_digest, source, chosen))
-        _expect(self.link.receive(), m.Joined)
+        _expect(self.link.receive(), m.SubscriberJoined)
         self.buckets = buckets
 
     def newer(self, after: int) -> int:
         """Wait for a version newer than `after`. The publisher's heartbeat extends the link's deadline."""
         self.link.send(m.Await(after))
-        while isinstance(reply := self.link.receive(), m.Waiting):
+        while isinstance(reply := self.link.receive(), m.SubscriberWaiting):
             pass
         announced = _expect(reply, m.Announce)
         self.ring = announced.ring
@@ -146,8 +146,8 @@ class Feed:
 
     def give_back(self, lease: int) -> bool:
         """End the lease; returns whether it was valid throughout."""
-        self.link.send(m.Return(lease))
-        return _expect(self.link.receive(), m.Returned).valid
+        self.link.send(m.ReturnLease(lease))
+        return _expect(self.link.receive(), m.LeaseReturned).valid
 
     def close(self) -> None:
         """Disconnect; a waiting thread gets PeerLost. Idempotent."""
@@ -159,7 +159,7 @@ class Feed:
 def _expect(reply: Any, kind: type[R]) -> R:
     if isinstance(reply, kind):
         return reply
-    if isinstance(reply, m.Refused):
+    if isinstance(reply, m.TransferRefused):
         raise LayoutError(reply.reason)
     if isinstance(reply, m.Overtaken):
         raise Superseded(f"version {reply.newest} is out")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_transfer.content.arena import Arena
-from cosmos_rl_transfer.content.delta import Change, outward, row_strides
+from cosmos_rl_transfer.content.delta import PieceDelta, outward, row_strides
 from cosmos_rl_transfer.content.digest import add, tensor_sum
 from cosmos_rl_transfer.content.gpu import SideStream, device_sum, gpu_of, pin, typed
 from cosmos_rl_transfer.content.proof import NOT_HASHED, Proof, copy_proof, gain
@@ -31,7 +31,7 @@ from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width
 from cosmos_rl_transfer.content.staging import LivePart
 from cosmos_rl_transfer.layout.dtensor import local
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
 
 _TASK_BYTES = 4 << 20
 """Bytes per copy task of a thread."""
@@ -97,7 +97,7 @@ class Shadow:
         side = self.side or SideStream(data.device)
         return self.write(bucket, side.to_host(data, torch.uint8).numpy(), sums)
 
-    def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
+    def write_delta(self, bucket: Bucket, changes: Sequence[PieceDelta], sums: Sequence[int]) -> bool:
         """Change some elements if the pieces then have these hashes; else write nothing and return false."""
         located = [self._located(piece, change) for piece, change in zip(bucket.pieces, changes)]
         flat = [self.arena.flat(piece.name) for piece in bucket.pieces]
@@ -158,14 +158,14 @@ class Shadow:
         place = self.arena.places[name]
         return LivePart(self._weights[name], place.box, shape=place.shape, dtype=place.dtype)
 
-    def _located(self, piece: Piece, change: Change) -> Change:
+    def _located(self, piece: BucketPiece, change: PieceDelta) -> PieceDelta:
         """Return the change with positions in this rank's part."""
         place = self.arena.places[piece.name]
         start = piece.box.within(place.box).start(place.box.shape)
         strides = row_strides(place.box.shape)
-        return Change(outward(change.positions, piece.box.shape, strides, start), change.values)
+        return PieceDelta(outward(change.positions, piece.box.shape, strides, start), change.values)
 
-    def _patches(self, bucket: Bucket, changes: Iterable[Change]) -> Iterable[Patch]:
+    def _patches(self, bucket: Bucket, changes: Iterable[PieceDelta]) -> Iterable[Patch]:
         for piece, there in zip(bucket.pieces, changes):
             yield Patch.of(local(self._weights[piece.name]), there, dtype=self.arena.places[piece.name].dtype)
 
@@ -185,7 +185,7 @@ class InPlace:
         device = gpu_of(weights.values())
         self.side = SideStream(device) if device is not None else None
         self._sums = KnownSums()
-        self._patches: dict[tuple[Piece, ...], list[Patch]] = {}
+        self._patches: dict[tuple[BucketPiece, ...], list[Patch]] = {}
         """Deltas that `apply` writes, by the bucket's pieces."""
         self._written = True
         """Whether they are in the live tensors."""
@@ -234,7 +234,7 @@ class InPlace:
             found = torch.stack(found)
         return self._sums.confirm(bucket, Proof(NOT_HASHED, self.side.sums(found)), sums)
 
-    def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
+    def write_delta(self, bucket: Bucket, changes: Sequence[PieceDelta], sums: Sequence[int]) -> bool:
         patches, gains = [], []
         with self._on_side():
             for piece, change in zip(bucket.pieces, changes):
@@ -260,12 +260,12 @@ class InPlace:
     def _on_side(self) -> AbstractContextManager[None]:
         return nullcontext() if self.side is None else self.side.current()
 
-    def _sum(self, piece: Piece) -> int:
+    def _sum(self, piece: BucketPiece) -> int:
         part = self._live(piece)
         packed = same_width(part.at(piece.box).to(device="cpu", dtype=getattr(torch, part.dtype)))
         return tensor_sum(packed, piece.box, part.shape)
 
-    def _live(self, piece: Piece) -> LivePart:
+    def _live(self, piece: BucketPiece) -> LivePart:
         shape, box = self._held[piece.name]
         return LivePart(self._weights[piece.name], box, shape=shape, dtype=self._wire[piece.name])
 
@@ -286,7 +286,7 @@ class KnownSums:
     """Additive hashes of the pieces of each landed bucket."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Piece, ...], Sequence[int]] = {}
+        self._known: dict[tuple[BucketPiece, ...], Sequence[int]] = {}
         self.clear = self._known.clear
 
     def confirm(self, bucket: Bucket, found: Proof, expected: Sequence[int], *, whole: int | None = None) -> bool:
@@ -354,7 +354,7 @@ class Patch:
     """[k] on the tensor's device, as integers of its width."""
 
     @classmethod
-    def of(cls, live: Tensor, change: Change, *, dtype: str) -> Patch:
+    def of(cls, live: Tensor, change: PieceDelta, *, dtype: str) -> Patch:
         """Prepare a change whose positions are row-major in `live` and whose values are bits of `dtype`.
 
         Copies `change`; the values are cast to the live tensor's dtype.

@@ -27,10 +27,10 @@ from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
-from cosmos_rl_transfer.planning.plan import Bucket, Plan
+from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan
 from cosmos_rl_transfer.planning.relay import predecessor
 from cosmos_rl_transfer.publish.holders import Partial
-from cosmos_rl_transfer.publish.server import Server
+from cosmos_rl_transfer.publish.server import PublisherServer
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.landing import Shadow
@@ -67,7 +67,7 @@ def choices(found: Holders, *, layout: str, rank: int) -> Iterator[dict[int, str
 
 def open_peers(
     sources: Sources, addresses: Mapping[int, str], target: Manifest, *, rank: int, position: int, opened: ExitStack
-) -> tuple[list[Feed], Plan]:
+) -> tuple[list[Feed], TransferPlan]:
     """Connect to those of `addresses`, by rank, that `rank` of `target` needs; `opened` closes them.
 
     Raises PeerLost, and LayoutError if they do not hold everything.
@@ -191,7 +191,7 @@ class PeerServer:
             encrypted=tls is not None,
         )
         self._supply.outlet.expose([shadow.arena.memory])
-        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
+        self._server = PublisherServer(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
         self._versions, self._partial = self._supply.versions, partial
 
     @property

@@ -27,7 +27,7 @@ from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Plan
+from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.landing import InPlace, Landing, Shadow
 from cosmos_rl_transfer.transports.base import Inlet
@@ -290,7 +290,13 @@ class Puller:
 
 
 def make_puller(
-    target: Manifest, weights: Mapping[str, Tensor], made: Plan, *, rank: int, staging: Staging, bucket_bytes: int
+    target: Manifest,
+    weights: Mapping[str, Tensor],
+    made: TransferPlan,
+    *,
+    rank: int,
+    staging: Staging,
+    bucket_bytes: int,
 ) -> Puller:
     """Build the puller of `rank` of `target` for the plan `made`; `weights` are its live tensors."""
     kind = Shadow if staging == "shadow" else InPlace

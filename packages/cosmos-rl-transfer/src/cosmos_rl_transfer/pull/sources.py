@@ -16,7 +16,7 @@ from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.planning.plan import Plan, plan
+from cosmos_rl_transfer.planning.plan import TransferPlan, plan
 from cosmos_rl_transfer.publish.publisher import SEPARATOR
 from cosmos_rl_transfer.pull.feed import Feed
 
@@ -149,7 +149,7 @@ class Sources:
 
     def plan(
         self, feeds: Sequence[Feed], target: Manifest, *, rank: int, position: int
-    ) -> tuple[Plan, tuple[int, ...]]:
+    ) -> tuple[TransferPlan, tuple[int, ...]]:
         """Plan what `rank` of `target` gets from the publishers that are there.
 
         Returns the plan and the source ranks it was made over, () for all. Raises LayoutError where the publishers do
@@ -171,7 +171,7 @@ class Sources:
             raise PeerLost(f"source ranks {missing} are gone, the others do not hold everything: {error}") from error
 
 
-def planned(feed: Feed, target: Manifest, *, sources: tuple[int, ...], position: int) -> Plan:
+def planned(feed: Feed, target: Manifest, *, sources: tuple[int, ...], position: int) -> TransferPlan:
     """Plan what `target` gets of what the other end of `feed` describes: of these ranks, () for all."""
     welcome = feed.welcome
     return plan(

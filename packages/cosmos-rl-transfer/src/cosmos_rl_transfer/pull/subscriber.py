@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.planning.plan import Plan
+from cosmos_rl_transfer.planning.plan import TransferPlan
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.landing import Shadow
 from cosmos_rl_transfer.pull.peers import MOST_TRIES, Offer, RingPlace, choices, open_peers
@@ -91,7 +91,7 @@ class Subscriber:
         """Counts of the last pull."""
         self._leased: list[tuple[Feed, int]] = []
         """Leases for `apply`, with staging "in_place"."""
-        self._made: Plan | None = None
+        self._made: TransferPlan | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-stage")
         self._pool = ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="weights-land")
 
@@ -281,7 +281,7 @@ class Subscriber:
             self._join_one(feed, made, tuple(sorted(addresses)))
         return feeds
 
-    def _join_one(self, feed: Feed, made: Plan, sources: tuple[int, ...]) -> None:
+    def _join_one(self, feed: Feed, made: TransferPlan, sources: tuple[int, ...]) -> None:
         assert self._puller is not None, "made before"
         feed.join(
             made,

@@ -83,7 +83,7 @@ class ReplicaSubscriber:
         if self._staged is None:
             raise TransferError("nothing is staged: await stage() first")
         version, self._staged = self._staged, None
-        self._order(m.Commit(version), m.Committed)
+        self._order(m.CommitVersion(version), m.VersionCommitted)
 
     async def close(self) -> None:
         """Disconnect from publishers and ranks. Idempotent."""
@@ -99,7 +99,7 @@ class ReplicaSubscriber:
         self._wait_for_members()
         version = self._sources.attempt(lambda: self._newest(after))
         deadline = time.monotonic() + self._timeout_s
-        while len(versions := set(self._order(m.Stage(version), m.Staged))) > 1:
+        while len(versions := set(self._order(m.StageVersion(version), m.Staged))) > 1:
             version = max(versions)  # some ranks were overtaken and staged a newer one
             if time.monotonic() > deadline:
                 raise TransferError(f"the ranks did not stage one version within {self._timeout_s} s: {versions}")
@@ -140,7 +140,9 @@ class ReplicaSubscriber:
             self._members[word.rank] = link
             self._came.notify_all()
 
-    def _order(self, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> list[int]:
+    def _order(
+        self, order: m.StageVersion | m.CommitVersion, answer: type[m.Staged] | type[m.VersionCommitted]
+    ) -> list[int]:
         """Send a message to all ranks and return the versions of their replies."""
         asked = [self._talk.submit(self._request, rank, order, answer) for rank in sorted(self._members)]
         errors = [error for future in asked if (error := future.exception()) is not None]
@@ -148,7 +150,9 @@ class ReplicaSubscriber:
             raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
         return [future.result() for future in asked]
 
-    def _request(self, rank: int, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> int:
+    def _request(
+        self, rank: int, order: m.StageVersion | m.CommitVersion, answer: type[m.Staged] | type[m.VersionCommitted]
+    ) -> int:
         link = self._members[rank]
         try:
             link.send(order)
@@ -159,7 +163,7 @@ class ReplicaSubscriber:
                     del self._members[rank]
             link.close()
             raise TransferError(f"rank {rank} of the replica has ended at {order}: {error}") from error
-        if isinstance(reply, m.Failed):
+        if isinstance(reply, m.TransferFailed):
             kind = PeerLost if reply.publisher_lost else TransferError
             raise kind(f"rank {rank} of the replica: version {reply.version}: {reply.reason}")
         if not isinstance(reply, answer):
@@ -210,15 +214,15 @@ class ReplicaMember:
         except TransferError as error:
             log.info("the replica's process is gone: %s", error)
 
-    def _obey(self, order: Any) -> m.Staged | m.Committed | m.Failed:
+    def _obey(self, order: Any) -> m.Staged | m.VersionCommitted | m.TransferFailed:
         try:
-            if isinstance(order, m.Stage):
+            if isinstance(order, m.StageVersion):
                 return m.Staged(self._stage(order.version))
             self._commit()
-            return m.Committed(order.version)
+            return m.VersionCommitted(order.version)
         except (TransferError, ValueError, RuntimeError, OSError) as error:  # the replica handles it
             lost = isinstance(error, PeerLost)
-            return m.Failed(order.version, f"{type(error).__name__}: {error}", publisher_lost=lost)
+            return m.TransferFailed(order.version, f"{type(error).__name__}: {error}", publisher_lost=lost)
 
     def _stage(self, version: int) -> int:
         staged = self._subscriber.staged

@@ -23,10 +23,10 @@ from cosmos_rl_core import plugins
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.transports.base import Inlet, Run, Transport, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, Inlet, Transport, TransportUnavailable
 from cosmos_rl_transfer.transports.select import GROUP
 from cosmos_rl_transfer.wire.link import Link
-from cosmos_rl_transfer.wire.messages import PROTOCOL, Data, Hello, ReadBuckets, Welcome
+from cosmos_rl_transfer.wire.messages import PROTOCOL, Data, ReadBuckets, TransferHello, TransferWelcome
 
 WINDOW = 2
 """Buckets asked for at a time, and slots for each reader."""
@@ -89,7 +89,7 @@ class SamplePublisher:
         try:
             link.receive()
             name, offer = self.transport.name, dict(self.outlet.offer)
-            link.send(Welcome(Manifest(()).encode(), 0, None, self.bucket_bytes, name, offer))
+            link.send(TransferWelcome(Manifest(()).encode(), 0, None, self.bucket_bytes, name, offer))
             turns = count()
             while True:
                 request: ReadBuckets = link.receive()
@@ -111,7 +111,7 @@ class SamplePublisher:
         memory = self.outlet.slots[slot] if from_slot else self._live[slot]
         if serve is not Serve.AGAIN:
             memory[:size] = content(bucket, size)
-        runs = [Run(memory[at : at + length], at) for at, length in places(serve, size)]
+        runs = [ByteRun(memory[at : at + length], at) for at, length in places(serve, size)]
         located = self.outlet.locate(runs)
         number = slot if from_slot else -1
         link.send(Data(bucket=bucket, num_bytes=size, hash=0, sums=(), slot=number, runs=located))
@@ -131,8 +131,8 @@ class SampleReader:
         """Say hello and attach. memory: what will be received into, if not two buffers of its own."""
         self.link = link
         self.buffers = memory or [np.full(bucket_bytes, 0, np.uint8) for _ in range(WINDOW)]
-        link.send(Hello(PROTOCOL))
-        self.welcome: Welcome = link.receive()
+        link.send(TransferHello(PROTOCOL))
+        self.welcome: TransferWelcome = link.receive()
         self.inlet: Inlet = transport.attach(link, offer=self.welcome.offer, memory=self.buffers)
 
     def ask(self, serve: Serve, bucket: int) -> None:

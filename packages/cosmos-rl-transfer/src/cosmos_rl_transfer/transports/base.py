@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from cosmos_rl_transfer.content.raw import Block, Raw, Run
+from cosmos_rl_transfer.content.raw import Block, ByteRun, Raw
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -49,11 +49,11 @@ class Outlet(Protocol):
         """
         ...
 
-    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
         """Return (address, offset in the bucket, bytes) of each run, for subscribers that read by themselves, or ()."""
         ...
 
-    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
         """Send a bucket, after its `Data`; does nothing if subscribers read by themselves.
 
         Runs ascend and may leave gaps (padding), whose bytes are undefined at the subscriber. Raises PeerLost.

@@ -22,7 +22,7 @@ from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -150,11 +150,11 @@ class _Outlet:
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: the group reads any memory."""
 
-    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
         """Return (0, place, bytes) of each run: each is a message."""
         return tuple((0, run.at, run.data.nbytes) for run in runs)
 
-    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
         """Send each run."""
         self._pair.send([run.data for run in runs], link)
 

@@ -24,8 +24,8 @@ import xxhash
 
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
-from cosmos_rl_transfer.transports.nixl_agent import Agent, Move, Peer, Region, agent_of
+from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
+from cosmos_rl_transfer.transports.nixl_agent import Move, NixlAgent, NixlPeer, Region, agent_of
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -67,7 +67,7 @@ class _Outlet:
     over_link = False
     direct = True
 
-    def __init__(self, agent: Agent, bucket_bytes: int, num_slots: int) -> None:
+    def __init__(self, agent: NixlAgent, bucket_bytes: int, num_slots: int) -> None:
         self._agent = agent
         self._nonce = os.urandom(_NONCE_BYTES)
         self._catalog: Raw = np.zeros(_CATALOG_BYTES, np.uint8)
@@ -99,12 +99,12 @@ class _Outlet:
         self._generation += 1
         self._write_catalog(np.frombuffer(self._agent.metadata(), np.uint8))
 
-    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
         """Return the generation in an empty run, then address, offset and bytes of each run."""
         places = tuple((run.data.ctypes.data, run.at, run.data.nbytes) for run in runs)
         return ((self._generation, 0, 0), *places)
 
-    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
         """Do nothing: the subscriber reads by itself."""
 
     def close(self) -> None:
@@ -126,9 +126,9 @@ class _Inlet:
     views = False
     over_link = False
 
-    def __init__(self, agent: Agent, link: Link, memory: Sequence[Raw]) -> None:
+    def __init__(self, agent: NixlAgent, link: Link, memory: Sequence[Raw]) -> None:
         self._agent, self._link = agent, link
-        self._peer: Peer | None = None
+        self._peer: NixlPeer | None = None
         self._catalog = 0
         self._generation = 0
         self._head: Raw = np.zeros(_BODY, np.uint8)

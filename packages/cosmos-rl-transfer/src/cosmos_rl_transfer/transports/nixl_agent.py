@@ -48,7 +48,7 @@ HOST = Space("DRAM_SEG", 0)
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class NixlPeer:
     """An agent of another process, readable from this one."""
 
     name: str
@@ -57,7 +57,7 @@ class Peer:
     """Locked while reading: the peer's metadata must not be replaced meanwhile."""
 
 
-class Agent:
+class NixlAgent:
     """A NIXL agent with the UCX back end. All methods may be called from any thread."""
 
     def __init__(self, bindings: Any, role: Role) -> None:
@@ -79,7 +79,7 @@ class Agent:
         self.refused = False
         """Whether a registration failed: peers cannot load the metadata that NIXL 1.5 writes afterwards."""
         self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, NixlPeer] = {}
 
     def register(self, regions: Sequence[Region], space: Space = HOST) -> None:
         """Register memory for reads by peers or into it. Raises TransportUnavailable."""
@@ -97,7 +97,7 @@ class Agent:
         """Return the connection data and registered memory for peers."""
         return self._agent.getLocalMD()
 
-    def meet(self, metadata: bytes) -> Peer:
+    def meet(self, metadata: bytes) -> NixlPeer:
         """Load a peer's metadata. Raises TransportUnavailable."""
         with self._lock:
             try:
@@ -107,16 +107,16 @@ class Agent:
             if name in self._peers:
                 self._peers[name].users += 1
             else:
-                self._peers[name] = Peer(name)
+                self._peers[name] = NixlPeer(name)
             return self._peers[name]
 
-    def relearn(self, peer: Peer, metadata: bytes) -> None:
+    def relearn(self, peer: NixlPeer, metadata: bytes) -> None:
         """Replace a peer's metadata."""
         with peer.turn:
             self._agent.invalidateRemoteMD(peer.name)
             self._agent.loadRemoteMD(metadata)
 
-    def leave(self, peer: Peer, *, lost: bool = False) -> None:
+    def leave(self, peer: NixlPeer, *, lost: bool = False) -> None:
         """Remove a peer with its last user, or at once if it is lost: that ends its pending transfers."""
         with self._lock:
             peer.users -= 1
@@ -127,7 +127,7 @@ class Agent:
 
     def read(
         self,
-        peer: Peer,
+        peer: NixlPeer,
         moves: Sequence[Move],
         *,
         link: Link,
@@ -177,17 +177,17 @@ class Agent:
         return self._nixl.nixlXferDList(segment, [(address, size, space.device) for address, size in regions])
 
 
-_agents: WeakValueDictionary[tuple[int, str], Agent] = WeakValueDictionary()
+_agents: WeakValueDictionary[tuple[int, str], NixlAgent] = WeakValueDictionary()
 _agents_lock = threading.Lock()
 
 
-def agent_of(role: Role) -> Agent:
+def agent_of(role: Role) -> NixlAgent:
     """Return this process's agent for a role. Raises TransportUnavailable if NIXL is not installed."""
     key = (os.getpid(), role)  # an agent's threads do not survive a fork
     with _agents_lock:
         agent = _agents.get(key)
         if agent is None or agent.refused:
-            _agents[key] = agent = Agent(_bindings(), role)
+            _agents[key] = agent = NixlAgent(_bindings(), role)
         return agent
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
 from cosmos_rl_transfer.transports.gpu_slots import (
     NONCE_BYTES,
     GpuSlots,
@@ -28,7 +28,7 @@ from cosmos_rl_transfer.transports.gpu_slots import (
     outside_expandable_segments,
     own_gpu,
 )
-from cosmos_rl_transfer.transports.nixl_agent import Agent, Peer, Region, Space, agent_of
+from cosmos_rl_transfer.transports.nixl_agent import NixlAgent, NixlPeer, Region, Space, agent_of
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -88,7 +88,7 @@ class _Outlet:
     over_link = False
     direct = False
 
-    def __init__(self, agent: Agent, side: SideStream, bucket_bytes: int, num_slots: int) -> None:
+    def __init__(self, agent: NixlAgent, side: SideStream, bucket_bytes: int, num_slots: int) -> None:
         self._agent, self._device, self._space = agent, side.device, space_of(side.device)
         made = GpuSlots(side, bucket_bytes, num_slots)
         self._blocks = made.blocks
@@ -108,11 +108,11 @@ class _Outlet:
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: only slots can be read."""
 
-    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
         """Return (): the slot number is enough."""
         return ()
 
-    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
         """Do nothing: the subscriber reads by itself."""
 
     def close(self) -> None:
@@ -127,10 +127,10 @@ class _Inlet:
     views = True
     over_link = False
 
-    def __init__(self, agent: Agent, link: Link, side: SideStream, offered: Offered) -> None:
+    def __init__(self, agent: NixlAgent, link: Link, side: SideStream, offered: Offered) -> None:
         self._agent, self._link, self._side, self._offered = agent, link, side, offered
         self._here, self._there = space_of(side.device), space_of(torch.device("cuda", offered.device))
-        self._peer: Peer | None = None
+        self._peer: NixlPeer | None = None
         with side.current(), outside_expandable_segments():
             self._buffer = torch.zeros(offered.slot_bytes + NONCE_BYTES, dtype=torch.uint8, device=side.device)
         side.mark().synchronize()  # the transport writes to it beside every stream

@@ -17,7 +17,7 @@ import numpy as np
 
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
-from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -65,11 +65,11 @@ class _Outlet:
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: only slots are shared."""
 
-    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
         """Return (): the slot number is enough."""
         return ()
 
-    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
         """Do nothing: the subscriber has mapped the slot."""
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.content.staging import host_memory
-from cosmos_rl_transfer.transports.base import Run
+from cosmos_rl_transfer.transports.base import ByteRun
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -42,11 +42,11 @@ class _Outlet:
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: the kernel reads any memory."""
 
-    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
         """Return (): the bytes follow their announcement."""
         return ()
 
-    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
         """Send the runs with zeros between them, `num_bytes` in all, without a copy."""
         link.send_parts(_parts(runs, num_bytes))
 
@@ -72,7 +72,7 @@ class _Inlet:
         """Do nothing: the link is the caller's."""
 
 
-def _parts(runs: Sequence[Run], num_bytes: int) -> Iterator[memoryview]:
+def _parts(runs: Sequence[ByteRun], num_bytes: int) -> Iterator[memoryview]:
     """Yield the runs and zeros for the gaps before, between and after them."""
     end = 0
     for run in runs:

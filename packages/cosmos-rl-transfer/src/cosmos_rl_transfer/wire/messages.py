@@ -31,11 +31,11 @@ Want = Literal["any", "dense", "delta", "link"]
 the link, independent of the transport, from memory that is not written meanwhile."""
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
+class TransferHello(msgspec.Struct, tag=True, frozen=True):
     protocol: int
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True):
+class TransferWelcome(msgspec.Struct, tag=True, frozen=True):
     source: bytes
     """Encoded Manifest of all ranks of the publishing side."""
     rank: int
@@ -48,7 +48,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """Connection data of the outlet."""
 
 
-class Join(msgspec.Struct, tag=True, frozen=True):
+class SubscriberJoin(msgspec.Struct, tag=True, frozen=True):
     target: bytes
     """Encoded Manifest of all ranks of the replica."""
     rank: int
@@ -68,11 +68,11 @@ class JoinRing(msgspec.Struct, tag=True, frozen=True):
     transport: str
 
 
-class Joined(msgspec.Struct, tag=True, frozen=True):
+class SubscriberJoined(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class TransferRefused(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
@@ -80,7 +80,7 @@ class Await(msgspec.Struct, tag=True, frozen=True):
     after: int
 
 
-class Waiting(msgspec.Struct, tag=True, frozen=True):
+class SubscriberWaiting(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
@@ -144,11 +144,11 @@ class Data(msgspec.Struct, tag=True, frozen=True):
     """Whether the bytes are a delta (delta.py) on the held version."""
 
 
-class Return(msgspec.Struct, tag=True, frozen=True):
+class ReturnLease(msgspec.Struct, tag=True, frozen=True):
     lease: int
 
 
-class Returned(msgspec.Struct, tag=True, frozen=True):
+class LeaseReturned(msgspec.Struct, tag=True, frozen=True):
     valid: bool
 
 
@@ -164,7 +164,7 @@ class Holder(msgspec.Struct, frozen=True):
     """Digest of the publishers' plan for it."""
 
     @classmethod
-    def of(cls, joined: Join, address: str) -> Holder:
+    def of(cls, joined: SubscriberJoin, address: str) -> Holder:
         """Describe a subscriber that has joined."""
         return cls(hashlib.sha256(joined.target).hexdigest(), joined.rank, address, joined.plan_digest)
 
@@ -199,58 +199,58 @@ class Staged(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
-class Committed(msgspec.Struct, tag=True, frozen=True):
+class VersionCommitted(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
+class TransferFailed(msgspec.Struct, tag=True, frozen=True):
     version: int
     reason: str
     publisher_lost: bool = False
 
 
-class Stage(msgspec.Struct, tag=True, frozen=True):
+class StageVersion(msgspec.Struct, tag=True, frozen=True):
     """Request to pull and verify this version or a newer one."""
 
     version: int
 
 
-class Commit(msgspec.Struct, tag=True, frozen=True):
+class CommitVersion(msgspec.Struct, tag=True, frozen=True):
     """Request to write the staged version into the live tensors."""
 
     version: int
 
 
 Request = (
-    Hello
-    | Join
+    TransferHello
+    | SubscriberJoin
     | JoinRing
     | Await
     | Borrow
     | ReadBuckets
     | Taken
     | WasRevoked
-    | Return
+    | ReturnLease
     | Holds
     | FindHolders
     | Register
     | Staged
-    | Committed
-    | Failed
+    | VersionCommitted
+    | TransferFailed
 )
 Reply = (
-    Welcome
-    | Joined
-    | Refused
-    | Waiting
+    TransferWelcome
+    | SubscriberJoined
+    | TransferRefused
+    | SubscriberWaiting
     | Announce
     | Lent
     | Overtaken
     | Data
     | Revoked
-    | Returned
+    | LeaseReturned
     | Registered
     | Holders
-    | Stage
-    | Commit
+    | StageVersion
+    | CommitVersion
 )

@@ -56,7 +56,7 @@ def demonstrated_rows(data: VLADataConfig) -> FrameRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class DemonstrationBatch:
     """B samples."""
 
     images: np.ndarray
@@ -129,7 +129,7 @@ class Demonstrations:
         """Dimensions of a sample's auxiliary target."""
         return 0 if self._aux is None else self._aux.shape[1]
 
-    def read(self, rows: Sequence[Mapping[str, Any]], *, horizon: int) -> Samples:
+    def read(self, rows: Sequence[Mapping[str, Any]], *, horizon: int) -> DemonstrationBatch:
         """Return the samples of rows, each with up to `horizon` actions from its frame on."""
         places = np.array([self._frames.first[row["episode"]] + row["frame"] for row in rows])
         left = np.array([self._lengths[row["episode"]] - row["frame"] for row in rows])
@@ -137,7 +137,7 @@ class Demonstrations:
         chunks = places[:, None] + np.minimum(ahead, left[:, None] - 1)
         mask = (ahead < left[:, None]) & self._shown[chunks]
         images, unreadable = self._images.read([(row["episode"], row["frame"]) for row in rows])
-        return Samples(
+        return DemonstrationBatch(
             images=images,
             states=self._states[places],
             instructions=tuple(self._dataset.tasks[int(task)] for task in self._frames.task_index[places]),

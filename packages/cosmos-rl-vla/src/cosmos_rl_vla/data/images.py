@@ -37,7 +37,7 @@ _OPEN_FILES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class VideoSegment:
     """The unit of decoding."""
 
     path: Path
@@ -46,14 +46,14 @@ class Piece:
     """Index of the run in a video, or of the row in a parquet file."""
 
 
-class Source(Protocol):
+class CameraImages(Protocol):
     """The images of one camera. Thread-safe."""
 
-    def find(self, episode: EpisodeAt, frame: int) -> tuple[Piece, int]:
+    def find(self, episode: EpisodeAt, frame: int) -> tuple[VideoSegment, int]:
         """Return the piece that contains a frame, and its index in it. Raises MediaError."""
         ...
 
-    def decode(self, piece: Piece) -> np.ndarray:
+    def decode(self, piece: VideoSegment) -> np.ndarray:
         """Return uint8 [n, H, W, 3]. Raises MediaError."""
         ...
 
@@ -92,12 +92,12 @@ class Videos:
         except MediaError as error:
             raise UserError(error.reason) from error
 
-    def find(self, episode: EpisodeAt, frame: int) -> tuple[Piece, int]:
+    def find(self, episode: EpisodeAt, frame: int) -> tuple[VideoSegment, int]:
         """See Source."""
         path = episode.videos[self._camera].path
         table, place = self._file(path).table, int(self._places(episode)[frame])
         run = table.run_of(place)
-        return Piece(path=path, camera=self._camera, number=run), place - int(table.runs[run])
+        return VideoSegment(path=path, camera=self._camera, number=run), place - int(table.runs[run])
 
     def _places(self, episode: EpisodeAt) -> range | np.ndarray:
         """Return the places of an episode's rows in its file. Raises MediaError."""
@@ -117,7 +117,7 @@ class Videos:
                 ) from None
         return self._by_time[episode.number]
 
-    def decode(self, piece: Piece) -> np.ndarray:
+    def decode(self, piece: VideoSegment) -> np.ndarray:
         """See Source."""
         file = self._file(piece.path)
         images: dict[int, np.ndarray] = {}
@@ -150,12 +150,12 @@ class Column:
         self._ends: dict[Path, np.ndarray] = {}
         """Cumulative number of rows at the end of each row group, by file."""
 
-    def find(self, episode: EpisodeAt, frame: int) -> tuple[Piece, int]:
+    def find(self, episode: EpisodeAt, frame: int) -> tuple[VideoSegment, int]:
         """See Source."""
         row = self._frames.first_in_file[episode.number] + frame
-        return Piece(path=episode.data, camera=self._camera, number=row), 0
+        return VideoSegment(path=episode.data, camera=self._camera, number=row), 0
 
-    def decode(self, piece: Piece) -> np.ndarray:
+    def decode(self, piece: VideoSegment) -> np.ndarray:
         """See Source."""
         from PIL import Image, UnidentifiedImageError
 
@@ -173,7 +173,7 @@ class Column:
         except (UnidentifiedImageError, OSError, SyntaxError) as error:
             raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is not an image: {error}") from error
 
-    def _encoded(self, piece: Piece) -> bytes | None:
+    def _encoded(self, piece: VideoSegment) -> bytes | None:
         ends = self._ends_of(piece.path)
         group = int(np.searchsorted(ends, piece.number, side="right"))
         held = self._row_groups.get((piece.path, group))
@@ -232,7 +232,7 @@ class Images:
         columns = sum(feature.dtype == "image" for feature in features.values())
         encoded = cache_bytes // _ENCODED if columns else 0
         self._cache: ByteCache[np.ndarray] = ByteCache(cache_bytes - encoded)
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, CameraImages] = {}
         for camera, feature in features.items():
             if feature.dtype == "video":
                 videos = Videos(camera, dataset, episodes=episodes, frames=frames)
@@ -248,7 +248,7 @@ class Images:
         Returns: uint8 [B, cameras, H, W, 3]; reasons by index in the batch.
         """
         images = np.zeros((len(frames), len(self._sources), *self.size, 3), np.uint8)
-        found: dict[tuple[int, int], tuple[Piece, int]] = {}
+        found: dict[tuple[int, int], tuple[VideoSegment, int]] = {}
         reasons: dict[int, str] = {}
         for row, (number, frame) in enumerate(frames):
             for camera, source in enumerate(self._sources.values()):
@@ -265,21 +265,21 @@ class Images:
                 images[row, camera] = decoded[place]
         return images, reasons
 
-    def _decoded(self, pieces: Iterable[Piece]) -> dict[Piece, np.ndarray | MediaError]:
+    def _decoded(self, pieces: Iterable[VideoSegment]) -> dict[VideoSegment, np.ndarray | MediaError]:
         """Decode the pieces that are not cached, in threads."""
         held = {piece: self._cache.get(piece) for piece in pieces}
         missing = [piece for piece, array in held.items() if array is None]
         new = dict(zip(missing, self._threads.map(self._try, missing)))
         return {piece: new[piece] if array is None else array for piece, array in held.items()}
 
-    def _try(self, piece: Piece) -> np.ndarray | MediaError:
+    def _try(self, piece: VideoSegment) -> np.ndarray | MediaError:
         """Decode one piece; runs in a thread."""
         try:
             return self._decode(piece)
         except MediaError as error:
             return error
 
-    def _decode(self, piece: Piece) -> np.ndarray:
+    def _decode(self, piece: VideoSegment) -> np.ndarray:
         decoded = self._sources[piece.camera].decode(piece)
         if decoded.shape[1:] != (*self.size, 3):
             found, expected = (f"{height}x{width}" for height, width in (decoded.shape[1:3], self.size))

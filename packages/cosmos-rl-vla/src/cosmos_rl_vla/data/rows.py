@@ -11,7 +11,7 @@ from cosmos_rl_vla.config import VLADataConfig
 from cosmos_rl_vla.sims.base import GROUP, HELD_OUT, BatchSimulator, Worded
 
 
-class Tasks(Sequence[Mapping[str, Any]]):
+class TaskRows(Sequence[Mapping[str, Any]]):
     """Every task with every initial state, tasks alternating: {"task", "init", "instruction", "perturb"}."""
 
     def __init__(self, data: VLADataConfig, instructions: Mapping[str, str]) -> None:
@@ -48,7 +48,7 @@ def load_rows(data: VLADataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         return demonstrated_rows(data), data.demos
     own = [task for task in data.tasks if task not in data.instructions]
     described = describe(data.simulator, own, options=data.options)
-    return Tasks(data, {**described, **data.instructions}), data.simulator
+    return TaskRows(data, {**described, **data.instructions}), data.simulator
 
 
 def describe(simulator: str, tasks: Sequence[str], *, options: Mapping[str, Any]) -> dict[str, str]:

@@ -24,11 +24,11 @@ from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.parallel.memory.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout
-from cosmos_rl_vla.config import TorchEngineOptions, VLASampling
+from cosmos_rl_vla.config import VLASampling, VLATorchOptions
 from cosmos_rl_vla.engines import steady
 from cosmos_rl_vla.models.base import Randomness
-from cosmos_rl_vla.observations import Observer, Seen
-from cosmos_rl_vla.sims.pool.group import Lost, Ready
+from cosmos_rl_vla.observations import ObservationConverter, Seen
+from cosmos_rl_vla.sims.pool.group import Lost, SlotReady
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 from cosmos_rl_vla.trajectory import Decided, Trajectory, padded_result
 
@@ -42,7 +42,7 @@ _SEEDS = 2**63 - 1
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Request(EngineRequest):
+class EpisodeRequest(EngineRequest):
     """The episodes of one prompt: the same task from the same initial state."""
 
     prompt: Prompt
@@ -76,7 +76,7 @@ class Request(EngineRequest):
 class Running:
     """An episode in a slot."""
 
-    request: Request
+    request: EpisodeRequest
     place: int
     """Index in its group."""
     seed: int
@@ -92,7 +92,7 @@ class Running:
         return Running(request=self.request, place=self.place, seed=self.seed, attempt=self.attempt + 1)
 
 
-class SimulationEngine(ThreadedEngine[Request]):
+class SimulationEngine(ThreadedEngine[EpisodeRequest]):
     """Implements `interfaces.Sleeps` over simulators and an action model."""
 
     def __init__(
@@ -100,9 +100,9 @@ class SimulationEngine(ThreadedEngine[Request]):
         model: ActionModel,
         *,
         weights: Callable[[], Mapping[str, Tensor]],
-        observer: Observer,
+        observer: ObservationConverter,
         pool: SimulatorPool,
-        options: TorchEngineOptions,
+        options: VLATorchOptions,
     ) -> None:
         """weights: returns the live tensors that the trainer publishes. observer: converts observations to inputs."""
         super().__init__("simulate")
@@ -142,7 +142,7 @@ class SimulationEngine(ThreadedEngine[Request]):
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: VLASampling, seed: int
     ) -> tuple[str, list[Rollout]]:
-        request = Request(prompt=prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+        request = EpisodeRequest(prompt=prompt, num_samples=num_samples, sampling=sampling, seed=seed)
         await self._ask(request)
         rollouts = [request.rollouts[place] for place in range(num_samples)]
         return f"{prompt.row['instruction']} ({request.task}, initial state {request.init})", rollouts
@@ -185,7 +185,7 @@ class SimulationEngine(ThreadedEngine[Request]):
             return running
         return None
 
-    def _answer(self, events: Sequence[Ready | Lost]) -> None:
+    def _answer(self, events: Sequence[SlotReady | Lost]) -> None:
         """Process events of the slots, and act for those that are due."""
         self._awaiting += [event.slot for event in events if self._goes_on(event)]
         chosen = self._take_awaiting()
@@ -210,7 +210,7 @@ class SimulationEngine(ThreadedEngine[Request]):
         self._awaiting = [slot for slot in self._awaiting if slot not in chosen]
         return chosen
 
-    def _goes_on(self, event: Ready | Lost) -> bool:
+    def _goes_on(self, event: SlotReady | Lost) -> bool:
         """Record a chunk's result and finish an episode that is over. Returns whether the slot awaits an action."""
         running = self._slots[event.slot]
         if running.request.done.done():

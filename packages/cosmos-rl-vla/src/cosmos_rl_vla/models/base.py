@@ -97,7 +97,7 @@ class Acted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class ScoredActions:
     """The sampled actions under the current weights, with gradient."""
 
     logprobs: Tensor
@@ -112,7 +112,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Supervised:
+class SupervisedLosses:
     """Losses on demonstrations."""
 
     loss: Tensor
@@ -153,13 +153,13 @@ class ActionModel(Protocol):
         """Sample a chunk of actions per observation, without gradient."""
         ...
 
-    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
+    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> ScoredActions:
         """Return log-probabilities, values and entropy of the actions that `act` sampled."""
         ...
 
     def supervised(
         self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
-    ) -> Supervised:
+    ) -> SupervisedLosses:
         """Return the losses of demonstrated chunks.
 
         actions: [B, model_horizon, D] float32, normalised. mask: [B, model_horizon] bool, demonstrated actions: none

@@ -3,7 +3,7 @@
     names.owners("...attn.qkv.weight") == (Owner("...q_proj.weight", 0, 3), Owner("...k_proj.weight", 1, 3), ...)
     names.public_name("...q_proj.weight") == "...attn.q.weight"
 
-A family has its `Names`; loading and errors are common to all.
+A family has its `WeightNames`; loading and errors are common to all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MODEL, _PROJECTOR = "*model*.safetensors", "proprio_projector*.safetensors"
 """Files with weights; others hold statistics."""
 
 
-class Names(Protocol):
+class WeightNames(Protocol):
     """Mapping between a family's weight names in public checkpoints and the module's."""
 
     def public_name(self, name: str) -> str:
@@ -115,7 +115,9 @@ def empty(make: Callable[[], M], *, seed: int, on_meta: bool = False) -> M:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, files: Sequence[Path], *, names: Names, may_lack: tuple[str, ...], hint: str) -> list[str]:
+def fill(
+    module: nn.Module, files: Sequence[Path], *, names: WeightNames, may_lack: tuple[str, ...], hint: str
+) -> list[str]:
     """Fill this rank's shard of each parameter from safetensors, in the parameter's dtype.
 
     Args:
@@ -144,7 +146,7 @@ def fill(module: nn.Module, files: Sequence[Path], *, names: Names, may_lack: tu
     return absent
 
 
-def read(files: Sequence[Path], *, names: Names) -> Iterator[tuple[str, Tensor]]:
+def read(files: Sequence[Path], *, names: WeightNames) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of the files by the module's name, one in memory at a time. Raises UserError."""
     with ExitStack() as opened:
         sources, unknown = _sources(files, names=names, opened=opened)
@@ -170,7 +172,7 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
-def _sources(files: Sequence[Path], *, names: Names, opened: ExitStack) -> tuple[dict[str, _Source], list[str]]:
+def _sources(files: Sequence[Path], *, names: WeightNames, opened: ExitStack) -> tuple[dict[str, _Source], list[str]]:
     """Return sources of values by the module's names, and the unknown names."""
     found: dict[str, _Source] = {}
     unknown = []

@@ -13,8 +13,8 @@ from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import UNIT, VLAModelConfig
-from cosmos_rl_vla.models.checkpoint import Names, SameNames, read, weight_files
-from cosmos_rl_vla.models.loaded import Loaded
+from cosmos_rl_vla.models.checkpoint import SameNames, WeightNames, read, weight_files
+from cosmos_rl_vla.models.loaded import LoadedPolicy
 from cosmos_rl_vla.models.openvla.checkpoint import joined
 from cosmos_rl_vla.models.openvla.stats import published_stats
 from cosmos_rl_vla.models.pi.checkpoint import PiNames
@@ -26,7 +26,7 @@ _OUTPUT = "lm_head"
 """Excluded from adapters: OpenVLA reads rows of its weight, and pi models have none."""
 
 
-def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = ()) -> Loaded:
+def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = ()) -> LoadedPolicy:
     """Return the policy of a [model] section, with its weights; see `make`."""
     loaded = make(config, stats=stats, words=words)
     loaded.fill()
@@ -35,8 +35,8 @@ def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Seq
 
 def make(
     config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = (), on_meta: bool = False
-) -> Loaded:
-    """Return the policy of a [model] section; `Loaded.fill` reads its weights once it is on its device and sharded.
+) -> LoadedPolicy:
+    """Return the policy of a [model] section; `LoadedPolicy.fill` reads its weights once it is on its device.
 
     Args:
         stats: measured on demonstrations; those named by the recipe or stored beside the model take precedence.
@@ -104,7 +104,7 @@ def _add_adapters(module: nn.Module, section: LoraSection, *, base: str, seed: i
             parameter.requires_grad_(True)
 
 
-def _names_in(directory: Path) -> Names:
+def _names_in(directory: Path) -> WeightNames:
     family = _family_of(directory)
     if family in _OPENVLA:
         from cosmos_rl_vla.models.openvla.family import names_of
@@ -144,7 +144,7 @@ def _family_of(directory: Path) -> str:
     return "openvla_oft" if kind == "openvla" else "pi"
 
 
-def _freeze_trunk(loaded: Loaded) -> None:
+def _freeze_trunk(loaded: LoadedPolicy) -> None:
     """Freeze the language and vision model."""
     for name, parameter in loaded.module.named_parameters():
         if name.startswith("backbone.paligemma.") or name.startswith("backbone.language"):

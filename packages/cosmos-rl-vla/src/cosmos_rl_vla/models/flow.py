@@ -29,7 +29,7 @@ from cosmos_rl_vla.models.pi.config import Noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gaussian:
+class ActionGaussian:
     """A distribution with independent components."""
 
     mean: Tensor
@@ -78,7 +78,7 @@ def transition(
     noise: Noise,
     level: Tensor | None = None,
     std: Tensor | None = None,
-) -> Gaussian:
+) -> ActionGaussian:
     """The distribution of x after the stochastic step `index` [B] int64 from `x` [B, C].
 
     Args:
@@ -121,9 +121,9 @@ def supervised_times(uniform: Tensor) -> Tensor:
     return 0.999 * uniform ** (2 / 3) + 0.001
 
 
-def _around(x: Tensor, velocity: Tensor, tau: Tensor, after: Tensor, weight: Tensor, std: Tensor) -> Gaussian:
+def _around(x: Tensor, velocity: Tensor, tau: Tensor, after: Tensor, weight: Tensor, std: Tensor) -> ActionGaussian:
     action, noise = x - tau * velocity, x + (1 - tau) * velocity
-    return Gaussian(mean=action * (1 - after) + noise * weight, std=std)
+    return ActionGaussian(mean=action * (1 - after) + noise * weight, std=std)
 
 
 def _beside(values: Tensor, x: Tensor) -> Tensor:

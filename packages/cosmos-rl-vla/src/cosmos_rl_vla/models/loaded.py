@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedPolicy:
     """A policy and its files."""
 
     model: ActionModel
@@ -86,4 +86,4 @@ class Loaded:
 
 
 def nothing_to_fill() -> None:
-    """`Loaded.fill` of a randomly initialised model."""
+    """`LoadedPolicy.fill` of a randomly initialised model."""

@@ -25,10 +25,10 @@ from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
-from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
+from cosmos_rl_vla.models.base import Acted, Inputs, Randomness, Replay, ScoredActions, SupervisedLosses
 from cosmos_rl_vla.models.checkpoint import SameNames, fill, weight_files
 from cosmos_rl_vla.models.instructions import word_instructions
-from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
+from cosmos_rl_vla.models.loaded import LoadedPolicy, nothing_to_fill
 
 HIDDEN = (64, 64)
 
@@ -63,10 +63,10 @@ class DiscreteMLPModel(_MLP):
         chosen = self._one_hot(logprobs + torch.stack(noise).to(logprobs))  # the highest of these is a sample
         return Acted(actions=chosen, logprobs=logprobs[:, None] * chosen, values=values, replay={"actions": chosen})
 
-    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
+    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> ScoredActions:
         """Return the log-probabilities of `actions` [B, 1, D]."""
         logprobs = self.mean(inputs.state).log_softmax(-1)[:, None]
-        return Evaluated(
+        return ScoredActions(
             logprobs=logprobs * replay["actions"],
             values=self.value_head(inputs.state),
             entropy=-logprobs.exp() * logprobs if with_entropy else None,
@@ -74,11 +74,11 @@ class DiscreteMLPModel(_MLP):
 
     def supervised(
         self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
-    ) -> Supervised:
+    ) -> SupervisedLosses:
         """Return the cross-entropy of the demonstrated choice, the highest of its D scores."""
         logprobs = self.mean(inputs.state).log_softmax(-1)[:, None]
         error = -logprobs.gather(-1, actions.argmax(-1, keepdim=True))[..., 0]
-        return Supervised(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
+        return SupervisedLosses(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
 
     def _one_hot(self, scores: Tensor) -> Tensor:
         """Scores [B, D] -> [B, 1, D]."""
@@ -103,11 +103,11 @@ class MLPModel(_MLP):
         logprobs = self._logprob(mean, actions)[:, None]
         return Acted(actions=actions[:, None], logprobs=logprobs, values=values, replay={"actions": actions[:, None]})
 
-    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
+    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> ScoredActions:
         """Return the log-probabilities of `actions` [B, 1, D]."""
         mean = self.mean(inputs.state)
         entropy = (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).expand_as(mean)[:, None]
-        return Evaluated(
+        return ScoredActions(
             logprobs=self._logprob(mean, replay["actions"][:, 0])[:, None],
             values=self.value_head(inputs.state),
             entropy=entropy if with_entropy else None,
@@ -115,16 +115,16 @@ class MLPModel(_MLP):
 
     def supervised(
         self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
-    ) -> Supervised:
+    ) -> SupervisedLosses:
         """Return the squared error of the mean."""
         error = (self.mean(inputs.state)[:, None] - actions).square().mean(-1)
-        return Supervised(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
+        return SupervisedLosses(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
 
     def _logprob(self, mean: Tensor, actions: Tensor) -> Tensor:
         return -0.5 * ((actions - mean) / self.log_std.exp()) ** 2 - self.log_std - 0.5 * math.log(2 * math.pi)
 
 
-def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> Loaded:
+def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> LoadedPolicy:
     """Build a directory's model, or a randomly initialised one."""
     directory = Path(config.path).expanduser()
     sizes: dict[str, Any] = {"state_dim": config.state_dim, "action_dim": config.action_dim, "hidden": config.hidden}
@@ -134,7 +134,7 @@ def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> Loaded:
         discrete = sizes.pop("discrete")
     with forked_rng(seed=config.seed):
         model = DiscreteMLPModel(**sizes) if discrete else MLPModel(**sizes)
-    return Loaded(
+    return LoadedPolicy(
         model=model,
         stats=stats or ActionStats.unit(model.action_dim),
         instructions=word_instructions(("",)),

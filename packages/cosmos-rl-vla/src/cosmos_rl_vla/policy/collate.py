@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DecisionIndex:
     """Index of a decision in the batch."""
 
     rollout: int
@@ -47,12 +47,12 @@ def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Sha
     """Split the decisions of episodes into microbatches; return those of `share`, with counts of the whole batch."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     places = [
-        Place(rollout=number, decision=int(decision))
+        DecisionIndex(rollout=number, decision=int(decision))
         for number, rollout in enumerate(rollouts)
         for decision in np.flatnonzero(_by_decision(rollout, rollout.loss_mask).any(1))
     ]
     if not places:
-        places = [Place(rollout=0, decision=0)]
+        places = [DecisionIndex(rollout=0, decision=0)]
     terms = [rollouts[place.rollout].num_terms // _decisions(rollouts[place.rollout]) for place in places]
     dealt = deal(terms, capacity=microbatch_terms, share=share)
     return TrainBatch(
@@ -65,7 +65,7 @@ def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Sha
     )
 
 
-def _microbatch(rollouts: Sequence[Rollout], places: Sequence[Place], *, idle: Place) -> Microbatch:
+def _microbatch(rollouts: Sequence[Rollout], places: Sequence[DecisionIndex], *, idle: DecisionIndex) -> Microbatch:
     """Stack decisions. Without any, return a masked pass over `idle`, for ranks that have fewer microbatches."""
     trains, places = bool(places), places or [idle]
     of = [(rollouts[place.rollout], place.decision) for place in places]

@@ -22,12 +22,12 @@ from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.config import ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_vla.models.loaded import Loaded
+from cosmos_rl_vla.models.loaded import LoadedPolicy
 
 CALLS = ("act", "evaluate", "supervised")
 
 
-def parallelize(loaded: Loaded, setup: ModelSetup, *, compute_dtype: torch.dtype = torch.float32) -> None:
+def parallelize(loaded: LoadedPolicy, setup: ModelSetup, *, compute_dtype: torch.dtype = torch.float32) -> None:
     """Shard the model in place; with a mesh every parameter is a DTensor afterwards.
 
     Shards are cut from the rank's own copy without communication: all ranks must have the same values, or fill them in
@@ -95,7 +95,7 @@ def _own_storage(_: nn.Module, __: Any, output: Tensor) -> Tensor:
     return output if output._base is None else output.clone()
 
 
-def _autocast(loaded: Loaded, dtype: torch.dtype) -> None:
+def _autocast(loaded: LoadedPolicy, dtype: torch.dtype) -> None:
     """Round weights to `dtype` when they are used, as `fully_shard` does for several ranks."""
     device = next(loaded.module.parameters()).device.type
     for module in (module for group in loaded.exact for module in group):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cosmos_rl_vla.config import VLADataConfig, VLASampling
     from cosmos_rl_vla.data.demos import Demonstrations
     from cosmos_rl_vla.models.instructions import Instructions
-    from cosmos_rl_vla.models.loaded import Loaded
+    from cosmos_rl_vla.models.loaded import LoadedPolicy
 
 
 class VLAPolicy(PolicyBase[nn.Module]):
@@ -38,7 +38,7 @@ class VLAPolicy(PolicyBase[nn.Module]):
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedPolicy,
         *,
         sampling: VLASampling | None,
         demonstrations: Callable[[VLADataConfig], Demonstrations] | None = None,

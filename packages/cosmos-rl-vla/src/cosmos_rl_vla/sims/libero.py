@@ -138,7 +138,7 @@ def _assets() -> Path:
         return Path(libero.get_libero_path("assets"))
 
 
-class Kind(NamedTuple):
+class LiberoSceneKey(NamedTuple):
     """The key of interchangeable scenes."""
 
     task: LiberoTask
@@ -146,10 +146,10 @@ class Kind(NamedTuple):
     rendering: Rendering
 
 
-class Scene:
+class LiberoScene:
     """One task's physics; an episode depends on its stored state alone."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: LiberoSceneKey) -> None:
         """Build it, which takes seconds. Raises UserError if files of LIBERO are missing."""
         libero: Any = importlib.import_module("libero.libero")
         control: Any = importlib.import_module("libero.libero.envs.env_wrapper").ControlEnv
@@ -203,9 +203,9 @@ class Scene:
 
 
 @functools.cache
-def scenes() -> Scenes[Kind, Scene]:
+def scenes() -> Scenes[LiberoSceneKey, LiberoScene]:
     """Return the idle scenes of this process."""
-    return Scenes(Scene, max_idle=_MAX_IDLE, close=Scene.close)
+    return Scenes(LiberoScene, max_idle=_MAX_IDLE, close=LiberoScene.close)
 
 
 MAX_BYTES = 64 * 2**20
@@ -270,7 +270,7 @@ class Libero(Worded):
         import_libero()
         self._rendering: Rendering = drawing
         self._cameras, self._size, self._settle, self._limit = tuple(cameras), image_size, settle_steps, max_steps
-        self._scene: Scene | None = None
+        self._scene: LiberoScene | None = None
         self._seen: Mapping[str, Any] = {}
         self._steps = 0
         self.spec = SimSpec(
@@ -293,7 +293,7 @@ class Libero(Worded):
         found = find_task(task)
         if self._scene is None or self._scene.kind.task != found:
             self.close()
-            self._scene = scenes().take(Kind(found, self._size, self._rendering))
+            self._scene = scenes().take(LiberoSceneKey(found, self._size, self._rendering))
         states = self._scene.states
         self._seen = self._scene.reset(states[stored_state(init, states=len(states), held_out=HELD_OUT_STATES)])
         for _ in range(self._settle):

@@ -108,7 +108,7 @@ def import_maniskill() -> None:
         ) from error
 
 
-class Scene:
+class ManiSkillScene:
     """`copies` of a task. An episode depends on its seed alone, whichever copy it runs in.
 
     The state [16] of a copy: the arm's joints [9] and the pose of its hand, position [3] and quaternion [4].
@@ -247,8 +247,8 @@ class ManiSkill(Worded):
         self._options = SceneOptions(**options)
         self._render: Device = render
         import_maniskill()
-        self._scenes: dict[str, Scene] = {}
-        self._scene: Scene | None = None
+        self._scenes: dict[str, ManiSkillScene] = {}
+        self._scene: ManiSkillScene | None = None
 
     @property
     def spec(self) -> SimSpec:
@@ -262,7 +262,9 @@ class ManiSkill(Worded):
     def reset(self, task: str, init: int) -> None:
         """Lay out the task with `init`, any integer, as the seed; see Simulator."""
         if task not in self._scenes:
-            self._scenes[task] = Scene(task, options=self._options, copies=1, physics="cpu", render=self._render)
+            self._scenes[task] = ManiSkillScene(
+                task, options=self._options, copies=1, physics="cpu", render=self._render
+            )
         self._scene = self._scenes[task]
         self._scene.reset(0, init=init)
 
@@ -287,7 +289,9 @@ class ManiSkillBatch(BatchSimulator, Worded):
 
     def __init__(self, *, slots: int, task: str, **options: Any) -> None:
         """`task`: of all slots. `options`: of SceneOptions. Raises UserError as ManiSkill, and without a GPU."""
-        self._scene = Scene(task, options=(made := SceneOptions(**options)), copies=slots, physics="gpu", render="gpu")
+        self._scene = ManiSkillScene(
+            task, options=(made := SceneOptions(**options)), copies=slots, physics="gpu", render="gpu"
+        )
         self.spec = made.spec
 
     @classmethod

@@ -87,7 +87,7 @@ _MAX_IDLE = 8
 """Maximum number of idle scenes, about 25 MB each."""
 
 
-class Kind(NamedTuple):
+class MetaWorldSceneKey(NamedTuple):
     """The key of interchangeable scenes."""
 
     task: str
@@ -96,7 +96,7 @@ class Kind(NamedTuple):
 
 
 def import_metaworld() -> None:
-    """Import MetaWorld for off-screen rendering; `Scene.step` turns MuJoCo's warnings into errors without a log file.
+    """Import MetaWorld for off-screen rendering; `MetaWorldScene.step` raises MuJoCo's warnings, without a log file.
 
     Raises UserError if MetaWorld or OpenGL is not installed.
     """
@@ -111,10 +111,10 @@ def import_metaworld() -> None:
 
 
 def _leave_no_file(warning: str) -> None:
-    """Replace MuJoCo's writer of MUJOCO_LOG.TXT; `Scene.step` reads the counts of warnings."""
+    """Replace MuJoCo's writer of MUJOCO_LOG.TXT; `MetaWorldScene.step` reads the counts of warnings."""
 
 
-class Scene:
+class MetaWorldScene:
     """One task's physics.
 
     MetaWorld carries state from one episode to the next (positions of the model's bodies, the previous observation,
@@ -122,7 +122,7 @@ class Scene:
     alone.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: MetaWorldSceneKey) -> None:
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
 
         self._mujoco: Any = importlib.import_module("mujoco")  # whose stubs leave most of it out
@@ -178,9 +178,9 @@ def _is_memory(value: object) -> bool:
 
 
 @functools.cache
-def scenes() -> Scenes[Kind, Scene]:
+def scenes() -> Scenes[MetaWorldSceneKey, MetaWorldScene]:
     """Return the idle scenes of this process."""
-    return Scenes(Scene, max_idle=_MAX_IDLE)
+    return Scenes(MetaWorldScene, max_idle=_MAX_IDLE)
 
 
 CAMERAS = ("corner2", "corner", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
@@ -220,7 +220,7 @@ class MetaWorld:
         import_metaworld()
         self._cameras, self._size, self._fovy, self._max_steps = tuple(cameras), image_size, fovy, max_steps
         self._numbers = slice(_PROPRIOCEPTION) if state == "proprioception" else slice(None)
-        self._scene: Scene | None = None
+        self._scene: MetaWorldScene | None = None
         self._full: NDArray[np.float64] = np.zeros(_FULL)
         self._steps = 0
         self.spec = SimSpec(
@@ -240,7 +240,7 @@ class MetaWorld:
     def reset(self, task: str, init: int) -> None:
         """Lay out the task with `init`, any integer, as the seed; see Simulator."""
         instruction(task)
-        kind = Kind(task, self._size, self._fovy)
+        kind = MetaWorldSceneKey(task, self._size, self._fovy)
         if self._scene is None or self._scene.kind != kind:
             self.close()
             self._scene = scenes().take(kind)

@@ -29,7 +29,7 @@ class SizeSection(Strict):
     """Pixels."""
 
 
-class NoiseSection(Strict):
+class ClipNoiseSection(Strict):
     """[data.noise]: the times at which real clips are noised."""
 
     density: DensityName = "logit_normal"
@@ -81,7 +81,7 @@ class WFMDataConfig(Strict):
     """Embeddings stored beside the captions: used if present, or ignored."""
     limit: int | None = Field(default=None, ge=1)
     """Read only the first rows."""
-    noise: NoiseSection = NoiseSection()
+    noise: ClipNoiseSection = ClipNoiseSection()
     """Noise of real clips."""
     mock: MockSection = MockSection()
     """Rows of kind = "mock"."""

@@ -29,7 +29,7 @@ Listing = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ClipFiles:
     """The files of a folder by clip."""
 
     captions: Listing
@@ -85,7 +85,7 @@ def read_folder(config: WFMDataConfig) -> tuple[list[Row], list[str]]:
     return rows, left_out
 
 
-def read_layout(files: Any, root: str, config: WFMDataConfig) -> Layout:
+def read_layout(files: Any, root: str, config: WFMDataConfig) -> ClipFiles:
     """List a folder. `files` is an fsspec file system.
 
     Raises:
@@ -96,7 +96,7 @@ def read_layout(files: Any, root: str, config: WFMDataConfig) -> Layout:
     there = {PurePosixPath(path).name: path for path in files.ls(root, detail=False)}
     suffixes = (*VIDEOS, *IMAGES) if config.size.frames == 1 else VIDEOS
     if "metas" not in there:
-        layout = Layout(
+        layout = ClipFiles(
             captions=_stems(there.values(), CAPTIONS),
             clips=_stems(there.values(), suffixes),
             embeddings=_stems(there.values(), EMBEDDINGS),
@@ -104,7 +104,7 @@ def read_layout(files: Any, root: str, config: WFMDataConfig) -> Layout:
     else:
         paths = [path for name in ("videos", "images") if name in there for path in files.ls(there[name], detail=False)]
         folders = [there[name] for name in EMBEDDING_FOLDERS if name in there]
-        layout = Layout(
+        layout = ClipFiles(
             captions=_stems(files.ls(there["metas"], detail=False), (".txt",)),
             clips=_stems(paths, suffixes) if {"videos", "images"} & there.keys() else None,
             embeddings=_stems([path for folder in folders for path in files.ls(folder, detail=False)], EMBEDDINGS),

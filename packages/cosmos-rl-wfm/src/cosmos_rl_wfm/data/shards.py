@@ -46,7 +46,7 @@ MAX_CAPTION_BYTES = 2**20
 
 
 @dataclass(slots=True, kw_only=True)
-class Sample:
+class ShardSample:
     """The files of a shard that share a name."""
 
     key: str
@@ -60,7 +60,7 @@ class Sample:
 class ShardIndex:
     """The samples of a shard with their byte ranges."""
 
-    samples: list[Sample]
+    samples: list[ShardSample]
     fault: str = ""
     """Reason why it ends early; empty for a complete shard."""
     repeated: list[str] = field(default_factory=list)
@@ -160,8 +160,8 @@ def read_index(shard: str, *, config: WFMDataConfig) -> ShardIndex:
 def index_tar(file: Any) -> ShardIndex:
     """Read the headers and captions of a tar archive; a damaged one gives the samples before the damage."""
     index = ShardIndex(samples=[])
-    samples: dict[str, Sample] = {}
-    last = Sample(key="")
+    samples: dict[str, ShardSample] = {}
+    last = ShardSample(key="")
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
@@ -179,12 +179,14 @@ def index_tar(file: Any) -> ShardIndex:
     return index
 
 
-def _add(samples: dict[str, Sample], member: tarfile.TarInfo, archive: tarfile.TarFile, repeated: list[str]) -> Sample:
+def _add(
+    samples: dict[str, ShardSample], member: tarfile.TarInfo, archive: tarfile.TarFile, repeated: list[str]
+) -> ShardSample:
     """Add a file to the sample of its name, and return that."""
     folder, _, name = member.name.rpartition("/")
     stem, _, suffix = name.partition(".")
     key, suffix = f"{folder}/{stem}".lstrip("/"), "." + suffix.lower()
-    sample = samples.setdefault(key, Sample(key=key))
+    sample = samples.setdefault(key, ShardSample(key=key))
     if suffix in sample.members:
         repeated.append(f"{key}{suffix}")
     sample.members[suffix] = (member.offset_data, member.size)
@@ -195,7 +197,7 @@ def _add(samples: dict[str, Sample], member: tarfile.TarInfo, archive: tarfile.T
     return sample
 
 
-def _row(sample: Sample, *, shard: str, position: int, config: WFMDataConfig) -> Row:
+def _row(sample: ShardSample, *, shard: str, position: int, config: WFMDataConfig) -> Row:
     """Raises ValueError for a sample without a clip or caption."""
     suffixes = (*VIDEOS, *IMAGES) if config.size.frames == 1 else VIDEOS
     clip = next((suffix for suffix in suffixes if suffix in sample.members), None)
@@ -236,6 +238,6 @@ def _from_json(file: Path) -> ShardIndex | None:
     """Read a cached index; None for a damaged file, which is written again."""
     try:
         held = json.loads(file.read_bytes())
-        return ShardIndex(**{**held, "samples": [Sample(**sample) for sample in held["samples"]]})
+        return ShardIndex(**{**held, "samples": [ShardSample(**sample) for sample in held["samples"]]})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

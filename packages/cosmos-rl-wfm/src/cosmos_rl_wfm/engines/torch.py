@@ -23,12 +23,12 @@ from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_wfm.conditions import Conditions, arrays_of, joined
-from cosmos_rl_wfm.models.base import Condition, Size
+from cosmos_rl_wfm.models.base import ClipSize, Condition
 from cosmos_rl_wfm.models.weights import named_weights
 from cosmos_rl_wfm.policy import guided_velocity
-from cosmos_rl_wfm.samplers.sampler import Plan, Trajectory, sample, sample_noise
+from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, DenoisingTrajectory, sample, sample_noise
 from cosmos_rl_wfm.samplers.times import sample_times
-from cosmos_rl_wfm.sampling import FlowSampling, TorchEngineOptions
+from cosmos_rl_wfm.sampling import FlowSampling, WFMTorchOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ _SEEDS = 2**63 - 1
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Request(EngineRequest):
+class ClipRequest(EngineRequest):
     """Samples for one prompt."""
 
     prompt: Prompt
@@ -71,12 +71,12 @@ class Request(EngineRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class DenoisingBatch:
     """Samples that are denoised together."""
 
-    parts: tuple[tuple[Request, int], ...]
+    parts: tuple[tuple[ClipRequest, int], ...]
     """Requests, each with the number of its samples in the batch."""
-    plan: Plan
+    plan: DenoisingPlan
     sampling: FlowSampling
 
     @property
@@ -93,32 +93,32 @@ class Batch:
         return all(request.done.cancelled() for request, _ in self.parts)
 
 
-def next_batch(waiting: Sequence[Request], room: int, *, shift: float, version: int) -> Batch:
+def next_batch(waiting: Sequence[ClipRequest], room: int, *, shift: float, version: int) -> DenoisingBatch:
     """Return up to `room` samples of `waiting`, in order, that take the same steps as those of the first request.
 
     A request that the batch does not complete stays in the queue.
     """
     head = waiting[0]
     plan = head.sampling.plan(shift=shift, version=version, seed=head.seed)
-    parts: list[tuple[Request, int]] = []
+    parts: list[tuple[ClipRequest, int]] = []
     for request in waiting:
         if room and request.sampling == head.sampling:
             own = request.sampling.plan(shift=shift, version=version, seed=request.seed)
             if own.steps == plan.steps:
                 parts.append((request, min(room, request.left)))
                 room -= parts[-1][1]
-    return Batch(parts=tuple(parts), plan=plan, sampling=head.sampling)
+    return DenoisingBatch(parts=tuple(parts), plan=plan, sampling=head.sampling)
 
 
 class _Cancelled(Exception):
     """Every request of the batch was cancelled."""
 
 
-class FlowEngine(ThreadedEngine[Request]):
+class FlowEngine(ThreadedEngine[ClipRequest]):
     """Implements `interfaces.Sleeps` over a model of diffusers."""
 
     def __init__(
-        self, model: DiffusersModel, *, size: Size, conditions: Conditions, options: TorchEngineOptions
+        self, model: DiffusersModel, *, size: ClipSize, conditions: Conditions, options: WFMTorchOptions
     ) -> None:
         """conditions: makes the condition of a row from embedded captions and given frames."""
         super().__init__("denoise")
@@ -141,7 +141,7 @@ class FlowEngine(ThreadedEngine[Request]):
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: FlowSampling, seed: int
     ) -> tuple[str, list[Rollout]]:
-        request = Request(prompt=prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+        request = ClipRequest(prompt=prompt, num_samples=num_samples, sampling=sampling, seed=seed)
         await self._ask(request)
         return prompt.row["caption"], request.rollouts
 
@@ -156,7 +156,7 @@ class FlowEngine(ThreadedEngine[Request]):
         with suppress(_Cancelled):
             self._sample(batch)
 
-    def _sample(self, batch: Batch) -> None:
+    def _sample(self, batch: DenoisingBatch) -> None:
         """Denoise a batch and finish the requests that it completes."""
         batch = replace(batch, parts=tuple(part for part in batch.parts if self._has_condition(part[0])))
         if not batch.parts:
@@ -170,7 +170,7 @@ class FlowEngine(ThreadedEngine[Request]):
                 request.rollouts[0] = replace(first, arrays={**first.arrays, **arrays_of(request.condition)})
                 request.finish()
 
-    def _has_condition(self, request: Request) -> bool:
+    def _has_condition(self, request: ClipRequest) -> bool:
         """Make a request's condition; an invalid row fails only its own request."""
         if request.condition is None:
             try:
@@ -180,7 +180,7 @@ class FlowEngine(ThreadedEngine[Request]):
                 return False
         return True
 
-    def _denoise(self, batch: Batch) -> list[Rollout]:
+    def _denoise(self, batch: DenoisingBatch) -> list[Rollout]:
         device = next(self._model.network.parameters()).device
         wanted = [(request.condition, count) for request, count in batch.parts if request.condition is not None]
         condition = joined([one for one, _ in wanted], [count for _, count in wanted]).to(device)
@@ -196,7 +196,9 @@ class FlowEngine(ThreadedEngine[Request]):
             return _of_steps(trajectory, video, terms[list(plan.steps.trained)])
         return _of_clean(trajectory, video, int(terms.min()), seeds, sampling, shift=self._shift)
 
-    def _step(self, velocity: Velocity, versions: list[int], batch: Batch, x: Tensor, times: Tensor, /) -> Tensor:
+    def _step(
+        self, velocity: Velocity, versions: list[int], batch: DenoisingBatch, x: Tensor, times: Tensor, /
+    ) -> Tensor:
         if not self._take_posts() or batch.is_cancelled:
             raise _Cancelled
         versions.append(self._version)
@@ -204,7 +206,7 @@ class FlowEngine(ThreadedEngine[Request]):
         return velocity(x, times)
 
 
-def _of_steps(trajectory: Trajectory, video: np.ndarray, versions: np.ndarray) -> list[Rollout]:
+def _of_steps(trajectory: DenoisingTrajectory, video: np.ndarray, versions: np.ndarray) -> list[Rollout]:
     shared = {
         "path_from": trajectory.path_from.numpy().astype(np.int32),
         "path_to": trajectory.path_to.numpy().astype(np.int32),
@@ -225,7 +227,7 @@ def _of_steps(trajectory: Trajectory, video: np.ndarray, versions: np.ndarray) -
 
 
 def _of_clean(
-    trajectory: Trajectory,
+    trajectory: DenoisingTrajectory,
     video: np.ndarray,
     version: int,
     seeds: Sequence[int],

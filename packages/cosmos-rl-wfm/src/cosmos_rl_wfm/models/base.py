@@ -70,7 +70,7 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class ClipSize:
     """Size of a clip."""
 
     frames: int
@@ -98,12 +98,12 @@ class Grid:
     """Most latent frames, rows and columns; None: no limit."""
     only_images: bool = False
 
-    def latent_shape(self, size: Size) -> tuple[int, int, int, int]:
+    def latent_shape(self, size: ClipSize) -> tuple[int, int, int, int]:
         """Return (C, f, h, w)."""
         frames = (size.frames - 1) // self.temporal + 1
         return self.channels, frames, size.height // self.spatial, size.width // self.spatial
 
-    def nearest(self, size: Size) -> Size:
+    def nearest(self, size: ClipSize) -> ClipSize:
         """Return the nearest supported size; `size` itself where it is supported."""
         most = self.largest or (None, None, None)
         if self.only_images:
@@ -115,9 +115,9 @@ class Grid:
             _nearest(pixels / self.spatial, step=step, most=limit) * self.spatial
             for pixels, step, limit in zip((size.height, size.width), self.patch[1:], most[1:])
         )
-        return Size(frames=frames, height=height, width=width)
+        return ClipSize(frames=frames, height=height, width=width)
 
-    def check(self, size: Size) -> None:
+    def check(self, size: ClipSize) -> None:
         """Raise UserError for a size that is not supported, with the nearest one that is."""
         if (nearest := self.nearest(size)) != size:
             raise UserError(
@@ -146,5 +146,5 @@ def _nearest(value: float, *, step: int, most: int | None) -> int:
     return steps * step
 
 
-def _words(size: Size) -> str:
+def _words(size: ClipSize) -> str:
     return f"{size.frames} frame{'s' if size.frames != 1 else ''} of {size.height} x {size.width}"

@@ -13,7 +13,7 @@ import torch
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes, tensors_without_memory
 from cosmos_rl_core.parallel.memory.swap import tensors_of
-from cosmos_rl_wfm.models.base import Condition, Size
+from cosmos_rl_wfm.models.base import ClipSize, Condition
 from cosmos_rl_wfm.models.codec import clips_at_once, make_codec, to_clips, to_video
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.family import Family
@@ -41,7 +41,7 @@ def codec_bytes(
     *,
     dtype: str,
     tiling: bool,
-    size: Size,
+    size: ClipSize,
     latents: tuple[int, int, int, int],
 ) -> CodecBytes:
     """Return the memory of an autoencoder of diffusers for clips of `size`, with latents [C, f, h, w]."""
@@ -50,7 +50,7 @@ def codec_bytes(
 
 @cache
 def _codec_bytes(
-    class_name: str, config: str, dtype: str, tiling: bool, size: Size, latents: tuple[int, int, int, int]
+    class_name: str, config: str, dtype: str, tiling: bool, size: ClipSize, latents: tuple[int, int, int, int]
 ) -> CodecBytes:
     clips = clips_at_once(size.frames * size.height * size.width)
     with tensors_without_memory():

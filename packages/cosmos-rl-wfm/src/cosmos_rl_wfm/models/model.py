@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cosmos_rl_core.parallel.lora import adapter_weights, write_adapter_config
 from cosmos_rl_core.parallel.memory.swap import tensors_of
-from cosmos_rl_wfm.models.base import Condition, Grid, Size
+from cosmos_rl_wfm.models.base import ClipSize, Condition, Grid
 from cosmos_rl_wfm.models.captions import CaptionEncoder, ImageEncoder, pad_text
 from cosmos_rl_wfm.models.codec import Codec, clips_at_once, fingerprint, to_clips, to_video
 from cosmos_rl_wfm.models.config import Guidance
@@ -107,11 +107,11 @@ class DiffusersModel:
         """The guidance scale without guidance, at which the unconditional pass is skipped."""
         return 1.0 if self.traits.guidance == "from_unconditional" else 0.0
 
-    def check(self, size: Size) -> None:
+    def check(self, size: ClipSize) -> None:
         """Raise UserError for a size that codec or network does not support, with the nearest supported one."""
         self.grid.check(size)
 
-    def latent_shape(self, size: Size) -> tuple[int, int, int, int]:
+    def latent_shape(self, size: ClipSize) -> tuple[int, int, int, int]:
         """Return (C, f, h, w) of a clip."""
         return self.grid.latent_shape(size)
 

@@ -24,7 +24,7 @@ Features = Literal["statistics", "clip"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class AestheticHead:
     """10 sigmoid(f((x - mean) / scale)), with f one linear layer or several with ReLU between."""
 
     features: Features
@@ -68,8 +68,8 @@ class Head:
         save_file(contiguous, path, metadata=metadata)
 
 
-def load_head(path: Path) -> Head:
-    """Read a head from the file of `Head.save`.
+def load_head(path: Path) -> AestheticHead:
+    """Read a head from the file of `AestheticHead.save`.
 
     Raises:
         UserError: the file is not an aesthetic head.
@@ -86,7 +86,7 @@ def load_head(path: Path) -> Head:
     wanted = {"mean", "scale"} | {f"layers.{i}.{part}" for i in range(number) for part in ("weight", "bias")}
     if set(tensors) != wanted or not number or metadata.get("features") not in get_args(Features):
         raise UserError(f"{path} is not an aesthetic head: train one with cosmos_rl_wfm.train_aesthetic")
-    return Head(
+    return AestheticHead(
         features="clip" if metadata["features"] == "clip" else "statistics",
         model=metadata.get("model", ""),
         num_frames=int(metadata.get("num_frames", "1")),
@@ -146,7 +146,7 @@ class AestheticReward(Strict):
     """Dtype of the CLIP model."""
     batch_size: int = Field(default=32, ge=1)
     """Maximum frames in one pass of the CLIP model."""
-    _loaded: Exclusive[tuple[Head, Describe]] = PrivateAttr()
+    _loaded: Exclusive[tuple[AestheticHead, Describe]] = PrivateAttr()
 
     @field_validator("head")
     @classmethod
@@ -163,7 +163,7 @@ class AestheticReward(Strict):
         with self._loaded.use() as (head, describe):
             return head.score(describe(videos)).tolist()
 
-    def _load(self) -> tuple[Head, Describe]:
+    def _load(self) -> tuple[AestheticHead, Describe]:
         head = load_head(Path(self.head).expanduser())
         if head.features == "statistics":
             return head, pixel_features

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.rewards.aesthetic import Head, clip_describe, pixel_features
+from cosmos_rl_wfm.rewards.aesthetic import AestheticHead, clip_describe, pixel_features
 from cosmos_rl_wfm.rewards.pretrained import Pretrained
 
 
@@ -23,7 +23,7 @@ from cosmos_rl_wfm.rewards.pretrained import Pretrained
 class Trained:
     """A head and its errors."""
 
-    head: Head
+    head: AestheticHead
     train_error: float
     """Root of the mean squared error over the rows it was fitted to, in points of the score."""
     held_out_error: float
@@ -63,7 +63,7 @@ def train_aesthetic(
     network = _network([x.shape[1], *hidden, 1], seed=seed)
     inputs = torch.from_numpy((x - mean) / scale).float()
     _fit(network, inputs[used], torch.from_numpy(scores[used]), steps, learning_rate, weight_decay)
-    head = Head(
+    head = AestheticHead(
         features="statistics" if clip is None else "clip",
         model="" if clip is None else clip.model,
         num_frames=1 if clip is None else clip.num_frames,

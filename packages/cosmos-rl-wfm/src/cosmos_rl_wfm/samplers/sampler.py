@@ -20,8 +20,8 @@ from torch import Tensor
 
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_wfm.samplers import RuleName
-from cosmos_rl_wfm.samplers.steps import Gaussian, step
-from cosmos_rl_wfm.samplers.window import Steps
+from cosmos_rl_wfm.samplers.steps import StateGaussian, step
+from cosmos_rl_wfm.samplers.window import WindowChoice
 
 
 def sample_noise(
@@ -74,7 +74,7 @@ def guided(velocity: Velocity, unconditional: Velocity | None, *, scale: float) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DenoisingPlan:
     """The N denoising steps of a batch of rollouts, alike for all samples."""
 
     times: Tensor
@@ -82,7 +82,7 @@ class Plan:
     rule: RuleName = "ode"
     """Rule of stochastic steps."""
     noise_level: float = 0.0
-    steps: Steps = field(default_factory=Steps)
+    steps: WindowChoice = field(default_factory=WindowChoice)
     """The stochastic steps, and the trained ones among them; by default none."""
     order: Literal[1, 2] = 1
     """Order of the ODE steps. 2 also uses the previous velocity: as many passes, a smaller error."""
@@ -98,7 +98,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class DenoisingTrajectory:
     """B rollouts, with the states and log-probabilities of their T trained steps."""
 
     clean: Tensor
@@ -118,7 +118,7 @@ class Trajectory:
 
 
 @torch.no_grad()
-def sample(velocity: Velocity, noise: Tensor, *, plan: Plan, seeds: Sequence[int]) -> Trajectory:
+def sample(velocity: Velocity, noise: Tensor, *, plan: DenoisingPlan, seeds: Sequence[int]) -> DenoisingTrajectory:
     """Take the plan's steps from standard normal `noise` [B, C, f, h, w].
 
     Noise of steps depends on each sample's seed and the step's index, not on the batch: the caller may split a batch
@@ -155,7 +155,7 @@ def replay(
     rule: RuleName,
     noise_level: float,
     t_first: float,
-) -> Gaussian:
+) -> StateGaussian:
     """Return the distribution of the next states, given states [B, C, f, h, w] at times [B], with gradient.
 
     Its `logprob` at the rollout's next states is the policy's; steps of many rollouts and times may be mixed.
@@ -164,7 +164,7 @@ def replay(
     return step(rule, states, v, t=times, t_next=next_times, t_first=t_first, noise_level=noise_level)
 
 
-def _ahead(v: Tensor, before: Tensor, *, index: int, plan: Plan) -> Tensor:
+def _ahead(v: Tensor, before: Tensor, *, index: int, plan: DenoisingPlan) -> Tensor:
     """Extrapolate the velocity to the middle of step `index` from this and the previous one (Adams-Bashforth).
 
     v + dt / 2 (v - v_before) / dt_before. The last step is of first order: it ends on the network's own estimate.
@@ -175,11 +175,13 @@ def _ahead(v: Tensor, before: Tensor, *, index: int, plan: Plan) -> Tensor:
     return v + dt / (2 * dt_before) * (v - before)
 
 
-def _trajectory(clean: Tensor, path: Mapping[int, Tensor], logprobs: Sequence[Tensor], *, plan: Plan) -> Trajectory:
+def _trajectory(
+    clean: Tensor, path: Mapping[int, Tensor], logprobs: Sequence[Tensor], *, plan: DenoisingPlan
+) -> DenoisingTrajectory:
     """`path`: states by index, in ascending order; the state before step i has index i."""
     row = {state: place for place, state in enumerate(path)}
     trained = list(plan.steps.trained)
-    return Trajectory(
+    return DenoisingTrajectory(
         clean=clean,
         path=torch.stack(list(path.values()), dim=1) if path else clean[:, None][:, :0],
         path_from=torch.tensor([row[index] for index in trained], dtype=torch.int64),

@@ -30,7 +30,7 @@ from cosmos_rl_wfm.samplers import RuleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gaussian:
+class StateGaussian:
     """The distribution of next states of B samples, with D elements each, independent of one another.
 
     Log-densities and divergences are *means* over the D elements, not sums, as in FlowGRPO: the scale of a ratio then
@@ -70,7 +70,7 @@ def step(
     t_next: Tensor,
     t_first: float,
     noise_level: float,
-) -> Gaussian:
+) -> StateGaussian:
     """Return the distribution of the state at `t_next` [B], given state x [B, ...] and velocity v at times t [B].
 
     `t_first` is the second time of the rollout's schedule: flow_sde divides by 1 - t_first where t is 1.
@@ -90,7 +90,7 @@ def step(
     held = _Times(now=t.double(), then=t_next.double(), first=t_first)
     on_x, on_v, std = RULES[rule](held, noise_level)
     mean = spread(on_x.float(), x) * x.float() + spread(on_v.float(), x) * v.float()
-    return Gaussian(mean=mean, std=std.float())
+    return StateGaussian(mean=mean, std=std.float())
 
 
 def churn_level(s_churn: float, *, num_steps: int) -> float:

@@ -19,7 +19,7 @@ from cosmos_rl_wfm.samplers import WindowName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class WindowChoice:
     """The choice for one rollout, by step index."""
 
     stochastic: tuple[int, ...] = ()
@@ -53,14 +53,16 @@ class Window:
     elsewhere: Literal["ode", "sde"] = "ode"
     """Kind of the untrained steps other than the last."""
 
-    def at(self, num_steps: int, *, version: int = 0, seed: int = 0) -> Steps:
+    def at(self, num_steps: int, *, version: int = 0, seed: int = 0) -> WindowChoice:
         """Return the choice.
 
         Raises:
             ValueError: the window does not fit the steps, or includes the last.
         """
         trained = self._trained(num_steps, version=version, seed=seed)
-        return Steps(stochastic=trained if self.elsewhere == "ode" else tuple(range(num_steps - 1)), trained=trained)
+        return WindowChoice(
+            stochastic=trained if self.elsewhere == "ode" else tuple(range(num_steps - 1)), trained=trained
+        )
 
     def _trained(self, num_steps: int, *, version: int, seed: int) -> tuple[int, ...]:
         last = num_steps - 1

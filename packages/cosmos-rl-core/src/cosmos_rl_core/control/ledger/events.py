@@ -58,7 +58,7 @@ class Restart(msgspec.Struct, frozen=True):
     """Of the controller; 0: the one after the journal's last."""
 
 
-class Unheld(msgspec.Struct, frozen=True):
+class GroupsUnheld(msgspec.Struct, frozen=True):
     """Nobody has the groups of these samples, after a restart of the controller."""
 
     samples: tuple[int, ...]
@@ -68,7 +68,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = From | Join | Disconnected | Gone | Rollback | Restart | Unheld | Tick
+Event = From | Join | Disconnected | Gone | Rollback | Restart | GroupsUnheld | Tick
 
 
 class To(msgspec.Struct, frozen=True):

@@ -65,7 +65,7 @@ def _supply(ledger: LedgerState) -> None:
     ledger.decide(records.Supplied((*pending, *fresh)))
 
 
-def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) -> None:
+def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsUnreadable) -> None:
     """Discard the current batch: unreadable groups are generated again, the others wait for the next batch."""
     if not is_of_mesh(ledger, replica, message.epoch):
         return
@@ -79,7 +79,7 @@ def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) ->
     _check_losses(ledger, message.reason)
 
 
-def unheld(ledger: LedgerState, event: events.Unheld) -> None:
+def unheld(ledger: LedgerState, event: events.GroupsUnheld) -> None:
     """Generate groups again that nobody has after a restart, those of the current batch included."""
     entries = ledger.samples.active
     if ready := tuple(s for s in event.samples if s in entries and entries[s].state is READY):
@@ -163,7 +163,7 @@ def rollback(ledger: LedgerState, event: events.Rollback) -> None:
     ledger.decide(records.RolledBack(version, ledger.lineage + 1, position=event.position))
     ledger.sessions.batch_requests.clear()
     for name in ledger.members.live():
-        ledger.send(name, p.RolledBack(ledger.lineage, ledger.version))
+        ledger.send(name, p.LineageRolledBack(ledger.lineage, ledger.version))
     for name in ledger.members.mesh:
         send_mesh(ledger, name)
     form_mesh(ledger)
@@ -189,9 +189,9 @@ def _answer_other_step(ledger: LedgerState, replica: str, step: int) -> None:
 
 RULES: Mapping[type, Callable[..., None]] = {
     events.Rollback: rollback,
-    events.Unheld: unheld,
+    events.GroupsUnheld: unheld,
     p.RequestBatch: request_batch,
-    p.PayloadsLost: payloads_lost,
+    p.PayloadsUnreadable: payloads_lost,
     p.Vote: vote,
     p.CheckpointDone: checkpointed,
 }

@@ -25,7 +25,7 @@ from cosmos_rl_core.launch.observer import RunResult
 from cosmos_rl_core.launch.placement import STOP_GRACE_S
 from cosmos_rl_core.launch.run import control, prepared, run_given
 from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
-from cosmos_rl_core.launch.supervised.link import CRASHED, Supervised, link, serve_controllers
+from cosmos_rl_core.launch.supervised.link import CRASHED, SupervisedKeeper, link, serve_controllers
 from cosmos_rl_core.observe.reporting import Ending
 from cosmos_rl_core.processes import end_with
 
@@ -87,7 +87,7 @@ def _pass_on(supervisor: int, number: int) -> None:
         os.killpg(supervisor, number)
 
 
-def _next_controller(theirs: socket.socket, restarts: int, directory: Path) -> tuple[Supervised, bool]:
+def _next_controller(theirs: socket.socket, restarts: int, directory: Path) -> tuple[SupervisedKeeper, bool]:
     """Fork controllers, one after the death of the other; return in each of them, with whether it is the first.
 
     The supervisor itself ends with the exit code of the last one.
@@ -101,7 +101,9 @@ def _next_controller(theirs: socket.socket, restarts: int, directory: Path) -> t
         if not pid:
             end_with(theirs, grace_s=0.0)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
-            supervised = Supervised(socket=theirs, supervisor=supervisor, interrupted=interrupted, can_restart=left > 0)
+            supervised = SupervisedKeeper(
+                socket=theirs, supervisor=supervisor, interrupted=interrupted, can_restart=left > 0
+            )
             return supervised, left == restarts
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code >= 0 and code != CRASHED:

@@ -41,7 +41,7 @@ class WorkerSpec:
         return self.address.name
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class WorkerEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The end of a worker process."""
 
     name: str
@@ -58,7 +58,7 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether any worker was ever started."""
     workers: tuple[WorkerSpec, ...]
     """The oldest first, including those that have ended and were not forgotten."""
-    ended: tuple[Ended, ...]
+    ended: tuple[WorkerEnded, ...]
     to: int = 0
     """Process id of the controller."""
 
@@ -66,7 +66,9 @@ class Present(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Keeper(Protocol):
     """Keeps the worker processes of one run."""
 
-    async def attach(self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[Ended], None]) -> Present:
+    async def attach(
+        self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[WorkerEnded], None]
+    ) -> Present:
         """Work for the controller at this address from now on.
 
         secrets: content of files by their paths; a removed one is written again before a worker starts. on_end: called
@@ -99,14 +101,16 @@ class ProcessKeeper:
         self._policy_keeps = policy_keeps
         self._controller = ""
         self._secrets: Mapping[str, str] = {}
-        self._on_end: Callable[[Ended], None] = lambda end: None
+        self._on_end: Callable[[WorkerEnded], None] = lambda end: None
         self._began = False
         self._specs: dict[str, WorkerSpec] = {}
         self._processes: dict[str, ChildProcess] = {}
-        self._ended: dict[str, Ended] = {}
+        self._ended: dict[str, WorkerEnded] = {}
         self._watchers: set[asyncio.Task[None]] = set()
 
-    async def attach(self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[Ended], None]) -> Present:
+    async def attach(
+        self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[WorkerEnded], None]
+    ) -> Present:
         self._controller, self._secrets, self._on_end = controller, secrets, on_end
         return Present(began=self._began, workers=tuple(self._specs.values()), ended=tuple(self._ended.values()))
 
@@ -167,6 +171,6 @@ class ProcessKeeper:
         status = await process.ended()
         code = process.exit_code
         assert code is not None
-        end = Ended(name=spec.name, exit_code=code, status=status, last_lines=last_lines(log))
+        end = WorkerEnded(name=spec.name, exit_code=code, status=status, last_lines=last_lines(log))
         self._ended[spec.name] = end
         self._on_end(end)

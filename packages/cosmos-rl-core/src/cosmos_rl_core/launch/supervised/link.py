@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.launch.supervised.keeper import Ended, Keeper, Present, WorkerSpec
+from cosmos_rl_core.launch.supervised.keeper import Keeper, Present, WorkerEnded, WorkerSpec
 
 CRASHED = 70
 """Exit code of a controller that ended with an unexpected exception: EX_SOFTWARE of sysexits.h."""
@@ -39,7 +39,7 @@ PACKET_BYTES = 2**15
 BEGINS, ENDS = 1, 2
 
 
-class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AttachController(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message of a controller."""
 
     controller: str
@@ -48,7 +48,7 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pid: int
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartWorkers(msgspec.Struct, frozen=True, tag=True):
     workers: tuple[WorkerSpec, ...]
 
 
@@ -61,8 +61,10 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=str).encode  # str: of a Path
-_to_launcher = msgspec.msgpack.Decoder(Attach | Start | Kill | Forget, dec_hook=lambda kind, value: kind(value))
-_to_controller = msgspec.msgpack.Decoder(Present | Ended, dec_hook=lambda kind, value: kind(value))
+_to_launcher = msgspec.msgpack.Decoder(
+    AttachController | StartWorkers | Kill | Forget, dec_hook=lambda kind, value: kind(value)
+)
+_to_controller = msgspec.msgpack.Decoder(Present | WorkerEnded, dec_hook=lambda kind, value: kind(value))
 
 
 def link() -> tuple[socket.socket, socket.socket]:
@@ -137,7 +139,7 @@ def _packets(message: bytes) -> Iterator[bytes]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Supervised:
+class SupervisedKeeper:
     """A controller's side. Implements `keeper.Keeper`."""
 
     socket: socket.socket
@@ -154,8 +156,10 @@ class Supervised:
     def __post_init__(self) -> None:
         self._outbox, self._inbox = Outbox(self.socket), Inbox(self.socket)
 
-    async def attach(self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[Ended], None]) -> Present:
-        self._outbox.send(Attach(controller=controller, secrets=dict(secrets), pid=os.getpid()))
+    async def attach(
+        self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[WorkerEnded], None]
+    ) -> Present:
+        self._outbox.send(AttachController(controller=controller, secrets=dict(secrets), pid=os.getpid()))
         while True:  # messages to the controller before
             message = await self._receive()
             if isinstance(message, Present) and message.to == os.getpid():
@@ -164,7 +168,7 @@ class Supervised:
         return message
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
-        self._outbox.send(Start(tuple(workers)))
+        self._outbox.send(StartWorkers(tuple(workers)))
 
     def kill(self, names: Sequence[str]) -> None:
         self._outbox.send(Kill(tuple(names)))
@@ -188,13 +192,13 @@ class Supervised:
             sys.stderr.flush()
             os._exit(CRASHED)
 
-    async def _read(self, on_end: Callable[[Ended], None]) -> None:
+    async def _read(self, on_end: Callable[[WorkerEnded], None]) -> None:
         while True:
             message = await self._receive()
-            if isinstance(message, Ended):
+            if isinstance(message, WorkerEnded):
                 on_end(message)
 
-    async def _receive(self) -> Present | Ended:
+    async def _receive(self) -> Present | WorkerEnded:
         return _to_controller.decode(await self._inbox.receive())
 
 
@@ -209,10 +213,10 @@ async def serve_controllers(ours: socket.socket, keeper: Keeper) -> None:
         if not data:
             return
         match _to_launcher.decode(data):
-            case Attach() as message:
+            case AttachController() as message:
                 present = await keeper.attach(message.controller, secrets=message.secrets, on_end=outbox.send)
                 outbox.send(msgspec.structs.replace(present, to=message.pid))
-            case Start() as message:
+            case StartWorkers() as message:
                 keeper.start(message.workers)
             case Kill() as message:
                 keeper.kill(message.names)

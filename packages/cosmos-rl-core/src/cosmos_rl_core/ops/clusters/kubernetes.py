@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.ops.clusters.launcher import ClusterRun, rollouts_of
-from cosmos_rl_core.ops.clusters.manifest import REPLICA_LABEL, RUN_LABEL, Manifest
+from cosmos_rl_core.ops.clusters.manifest import REPLICA_LABEL, RUN_LABEL, KubernetesManifest
 from cosmos_rl_core.wire.certificates import make_bundles
 from cosmos_rl_core.wire.handshake import TOKEN_BYTES
 
@@ -28,7 +28,7 @@ NO_JOB_SETS = ('resource type "jobsets"', 'no matches for kind "JobSet"')
 JOB_SET = "https://github.com/kubernetes-sigs/jobset/releases/latest/download/manifests.yaml"
 
 
-class Job(NamedTuple):
+class KubernetesJob(NamedTuple):
     """A Job of a run."""
 
     replica: str
@@ -48,13 +48,13 @@ class Kubernetes:
         """Return the objects as YAML, with the run's secrets: a new token, unless [cluster.kubernetes] has a
         token_secret, and with [tls] new certificates."""
         tls = make_bundles(valid_days=run.config.tls.valid_days) if run.config.tls.enabled else None
-        text = to_yaml(Manifest(run).objects(token=secrets.token_hex(TOKEN_BYTES), tls=tls))
+        text = to_yaml(KubernetesManifest(run).objects(token=secrets.token_hex(TOKEN_BYTES), tls=tls))
         is_secret = tls is not None or not run.config.cluster.kubernetes.token_secret
         return (HAS_SECRETS if is_secret else "") + text
 
     def start(self, run: ClusterRun) -> list[str]:
         """Create the objects, after removing those of an earlier launch that has ended."""
-        name = Manifest(run).name
+        name = KubernetesManifest(run).name
         text = self.plan(run)
         _kubectl(run, "delete", KINDS, f"--selector={RUN_LABEL}={name}", "--cascade=foreground", "--wait=true")
         created = _kubectl(run, "create", "--filename=-", text=text).splitlines()
@@ -62,7 +62,7 @@ class Kubernetes:
         return [
             *created,
             f"output: {_shown(run, 'logs', '--follow', job)}",
-            f"status: {_shown(run, 'exec', job, '--', 'cosmos-rl', 'status', Manifest(run).directory)}",
+            f"status: {_shown(run, 'exec', job, '--', 'cosmos-rl', 'status', KubernetesManifest(run).directory)}",
         ]
 
     def alive(self, run: ClusterRun) -> Mapping[str, str]:
@@ -71,7 +71,7 @@ class Kubernetes:
 
     def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
         """Create Jobs of rollouts, or delete those with the highest numbers, whose prompts others then get."""
-        manifest, count = Manifest(run), rollouts_of(wanted, platform="kubernetes")
+        manifest, count = KubernetesManifest(run), rollouts_of(wanted, platform="kubernetes")
         rollouts = {job.replica: job for job in _jobs(run) if job.replica.startswith("rollout-")}
         there = sorted((name for name, job in rollouts.items() if not (job.ended or job.leaving)), key=_number)
         lines = []
@@ -86,7 +86,7 @@ class Kubernetes:
 
     def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
         """Delete all objects; return a line for each."""
-        selector = f"--selector={RUN_LABEL}={Manifest(run).name}"
+        selector = f"--selector={RUN_LABEL}={KubernetesManifest(run).name}"
         lines = _kubectl(run, "delete", KINDS, selector, "--cascade=foreground", "--wait=false").splitlines()
         if now:
             _kubectl(run, "delete", "pods", selector, "--grace-period=0", "--force", "--wait=false")
@@ -113,9 +113,9 @@ def to_yaml(objects: Iterable[Mapping[str, Any]]) -> str:
     return yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, explicit_start=True, width=120)
 
 
-def _jobs(run: ClusterRun) -> list[Job]:
+def _jobs(run: ClusterRun) -> list[KubernetesJob]:
     """Return the Jobs of a run as the cluster has them, and those that its JobSet has not created yet, or has ended."""
-    selector = f"--selector={RUN_LABEL}={Manifest(run).name}"
+    selector = f"--selector={RUN_LABEL}={KubernetesManifest(run).name}"
     items = json.loads(_kubectl(run, "get", READ, selector, "--output=json"))["items"]
     found = [_job(item) for item in items if item["kind"] == "Job"]
     there = {job.replica for job in found}
@@ -125,11 +125,11 @@ def _jobs(run: ClusterRun) -> list[Job]:
             suspended = item["spec"].get("suspend", False)
             state = "leaving" if leaving else "suspended" if suspended else "no Job yet"
             missing = [one["name"] for one in item["spec"]["replicatedJobs"] if one["name"] not in there]
-            found += [Job(replica=name, state=state, ended=False, leaving=leaving) for name in missing]
+            found += [KubernetesJob(replica=name, state=state, ended=False, leaving=leaving) for name in missing]
     return found
 
 
-def _job(item: Mapping[str, Any]) -> Job:
+def _job(item: Mapping[str, Any]) -> KubernetesJob:
     """Return the state of a Job."""
     status, metadata = item.get("status", {}), item["metadata"]
     true = {one["type"]: one for one in status.get("conditions", []) if one["status"] == "True"}
@@ -140,7 +140,7 @@ def _job(item: Mapping[str, Any]) -> Job:
     elif item["spec"].get("suspend"):
         state = "suspended"
     leaving = "deletionTimestamp" in metadata
-    return Job(
+    return KubernetesJob(
         replica=metadata["labels"][REPLICA_LABEL],
         state="leaving" if leaving else state,
         ended=end is not None and not leaving,

@@ -69,7 +69,7 @@ Object = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class KubernetesManifest:
     """The objects of one run."""
 
     run: ClusterRun

@@ -19,7 +19,7 @@ from cosmos_rl_core.wire.channel import Connection
 INTERRUPTED = 130
 
 
-class Join(Message, frozen=True):
+class NodeJoin(Message, frozen=True):
     """A node is there."""
 
     node: int
@@ -60,7 +60,7 @@ class Over(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReplicaMachine:
     """One machine of a replica."""
 
     replica: Replica
@@ -74,7 +74,7 @@ class Meeting:
     """Node 0's side of the connections to the other nodes."""
 
     def __init__(
-        self, parts: Sequence[Sequence[Part]], *, end_replica: Callable[[str], None] = lambda replica: None
+        self, parts: Sequence[Sequence[ReplicaMachine]], *, end_replica: Callable[[str], None] = lambda replica: None
     ) -> None:
         """end_replica: called with a policy replica that is given up while the run goes on."""
         self.begun = asyncio.Event()
@@ -105,7 +105,7 @@ class Meeting:
     async def on_connect(self, connection: Connection) -> None:
         """Let a node begin, and send it the run's exit code in the end."""
         join = await connection.receive()
-        assert isinstance(join, Join)
+        assert isinstance(join, NodeJoin)
         if join.nodes != len(self._parts):
             reason = f"--nodes {join.nodes}: node 0 was started with --nodes {len(self._parts)}"
             connection.post(Over(INTERRUPTED, reason))
@@ -150,7 +150,7 @@ class Meeting:
         ready.cancel()
         _post(connection, Over(await asyncio.shield(self.over)))
 
-    def _replace(self, join: Join) -> None:
+    def _replace(self, join: NodeJoin) -> None:
         """Close the node's earlier connection. If another process has it, end that one: it would connect again."""
         process, connection = self._open.get(join.node, (join.process, None))
         if connection is None:

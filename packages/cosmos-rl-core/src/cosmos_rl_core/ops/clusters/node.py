@@ -24,7 +24,16 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.placement import STOP_GRACE_S
 from cosmos_rl_core.observe.record import STOPPED
 from cosmos_rl_core.ops.clusters.launcher import ClusterRun
-from cosmos_rl_core.ops.clusters.meeting import INTERRUPTED, Begin, GivenUp, Join, Meeting, Over, Part, Reports
+from cosmos_rl_core.ops.clusters.meeting import (
+    INTERRUPTED,
+    Begin,
+    GivenUp,
+    Meeting,
+    NodeJoin,
+    Over,
+    ReplicaMachine,
+    Reports,
+)
 from cosmos_rl_core.ops.clusters.restarted import Processes
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.wire.advertised import worker_address
@@ -41,12 +50,12 @@ ROLE = "node"
 CHECK_S = 0.2
 
 
-def parts_of(run: ClusterRun, nodes: int) -> list[list[Part]]:
+def parts_of(run: ClusterRun, nodes: int) -> list[list[ReplicaMachine]]:
     """Return the parts of each node. Raises UserError if there are too few nodes, or nodes without work."""
-    parts: list[list[Part]] = []
+    parts: list[list[ReplicaMachine]] = []
     for replica in run.policies():
         first = len(parts)
-        parts += [[Part(replica, index, first)] for index in range(replica.machines)]
+        parts += [[ReplicaMachine(replica, index, first)] for index in range(replica.machines)]
     needed, rollouts = len(parts), run.rollouts()
     if nodes < needed or nodes > needed + len(rollouts):
         raise UserError(
@@ -56,11 +65,11 @@ def parts_of(run: ClusterRun, nodes: int) -> list[list[Part]]:
     parts += [[] for _ in range(nodes - needed)]
     for number, replica in enumerate(rollouts):
         node = needed + number % (nodes - needed) if nodes > needed else number % nodes
-        parts[node].append(Part(replica, 0, node))
+        parts[node].append(ReplicaMachine(replica, 0, node))
     return parts
 
 
-def gpus_of(parts: Sequence[Part], *, gpus: Sequence[str]) -> list[Sequence[str]]:
+def gpus_of(parts: Sequence[ReplicaMachine], *, gpus: Sequence[str]) -> list[Sequence[str]]:
     """Return the GPUs of each part, of those of the machine; none on a machine without GPUs. Raises UserError."""
     needed = sum(part.replica.gpus for part in parts)
     if gpus and needed > len(gpus):
@@ -93,7 +102,7 @@ class ClusterNode:
     head: str
     port: int = PORT
     token: bytes = field(init=False)
-    _parts: list[list[Part]] = field(init=False)
+    _parts: list[list[ReplicaMachine]] = field(init=False)
     _processes: Processes = field(init=False)
     _report: Callable[[str, int], None] = field(init=False)
     """Called when this node's part of a policy replica is not started again: with the replica and the exit code."""
@@ -144,7 +153,7 @@ class ClusterNode:
         server = await serve(
             f"tcp://{bind}:{self.port}",
             token=self.token,
-            decode=Join | GivenUp,
+            decode=NodeJoin | GivenUp,
             on_connect=meeting.on_connect,
             allow_remote=not is_loopback(bind),
         )
@@ -213,7 +222,7 @@ class ClusterNode:
         ]
         return max(await asyncio.gather(*running), default=0)
 
-    def _given_up(self, part: Part, code: int) -> None:
+    def _given_up(self, part: ReplicaMachine, code: int) -> None:
         if part.replica.role == "policy":
             self._report(part.replica.name, code)
 
@@ -221,7 +230,7 @@ class ClusterNode:
         """End this node's part of a policy replica that is given up, if it has one."""
         self._processes.kill([replica])
 
-    def _command(self, part: Part, first: str) -> list[str]:
+    def _command(self, part: ReplicaMachine, first: str) -> list[str]:
         arguments = self.recipe.worker_arguments(part.replica, controller=f"tcp://{self.head}:{self.port + 1}")
         if part.replica.machines > 1:
             arguments += ["--node", str(part.index), "--rendezvous", f"{first}:{self.port + 2}"]
@@ -281,7 +290,7 @@ class ClusterNode:
             wait_s = self.recipe.config.elastic.controller_wait_s
             try:
                 address = worker_address(f"tcp://{self.head}:{self.port}")
-                join = Join(node=self.node, nodes=self.nodes, address=address, process=self._process)
+                join = NodeJoin(node=self.node, nodes=self.nodes, address=address, process=self._process)
                 await connection.send(join)
                 reports.send_over(connection)
                 while not isinstance(message := await connection.receive(), Over):

@@ -29,14 +29,14 @@ from cosmos_rl_core.ops.clusters.ray_supervisor import (
     CALLS,
     CONTROLLER,
     LEAVING,
-    Ended,
-    Place,
+    RayPlace,
+    RunEnded,
     Supervisor,
     actors,
     is_there,
     remove_groups,
 )
-from cosmos_rl_core.ops.clusters.restarted import Job
+from cosmos_rl_core.ops.clusters.restarted import ProcessJob
 
 SILENT_S = 10.0
 """Time after which a start prints what it waits for."""
@@ -49,11 +49,11 @@ END_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class RayProcess:
     """One process of the run on one machine, with what Ray reserves for it."""
 
-    job: Job
-    place: Place
+    job: ProcessJob
+    place: RayPlace
     resources: Mapping[str, float]
     strategy: str
     """Of its placement group, or of its own without one."""
@@ -81,7 +81,7 @@ class Ray:
         """Create the actors, and wait until each has a place, for which the controller waits too."""
         connect(run)
         folder = run.directory / FOLDER
-        Ended.path(folder).unlink(missing_ok=True)
+        RunEnded.path(folder).unlink(missing_ok=True)
         for log in folder.glob("*.log"):
             log.replace(log.with_suffix(".log.old"))
         try:
@@ -144,13 +144,13 @@ class Ray:
             say=lambda line: print(line, flush=True),  # noqa: T201  as the run's own console
         )
         try:
-            return msgspec.json.decode(Ended.path(run.directory / FOLDER).read_bytes(), type=Ended).code
+            return msgspec.json.decode(RunEnded.path(run.directory / FOLDER).read_bytes(), type=RunEnded).code
         except FileNotFoundError:
             if stopped:
                 return 130
             raise UserError(f"the actors of {run.label} were removed before the end of the run") from None
 
-    def _start(self, run: ClusterRun, new: Sequence[Process]) -> list[str]:
+    def _start(self, run: ClusterRun, new: Sequence[RayProcess]) -> list[str]:
         """Create actors and wait until they answer. Raises UserError, and removes those that do not."""
         import ray
 
@@ -174,7 +174,7 @@ class Ray:
         raise UserError("\n  ".join([*message, *machines]))
 
 
-def not_started(missing: Sequence[Process], *, reserved: Collection[str]) -> list[str]:
+def not_started(missing: Sequence[RayProcess], *, reserved: Collection[str]) -> list[str]:
     """Return a line for each process whose actor has not answered.
 
     reserved: placement groups that have their resources: Ray is still starting the actors in them. Outside of a group
@@ -195,11 +195,11 @@ def not_started(missing: Sequence[Process], *, reserved: Collection[str]) -> lis
     return lines
 
 
-def whole(run: ClusterRun) -> list[Process]:
+def whole(run: ClusterRun) -> list[RayProcess]:
     """Return the processes of a run, the controller's last."""
     workers = processes(run, [*run.policies(), *run.rollouts()])
     folder = run.directory / FOLDER
-    job = Job(
+    job = ProcessJob(
         name=CONTROLLER,
         command=(run.program, *run.controller_arguments()),
         first=("--resume", "auto"),  # started again after a crash it takes over from itself instead
@@ -208,27 +208,27 @@ def whole(run: ClusterRun) -> list[Process]:
         restarts=run.config.elastic.restart_workers,
         last=(0, 1, 2, 3, 130),
     )
-    place = Place(
+    place = RayPlace(
         label=run.label,
         folder=str(folder),
         advertises="bind" not in run.config.run.model_fields_set,
         after=tuple(process.job.name for process in workers),
     )
     resources = _resources(run, CONTROLLER, gpus=0)
-    return [*workers, Process(job=job, place=place, resources=resources, strategy="DEFAULT")]
+    return [*workers, RayProcess(job=job, place=place, resources=resources, strategy="DEFAULT")]
 
 
-def processes(run: ClusterRun, replicas: Sequence[Replica]) -> list[Process]:
+def processes(run: ClusterRun, replicas: Sequence[Replica]) -> list[RayProcess]:
     """Return the processes of replicas, a process a machine."""
     return [_worker(run, replica, machine) for replica in replicas for machine in range(replica.machines)]
 
 
-def _worker(run: ClusterRun, replica: Replica, machine: int) -> Process:
+def _worker(run: ClusterRun, replica: Replica, machine: int) -> RayProcess:
     folder, several = run.directory / FOLDER, replica.machines > 1
     name = f"{replica.name}.{machine}" if several else replica.name
     is_policy = replica.role == "policy"
-    return Process(
-        job=Job(
+    return RayProcess(
+        job=ProcessJob(
             name=name,
             command=(run.program, *run.worker_arguments(replica)),
             preamble=tuple(run.preamble),
@@ -236,7 +236,7 @@ def _worker(run: ClusterRun, replica: Replica, machine: int) -> Process:
             restarts=run.config.elastic.restart_workers,
             last=(0, 2),
         ),
-        place=Place(
+        place=RayPlace(
             label=run.label,
             folder=str(folder),
             group=f"{run.label}.{replica.name}" if is_policy else "",
@@ -354,7 +354,7 @@ def _replicas(run: ClusterRun, role: str, count: int) -> Iterator[Replica]:
         raise UserError(f"{role}={count}: this run has no {role} workers")
 
 
-def _create(run: ClusterRun, new: Sequence[Process]) -> dict[str, Any]:
+def _create(run: ClusterRun, new: Sequence[RayProcess]) -> dict[str, Any]:
     """Create the actors of processes, and return them by name."""
     import ray
     from ray.util.placement_group import placement_group
@@ -459,7 +459,7 @@ def _listed(amounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items()) if not name.startswith(own))
 
 
-def _command(job: Job) -> str:
+def _command(job: ProcessJob) -> str:
     return " ".join([*job.command, *job.first])
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from cosmos_rl_core.ops.clusters.restarted import Job, RestartedProcess
+from cosmos_rl_core.ops.clusters.restarted import ProcessJob, RestartedProcess
 from cosmos_rl_core.processes import environment
 from cosmos_rl_core.wire.advertised import ADVERTISE
 
@@ -34,7 +34,7 @@ SAVE_S, FAILED_S = 600.0, 60.0
 """Maximum seconds until the workers have left: after the end of the run, and after an error."""
 
 
-class Ended(msgspec.Struct, frozen=True):
+class RunEnded(msgspec.Struct, frozen=True):
     """The content of `<run>/launch/ended.json`: the end of the run."""
 
     code: int
@@ -45,7 +45,7 @@ class Ended(msgspec.Struct, frozen=True):
         return folder / "ended.json"
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class RayPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The place of a job in the run."""
 
     label: str
@@ -98,7 +98,7 @@ class ReplicaAddress:
 class Supervisor:
     """Supervises a process; made an actor by `clusters.ray`."""
 
-    def __init__(self, job: Job, place: Place) -> None:
+    def __init__(self, job: ProcessJob, place: RayPlace) -> None:
         import ray
 
         self._job, self._place = job, place
@@ -232,8 +232,8 @@ class Supervisor:
                 _kill(actor)
         remove_groups(label)
         partial = Path(self._place.folder) / ".ended.partial"
-        partial.write_bytes(msgspec.json.encode(Ended(code)))
-        partial.replace(Ended.path(Path(self._place.folder)))
+        partial.write_bytes(msgspec.json.encode(RunEnded(code)))
+        partial.replace(RunEnded.path(Path(self._place.folder)))
 
 
 def actors(label: str) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ _TIED = (
 """Asks Linux for a signal at the end of the parent (PR_SET_PDEATHSIG), and becomes the command."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessJob(msgspec.Struct, frozen=True, kw_only=True):
     """A process and the rules of its restarts."""
 
     name: str
@@ -56,7 +56,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class RestartedProcess:
     """Runs a job. Methods other than `run` may be called from any thread, also before and after it."""
 
-    def __init__(self, job: Job, environment: Mapping[str, str]) -> None:
+    def __init__(self, job: ProcessJob, environment: Mapping[str, str]) -> None:
         self._job = job
         self._environment = environment
         self._ending = threading.Event()
@@ -173,7 +173,7 @@ class Processes:
         all. given_up: called with the code of a process that failed, and is not started again though nobody has ended
         it.
         """
-        job = Job(
+        job = ProcessJob(
             name=name,
             command=tuple(command),
             first=tuple(first),

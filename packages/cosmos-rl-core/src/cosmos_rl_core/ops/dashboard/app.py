@@ -27,7 +27,7 @@ from starlette.staticfiles import StaticFiles
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.ops.dashboard.curves import AXES
 from cosmos_rl_core.ops.dashboard.rollouts import SORTS
-from cosmos_rl_core.ops.dashboard.run import PICTURES, Run, as_json, find_runs
+from cosmos_rl_core.ops.dashboard.run import PICTURES, RecordedRun, as_json, find_runs
 
 STATIC = Path(__file__).parent / "static"
 LIVE_S = 1.0
@@ -45,12 +45,12 @@ class Runs:
         self._found = find_runs(self._paths)
         self._due = time.monotonic() + RESCAN_S
 
-    def all(self) -> dict[str, Run]:
+    def all(self) -> dict[str, RecordedRun]:
         if time.monotonic() >= self._due:
             self._scan()
         return self._found
 
-    def get(self, name: str) -> Run | None:
+    def get(self, name: str) -> RecordedRun | None:
         if name not in self._found:
             self._scan()
         return self._found.get(name)
@@ -66,7 +66,7 @@ class Runs:
         self._due = time.monotonic() + RESCAN_S
 
 
-class Refused(Exception):
+class PageError(Exception):
     """A request that cannot be answered: status code and message."""
 
     def __init__(self, code: int, text: str) -> None:
@@ -78,7 +78,7 @@ def build_app(runs: Runs, *, over: asyncio.Event | None = None) -> Starlette:
     """Return the application over these runs. over: set when the server ends; live events end with it."""
     ends = over or asyncio.Event()
 
-    def of_run(view: Callable[[Run, Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def of_run(view: Callable[[RecordedRun, Request], Any]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             return await asyncio.to_thread(_answer, view, runs, request)
 
@@ -110,20 +110,20 @@ def build_app(runs: Runs, *, over: asyncio.Event | None = None) -> Starlette:
     )
 
 
-def _answer(view: Callable[[Run, Request], Any], runs: Runs, request: Request) -> Response:
+def _answer(view: Callable[[RecordedRun, Request], Any], runs: Runs, request: Request) -> Response:
     run = runs.get(request.path_params["run"])
     if run is None:
         return PlainTextResponse("no such run", 404)
     try:
         found = view(run, request)
-    except Refused as error:
+    except PageError as error:
         return PlainTextResponse(str(error), error.code)
     except FileNotFoundError:
         return PlainTextResponse("there is no such file in the run's directory", 404)
     return found if isinstance(found, Response) else _json(found)
 
 
-async def _changes(run: Run, over: asyncio.Event) -> AsyncIterator[str]:
+async def _changes(run: RecordedRun, over: asyncio.Event) -> AsyncIterator[str]:
     """Yield an event when status, metrics or rollouts have changed, and a comment otherwise, every LIVE_S."""
     before = None
     while not over.is_set():
@@ -137,7 +137,7 @@ async def _changes(run: Run, over: asyncio.Event) -> AsyncIterator[str]:
             await asyncio.wait_for(over.wait(), LIVE_S)
 
 
-def _state(run: Run) -> dict[str, Any]:
+def _state(run: RecordedRun) -> dict[str, Any]:
     status = run.status()
     run.curves.update()
     keys = ("life", "phase", "step", "version")
@@ -145,11 +145,11 @@ def _state(run: Run) -> dict[str, Any]:
     return {**shown, "steps": run.curves.steps, "time": status.get("time"), "has_media": run.has_media}
 
 
-def _curves(run: Run, request: Request) -> Any:
+def _curves(run: RecordedRun, request: Request) -> Any:
     run.curves.update()
     axis = request.query_params.get("axis", AXES[0])
     if axis not in AXES:
-        raise Refused(400, f"axis must be one of {', '.join(AXES)}")
+        raise PageError(400, f"axis must be one of {', '.join(AXES)}")
     names = request.query_params.getlist("name") or [name for name in run.curves.names if name not in AXES]
     return run.curves.points(
         axis=axis,
@@ -160,11 +160,11 @@ def _curves(run: Run, request: Request) -> Any:
     )
 
 
-def _rollouts(run: Run, request: Request) -> Any:
+def _rollouts(run: RecordedRun, request: Request) -> Any:
     query = request.query_params
     sort = query.get("sort", "file")
     if sort not in SORTS:
-        raise Refused(400, f"sort must be one of {', '.join(SORTS)}")
+        raise PageError(400, f"sort must be one of {', '.join(SORTS)}")
     file = run.rollouts.file(query.get("kind", "step"), _whole(request, "step", 0, most=10**9))
     keep = file.matching(
         low=_number(request, "low", -math.inf), high=_number(request, "high", math.inf), text=query.get("text", "")
@@ -173,18 +173,18 @@ def _rollouts(run: Run, request: Request) -> Any:
     return {"histogram": file.histogram(), **file.page(keep=keep, sort=sort, at=at, count=count)}
 
 
-def _prompt(run: Run, request: Request) -> Any:
+def _prompt(run: RecordedRun, request: Request) -> Any:
     """The prompt is named by a place where it is: its text can be longer than an address may be."""
     file = run.rollouts.file(request.query_params.get("kind", "step"), _whole(request, "step", 0, most=10**9))
     sample = _whole(request, "sample", 0, most=2**63)
     group = next((group for group in file.groups if group.sample == sample), None)
     if group is None:
-        raise Refused(404, f"this step has no group of sample {sample}")
+        raise PageError(404, f"this step has no group of sample {sample}")
     (first,) = file.lines(group.rollouts[:1])
     return run.rollouts.through_time(str(first.get("prompt", "")), first.get("prompt_media") or {})
 
 
-def _timeline(run: Run, request: Request) -> Any:
+def _timeline(run: RecordedRun, request: Request) -> Any:
     run.timeline.update()
     start, length = _number(request, "start", math.nan), _number(request, "length", math.nan)
     return run.timeline.window(
@@ -195,26 +195,26 @@ def _timeline(run: Run, request: Request) -> Any:
     )
 
 
-def _weights(run: Run, request: Request) -> Any:
+def _weights(run: RecordedRun, request: Request) -> Any:
     run.timeline.update()
     return run.timeline.pulls(end=run.now())
 
 
-def _picture(run: Run, request: Request) -> Response:
+def _picture(run: RecordedRun, request: Request) -> Response:
     path = run.picture(request.path_params["file"])
     if path is None:
-        raise Refused(404, "no such picture")
+        raise PageError(404, "no such picture")
     return FileResponse(path, media_type=PICTURES[path.suffix])
 
 
-def _trace(run: Run, request: Request) -> Response:
+def _trace(run: RecordedRun, request: Request) -> Response:
     path = run.path / "timeline.json"
     if not path.is_file():
-        raise Refused(404, "timeline.json is written at the end of the run")
+        raise PageError(404, "timeline.json is written at the end of the run")
     return FileResponse(path, media_type="application/json", filename=f"{run.name}-timeline.json")
 
 
-VIEWS: dict[str, Callable[[Run, Request], Any]] = {
+VIEWS: dict[str, Callable[[RecordedRun, Request], Any]] = {
     "overview": lambda run, request: run.overview(),
     "curves": _curves,
     "rollouts": _rollouts,
@@ -237,17 +237,17 @@ def _number(request: Request, name: str, default: float) -> float:
     try:
         return float(request.query_params.get(name, default))
     except ValueError:
-        raise Refused(400, f"{name} must be a number") from None
+        raise PageError(400, f"{name} must be a number") from None
 
 
 def _whole(request: Request, name: str, default: int, *, most: int) -> int:
     try:
         number = int(request.query_params.get(name, default))
     except ValueError:
-        raise Refused(400, f"{name} must be a whole number") from None
+        raise PageError(400, f"{name} must be a whole number") from None
     least = 0 if name in ("at", "step", "sample") else 1
     if not least <= number <= most:
-        raise Refused(400, f"{name} must be from {least} to {most}")
+        raise PageError(400, f"{name} must be from {least} to {most}")
     return number
 
 

@@ -57,7 +57,7 @@ class GrowingFile:
         return 0 if self._most_bytes is None else max(0, size - self._most_bytes)
 
 
-class Rows:
+class FileRows:
     """The objects in the lines of a small file. Thread-safe."""
 
     def __init__(self, path: Path, *, most_bytes: int = 2**24) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.ops.dashboard.lines import Rows
+from cosmos_rl_core.ops.dashboard.lines import FileRows
 
 MOST_POINTS = 400
 MOST_FILES = 256
@@ -15,17 +15,17 @@ RATES = ("cpu", "memory", "disk_free", "received", "sent")
 """Columns of a machine over time; of the other ones the last sample is shown."""
 
 
-class Machines:
+class MachineHistory:
     """Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[Path, Rows] = {}
+        self._files: dict[Path, FileRows] = {}
 
     def read(self) -> dict[str, Any]:
         """Return `machines` and `processes`, each over time, in seconds since the first sample."""
         for path in sorted(self._folder.glob("*.jsonl"))[:MOST_FILES]:
-            self._files.setdefault(path, Rows(path, most_bytes=2**20))
+            self._files.setdefault(path, FileRows(path, most_bytes=2**20))
         found = [rows for file in list(self._files.values()) if (rows := file.read())]
         start = min((rows[0].get("time", 0.0) for rows in found), default=0.0)
         by_host: dict[str, list[Mapping[str, Any]]] = {}

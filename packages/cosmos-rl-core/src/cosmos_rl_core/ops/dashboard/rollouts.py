@@ -42,7 +42,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 @dataclass(slots=True)
-class Group:
+class StoredGroup:
     """The rollouts of one prompt in a file."""
 
     sample: int
@@ -57,7 +57,7 @@ class RolloutFile:
         self._path = path
         data = path.read_bytes()
         offsets, rewards, terms, advantages, truncated = [], [], [], [], []
-        self.groups: list[Group] = []
+        self.groups: list[StoredGroup] = []
         at = 0
         for line in data.splitlines(keepends=True):
             begin, at = at, at + len(line)
@@ -66,7 +66,7 @@ class RolloutFile:
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue  # the end of a file that is being written
             if not self.groups or self.groups[-1].sample != found.sample:
-                self.groups.append(Group(found.sample))
+                self.groups.append(StoredGroup(found.sample))
             self.groups[-1].rollouts.append(len(offsets))
             offsets.append(begin)
             rewards.append(np.nan if found.reward is None else found.reward)
@@ -140,12 +140,12 @@ class RolloutFile:
         return {"groups": listed, "total_groups": len(chosen), "total": int(keep.sum()), "of": len(keep)}
 
 
-def _mean(file: RolloutFile, group: Group) -> float:
+def _mean(file: RolloutFile, group: StoredGroup) -> float:
     rewards = file.rewards[group.rollouts]
     return float(np.nanmean(rewards)) if np.isfinite(rewards).any() else 0.0
 
 
-SORTS: dict[str, Callable[[RolloutFile, Group], float]] = {
+SORTS: dict[str, Callable[[RolloutFile, StoredGroup], float]] = {
     "file": lambda file, group: group.rollouts[0],
     "worst": _mean,
     "best": lambda file, group: -_mean(file, group),

@@ -16,10 +16,10 @@ from cosmos_rl_core.observe.metrics import notes
 from cosmos_rl_core.observe.record import EVENTS, OUTCOME, RUN, last_checkpoint, resume_command
 from cosmos_rl_core.ops.dashboard.curves import Curves
 from cosmos_rl_core.ops.dashboard.health import LAST, health
-from cosmos_rl_core.ops.dashboard.lines import Rows, read_object, short
-from cosmos_rl_core.ops.dashboard.machines import Machines
+from cosmos_rl_core.ops.dashboard.lines import FileRows, read_object, short
+from cosmos_rl_core.ops.dashboard.machines import MachineHistory
 from cosmos_rl_core.ops.dashboard.rollouts import Rollouts
-from cosmos_rl_core.ops.dashboard.timeline import Timeline
+from cosmos_rl_core.ops.dashboard.timeline import RunTimeline
 
 RECIPE = "resolved.toml"
 MARKS = (RECIPE, "metrics.jsonl", "status.json")
@@ -33,7 +33,7 @@ RECENT_S = 60.0
 """Least time in which waits are measured."""
 
 
-class Run:
+class RecordedRun:
     """One run directory."""
 
     def __init__(self, path: Path, name: str) -> None:
@@ -41,12 +41,12 @@ class Run:
         self.name = name
         self.curves = Curves(path / "metrics.jsonl")
         self.rollouts = Rollouts(path / "rollouts")
-        self.timeline = Timeline(path / "spans")
-        self.machines = Machines(path / FOLDER)
-        self._evaluations = Rows(path / "eval.jsonl")
-        self._monitor = Rows(path / "monitor.jsonl")
-        self._events = Rows(path / EVENTS, most_bytes=2**20)
-        self._history = Rows(path / "status.jsonl")
+        self.timeline = RunTimeline(path / "spans")
+        self.machines = MachineHistory(path / FOLDER)
+        self._evaluations = FileRows(path / "eval.jsonl")
+        self._monitor = FileRows(path / "monitor.jsonl")
+        self._events = FileRows(path / EVENTS, most_bytes=2**20)
+        self._history = FileRows(path / "status.jsonl")
 
     def recipe(self) -> dict[str, Any]:
         """Return resolved.toml, without secrets; empty if it cannot be read."""
@@ -184,7 +184,7 @@ class Run:
         latest: dict[tuple[str, int, Any], dict[str, Any]] = {}
         for index in sorted(root.glob("**/index*.jsonl")):
             place = index.parent.relative_to(root)
-            for row in Rows(index).read():
+            for row in FileRows(index).read():
                 if not isinstance(row.get("step"), int):
                     continue
                 stem = place / f"step_{row['step']:06d}" / f"sample_{row.get('sample')}"
@@ -236,7 +236,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
     return "***" if key.lower().endswith(SECRET) and value else value
 
 
-def find_runs(paths: Iterable[Path], known: Mapping[str, Run] | None = None) -> dict[str, Run]:
+def find_runs(paths: Iterable[Path], known: Mapping[str, RecordedRun] | None = None) -> dict[str, RecordedRun]:
     """Return the runs in these directories by name: each one is a run, or has runs at most two folders down.
 
     known: runs found before, which keep their names and stay, also if they were removed.
@@ -254,11 +254,11 @@ def find_runs(paths: Iterable[Path], known: Mapping[str, Run] | None = None) -> 
             if folder not in held:
                 held.add(folder)
                 name = _free_name(folder, found)
-                found[name] = Run(folder, name)
+                found[name] = RecordedRun(folder, name)
     return found
 
 
-def _free_name(folder: Path, taken: Mapping[str, Run]) -> str:
+def _free_name(folder: Path, taken: Mapping[str, RecordedRun]) -> str:
     """Return the folder's name, behind the names of as many folders above it as make it differ from the others."""
     name = folder.name
     for parent in folder.parents:

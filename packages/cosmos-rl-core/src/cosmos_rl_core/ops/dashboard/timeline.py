@@ -29,7 +29,7 @@ _ROUNDING_S = 1e-6
 LANES = ("work", WAITS, "weights")
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     at: float
     dur: float
     """Seconds; of an open span until the last line of the run."""
@@ -38,13 +38,13 @@ class Span(NamedTuple):
     """As JSON, to save memory."""
 
 
-class Process:
+class ProcessSpans:
     """The spans of one process."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, most_bytes=MOST_BYTES)
         self._decode = msgspec.json.Decoder(SpanLine).decode
-        self.spans: list[Span] = []
+        self.spans: list[TimelineSpan] = []
         self.is_cut = False
         """Whether older spans were left out."""
         self.open: dict[tuple[str, float, str], SpanLine] = {}
@@ -64,26 +64,28 @@ class Process:
                 self.open[key] = span
             else:
                 self.open.pop(key, None)
-                self.spans.append(Span(span.at, span.dur, span.name, msgspec.json.encode(span.args).decode()))
+                self.spans.append(TimelineSpan(span.at, span.dur, span.name, msgspec.json.encode(span.args).decode()))
         if len(self.spans) > MOST_SPANS:
             del self.spans[: len(self.spans) - MOST_SPANS]
             self.is_cut = True
 
-    def whole(self, *, end: float) -> list[Span]:
+    def whole(self, *, end: float) -> list[TimelineSpan]:
         """Return all spans by start; the open ones end at `end`."""
         last = [
-            Span(span.at, max(0.0, end - span.at), span.name, msgspec.json.encode({**span.args, "open": True}).decode())
+            TimelineSpan(
+                span.at, max(0.0, end - span.at), span.name, msgspec.json.encode({**span.args, "open": True}).decode()
+            )
             for span in self.open.values()
         ]
         return sorted([*self.spans, *last])
 
 
-class Timeline:
+class RunTimeline:
     """The spans of all processes of a run."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._processes: dict[str, Process] = {}
+        self._processes: dict[str, ProcessSpans] = {}
         self._lock = Lock()
 
     def update(self) -> None:
@@ -92,9 +94,9 @@ class Timeline:
         with self._lock:
             for path in sorted(paths):
                 if not path.stem.endswith(EARLIER):
-                    self._processes.setdefault(path.stem, Process(path)).update()
+                    self._processes.setdefault(path.stem, ProcessSpans(path)).update()
 
-    def processes(self, *, end: float) -> dict[str, list[Span]]:
+    def processes(self, *, end: float) -> dict[str, list[TimelineSpan]]:
         """Return the spans by process. end: of those that are open, in Unix seconds."""
         with self._lock:
             return {name: process.whole(end=end) for name, process in self._processes.items()}
@@ -197,12 +199,12 @@ def lane_of(name: str) -> str:
     return WAITS if name.startswith("wait for") else "work"
 
 
-def _lanes(process: str, spans: list[Span], begin: float, stop: float, pixels: int) -> list[dict[str, Any]]:
+def _lanes(process: str, spans: list[TimelineSpan], begin: float, stop: float, pixels: int) -> list[dict[str, Any]]:
     pixel = (stop - begin) / max(pixels, 1)
     lanes: list[dict[str, Any]] = []
     if flight := [span for span in spans if span.name in GROUPS]:
         lanes.append({"process": process, "lane": "groups in flight", "area": _depth(flight, begin, pixel)})
-    chosen: dict[str, list[Span]] = {lane: [] for lane in (*LANES, "")}
+    chosen: dict[str, list[TimelineSpan]] = {lane: [] for lane in (*LANES, "")}
     for span in spans:
         chosen[lane_of(span.name)].append(span)
     return lanes + [
@@ -212,7 +214,7 @@ def _lanes(process: str, spans: list[Span], begin: float, stop: float, pixels: i
     ]
 
 
-def _merged(spans: list[Span], begin: float, pixel: float) -> list[list[Any]]:
+def _merged(spans: list[TimelineSpan], begin: float, pixel: float) -> list[list[Any]]:
     """Return [start, seconds, name, args, number of spans] of each rectangle, start from the window's begin."""
     found: list[list[Any]] = []
     for span in spans:
@@ -225,7 +227,7 @@ def _merged(spans: list[Span], begin: float, pixel: float) -> list[list[Any]]:
     return [[round(at, 5), round(dur, 5), *rest] for at, dur, *rest in found]
 
 
-def _depth(spans: list[Span], begin: float, pixel: float) -> list[list[float]]:
+def _depth(spans: list[TimelineSpan], begin: float, pixel: float) -> list[list[float]]:
     """Return [time, largest number at once] per pixel."""
     changes = sorted([(s.at - begin, 1) for s in spans] + [(s.at + s.dur - begin, -1) for s in spans])
     series: list[list[float]] = []
@@ -239,7 +241,7 @@ def _depth(spans: list[Span], begin: float, pixel: float) -> list[list[float]]:
     return series
 
 
-def _shares(spans: list[Span], begin: float, stop: float) -> dict[str, float]:
+def _shares(spans: list[TimelineSpan], begin: float, stop: float) -> dict[str, float]:
     """Return the share of the window by name; of overlapping spans of a name, their union."""
     parts: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for span in spans:

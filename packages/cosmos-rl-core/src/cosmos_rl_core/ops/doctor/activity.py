@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from cosmos_rl_core.observe.trace import EARLIER, FLUSH_S
-from cosmos_rl_core.ops.dashboard.timeline import Process
+from cosmos_rl_core.ops.dashboard.timeline import ProcessSpans
 
 WAITING = ("wait for batch", "wait for commit", "wait for leases")
 """Spans of a process that waits for others, of which the status says more."""
@@ -63,7 +63,7 @@ class Spans:
 
     def __init__(self, run_dir: Path) -> None:
         self._paths = sorted(path for path in run_dir.glob("spans/*.jsonl") if not path.stem.endswith(EARLIER))
-        self._processes = {path.stem: Process(path) for path in self._paths}
+        self._processes = {path.stem: ProcessSpans(path) for path in self._paths}
         for process in self._processes.values():
             process.update()
 
@@ -115,7 +115,7 @@ def of_worker(activities: Iterable[Activity], worker: str) -> Activity | None:
     return next((each for each in activities if each.worker == worker and each.span != BESIDE), None)
 
 
-def _began(process: Process) -> float:
+def _began(process: ProcessSpans) -> float:
     """Return the start of the newest build: that of the present process."""
     builds = [span.at for span in process.spans if span.name == "build"]
     builds += [span.at for span in process.open.values() if span.name == "build"]

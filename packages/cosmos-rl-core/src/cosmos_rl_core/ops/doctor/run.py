@@ -18,13 +18,13 @@ from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.interfaces import Check, Level
 from cosmos_rl_core.observe.console import duration
 from cosmos_rl_core.observe.record import EVENTS
-from cosmos_rl_core.ops.dashboard.health import Finding
-from cosmos_rl_core.ops.dashboard.lines import Rows
-from cosmos_rl_core.ops.dashboard.run import Run
+from cosmos_rl_core.ops.dashboard.health import HealthFinding
+from cosmos_rl_core.ops.dashboard.lines import FileRows
+from cosmos_rl_core.ops.dashboard.run import RecordedRun
 from cosmos_rl_core.ops.doctor.activity import Activity, Spans
 from cosmos_rl_core.ops.doctor.network import weight_ports
 from cosmos_rl_core.ops.doctor.report import render
-from cosmos_rl_core.ops.doctor.stacks import WorkerProcess, stacks_of, worker_processes
+from cosmos_rl_core.ops.doctor.stacks import InspectedProcess, stacks_of, worker_processes
 from cosmos_rl_core.ops.doctor.symptoms import Facts, symptoms
 from cosmos_rl_core.ops.doctor.verdict import Situation, fix_of, verdict
 from cosmos_rl_core.ops.doctor.waits import ROLES, WEIGHTS, Wait, chain, waits_of
@@ -72,7 +72,7 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
     now: in Unix seconds; default: the present of a live run, and the last moment of another one. Raises UserError for a
     directory without a run.
     """
-    run = Run(run_dir, run_dir.name)
+    run = RecordedRun(run_dir, run_dir.name)
     overview = run.overview()
     status, outcome, start = overview["status"], overview["outcome"], overview["start"]
     if "time" not in status and not outcome:
@@ -87,7 +87,7 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
         curves=run.curves,
         rollouts=run.rollouts,
         spans=spans,
-        events=Rows(run_dir / EVENTS, most_bytes=2**20).read(),
+        events=FileRows(run_dir / EVENTS, most_bytes=2**20).read(),
         machines=run.machines.read(),
     )
     found = [Check(LEVELS[each["level"]], "run", *_sentence(each)) for each in overview["health"]]
@@ -160,11 +160,11 @@ def _title(run_dir: Path, status: Mapping[str, Any]) -> str:
 
 
 def _sentence(found: Mapping[str, Any]) -> tuple[str, str]:
-    finding = Finding(**found)
+    finding = HealthFinding(**found)
     return finding.text, finding.key
 
 
-def _troubles(processes: Iterable[WorkerProcess]) -> dict[str, tuple[str, str]]:
+def _troubles(processes: Iterable[InspectedProcess]) -> dict[str, tuple[str, str]]:
     """Return a sentence and a remedy about processes that do not run, by worker."""
     found: dict[str, tuple[str, str]] = {}
     for process in processes:
@@ -199,7 +199,7 @@ def _clocks(spans: Spans) -> list[Check]:
     ]
 
 
-def _stacks(waits: Sequence[Wait], at: Situation, processes: Sequence[WorkerProcess], run_dir: Path) -> str:
+def _stacks(waits: Sequence[Wait], at: Situation, processes: Sequence[InspectedProcess], run_dir: Path) -> str:
     """Return the stacks of the process that others wait for; without one, of all workers on this machine."""
     leaf = waits[-1].awaited if waits else ""
     if leaf == WEIGHTS:

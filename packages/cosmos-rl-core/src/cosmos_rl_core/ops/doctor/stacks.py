@@ -51,7 +51,7 @@ IDLE = (
 """Files whose frames are those of a thread that waits for work, or begin every thread."""
 
 
-class WorkerProcess(NamedTuple):
+class InspectedProcess(NamedTuple):
     """A process of a worker, or one that it has started."""
 
     pid: int
@@ -74,7 +74,7 @@ class WorkerProcess(NamedTuple):
         return f"process {self.pid} {STATES[self.state]}" if self.state in STATES else ""
 
 
-def worker_processes(run_dir: Path) -> list[WorkerProcess]:
+def worker_processes(run_dir: Path) -> list[InspectedProcess]:
     """Return the processes of a run's workers on this machine, by worker and pid; none elsewhere than on Linux."""
     logs = {os.path.realpath(path): path.stem for path in run_dir.glob("logs/*.log")}
     parents: dict[int, int] = {}
@@ -101,7 +101,7 @@ def worker_processes(run_dir: Path) -> list[WorkerProcess]:
     return sorted(found, key=lambda one: (one.worker, one.rank, one.pid))
 
 
-def _process(pid: int, worker: str) -> WorkerProcess | None:
+def _process(pid: int, worker: str) -> InspectedProcess | None:
     place = Path(f"/proc/{pid}")
     try:
         state = (place / "stat").read_text().rpartition(")")[2].split()[0]
@@ -112,10 +112,10 @@ def _process(pid: int, worker: str) -> WorkerProcess | None:
         return None
     ranks = [word.partition(b"=")[2].decode() for word in variables if word.startswith(b"RANK=")]
     rank = ranks[0] if ranks and b"rank_main" in command else ""
-    return WorkerProcess(pid, worker, rank, state, bool(int(caught, 16) >> (STACKS - 1) & 1))
+    return InspectedProcess(pid, worker, rank, state, bool(int(caught, 16) >> (STACKS - 1) & 1))
 
 
-def _watched(process: WorkerProcess, *, is_main: bool) -> WorkerProcess:
+def _watched(process: InspectedProcess, *, is_main: bool) -> InspectedProcess:
     """Return the process; with the state "R" if that of /proc is no trouble.
 
     A process waits for a disk now and then: it does so if it is seen DISK_LOOKS times. A child that has ended is
@@ -132,7 +132,7 @@ def _watched(process: WorkerProcess, *, is_main: bool) -> WorkerProcess:
     return process
 
 
-def stacks_of(processes: Iterable[WorkerProcess], run_dir: Path) -> str:
+def stacks_of(processes: Iterable[InspectedProcess], run_dir: Path) -> str:
     """Return the stacks of processes, each under a title, with the way they were read."""
     parts = []
     spy = _py_spy()
@@ -187,7 +187,7 @@ def _spied(spy: str, pid: int) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _signalled(process: WorkerProcess, log: Path) -> str:
+def _signalled(process: InspectedProcess, log: Path) -> str:
     """Return the lines that a process adds to its log on the signal."""
     with log.open("rb") as file:
         file.seek(0, os.SEEK_END)

@@ -25,10 +25,10 @@ from cosmos_rl_core.launch.memory import (
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.launch.preflight.parts import look_up_parts
 from cosmos_rl_core.observe.console import table
-from cosmos_rl_core.parallel.axes.traffic import Collective, traffic
+from cosmos_rl_core.parallel.axes.traffic import CollectiveCalls, traffic
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
-from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, Held, Needs
+from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, MemoryPart, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
@@ -39,7 +39,7 @@ MOST_RANKS_SHOWN = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class RolePlan:
     """The replicas of one role."""
 
     role: str
@@ -53,7 +53,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class WeightsPlan:
     """Size of the model's weights in bytes, over all ranks of a replica."""
 
     parameters: int
@@ -68,7 +68,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class PolicyRanks:
     """Parallelism of one policy replica."""
 
     axes: Mapping[str, int]
@@ -79,7 +79,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class MemoryPlan:
     """Memory of the processes, and changes of the recipe if it is too much."""
 
     rank: MemoryEstimate
@@ -92,7 +92,7 @@ class Memory:
     """Whether policy and rollout share one process and device."""
     in_turns: bool = False
     """Whether they use the same GPUs in turns ([run] colocate)."""
-    traffic: tuple[Collective, ...] = ()
+    traffic: tuple[CollectiveCalls, ...] = ()
     """Collectives of the policy rank with the most bytes, with microbatches of maximum size."""
     given: int | None = None
     """Memory of each device in bytes."""
@@ -137,16 +137,16 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """The plan of a run."""
 
     name: str
     placement: str
     cores: int
-    roles: tuple[Role, ...]
+    roles: tuple[RolePlan, ...]
     gpus: str
     """GPUs of each worker of this machine, or the reason why they do not suffice; empty without GPUs."""
-    ranks: Ranks
+    ranks: PolicyRanks
     prompts_per_step: int
     rollouts_per_step: int
     """0 for supervised fine-tuning."""
@@ -157,9 +157,9 @@ class Plan:
     generated_terms_per_step: int
     """Upper bound: every rollout has the maximum length of [rollout.sampling]."""
     microbatch_terms: int
-    weights: Weights | None
+    weights: WeightsPlan | None
     """None if the model is not on this machine."""
-    memory: Memory | None
+    memory: MemoryPlan | None
     """None if the model's sizes are unknown as well."""
 
     def as_json(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class Plan:
         return "\n\n".join(parts)
 
 
-def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = None) -> Plan:
+def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = None) -> RunPlan:
     """Return roles, processes and amounts of a run.
 
     Args:
@@ -217,7 +217,7 @@ def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = Non
     look_up_parts(config, load_domain(config.run.domain))
     prompts = config.policy.prompts_per_step
     rollouts = 0 if config.is_sft else prompts * config.rollout.group_size
-    return Plan(
+    return RunPlan(
         name=config.run.name,
         placement=config.run.placement,
         cores=len(os.sched_getaffinity(0)),
@@ -242,23 +242,23 @@ def _gpu_text(config: RunConfig) -> str:
         return str(error)
 
 
-def _ranks(config: RunConfig) -> Ranks:
+def _ranks(config: RunConfig) -> PolicyRanks:
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
-    return Ranks(
+    return PolicyRanks(
         axes={**dict(dims), "ep": dims.ep},
         description=dims.describe(),
         places=tuple(dims.coordinates(rank) for rank in range(dims.world_size)),
     )
 
 
-def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None:
+def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> MemoryPlan | None:
     domain = load_domain(config.run.domain)
     shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     if shape is None:
         return None
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     in_turns = config.run.colocate and gpu  # on a CPU nothing is freed
-    found = Memory(
+    found = MemoryPlan(
         rank=estimate_of(shape, config.policy, device_bytes=given, with_entropy=not config.is_sft),
         policy=policy_needs(shape, config, domain, device_bytes=given, gpu=gpu),
         rollout=rollout_needs(shape, config, domain, device_bytes=given, gpu=gpu),
@@ -281,7 +281,7 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None
     return replace(found, changes=tuple(fitting))
 
 
-def _weights(config: RunConfig) -> Weights | None:
+def _weights(config: RunConfig) -> WeightsPlan | None:
     domain = load_domain(config.run.domain)
     specs = domain.weight_specs(config.model)
     if not specs:
@@ -301,7 +301,7 @@ def _weights(config: RunConfig) -> Weights | None:
         sync = build_sync(config).plan(specs, settings=settings, policy=axes, replicas=config.rollout.replicas)
         staged = 0 if settings.staging == "in_place" else ITEM_BYTES[sent]
         engine_bytes = (ITEM_BYTES[live] + staged) * parameters
-    return Weights(
+    return WeightsPlan(
         parameters=parameters,
         policy_bytes=size * parameters,
         gradient_bytes=size * parameters,
@@ -311,7 +311,7 @@ def _weights(config: RunConfig) -> Weights | None:
     )
 
 
-def _weight_rows(weights: Weights) -> list[tuple[str, str]]:
+def _weight_rows(weights: WeightsPlan) -> list[tuple[str, str]]:
     rows = [
         ("parameters", f"{weights.parameters:,}"),
         (
@@ -337,7 +337,7 @@ def _beside_bound(size: int, bound: int) -> str:
     return f"{_mebibytes(size)}, {size / bound if bound else 1:.2f} x the lower bound"
 
 
-def _rank_tables(ranks: Ranks) -> list[str]:
+def _rank_tables(ranks: PolicyRanks) -> list[str]:
     """Coordinates of each rank, if there are several and not too many."""
     number = len(ranks.places)
     texts = [f"a policy replica: {number} ranks, {ranks.description}"] if number > 1 else []
@@ -348,7 +348,7 @@ def _rank_tables(ranks: Ranks) -> list[str]:
     return texts
 
 
-def _memory_texts(memory: Memory) -> list[str]:
+def _memory_texts(memory: MemoryPlan) -> list[str]:
     texts = [_needs_table(needs) for needs in memory.processes]
     if memory.traffic:
         texts.append(_traffic_table(memory.traffic))
@@ -358,7 +358,7 @@ def _memory_texts(memory: Memory) -> list[str]:
     return texts if memory.given is None else [*texts, _verdict(memory, memory.given)]
 
 
-def _traffic_table(found: Sequence[Collective]) -> str:
+def _traffic_table(found: Sequence[CollectiveCalls]) -> str:
     rows = [(f"{one.kind} over {one.axis}: {one.content}", one.each, one.calls, _mebibytes(one.bytes)) for one in found]
     return table(rows, header=("collectives of a policy rank, at most", "each", "calls", "bytes"))
 
@@ -372,12 +372,12 @@ def _needs_table(needs: Needs) -> str:
     return table(rows, header=(f"{needs.process}, at most", "bytes"))
 
 
-def _row_name(part: Held) -> str:
+def _row_name(part: MemoryPart) -> str:
     when = f" (while {' or '.join(part.at)})" if part.at and part.at != (STEP,) else ""
     return f"{part.name}{when}{' (host)' if part.host else ''}"
 
 
-def _verdict(memory: Memory, given: int) -> str:
+def _verdict(memory: MemoryPlan, given: int) -> str:
     size, needed = _mebibytes(given), max(memory.devices)
     if needed <= given:
         left = f"{_mebibytes(given - needed)} left for what is not"
@@ -396,20 +396,20 @@ def _mebibytes(*sizes: int) -> str:
     return " + ".join(f"{number:,.1f}" if number < 10 else f"{number:,.0f}" for number in numbers) + " MiB"
 
 
-def _roles(config: RunConfig) -> list[Role]:
+def _roles(config: RunConfig) -> list[RolePlan]:
     policy_threads, rollout_threads = threads(config)
     ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
     workers = [("policy", config.policy.replicas, ranks, policy_threads, ranks)]
     if not config.is_sft:
         workers.append(("rollout", config.rollout.replicas, 1, rollout_threads, gpus_per_rollout(config)))
     apart = config.run.placement == "local"
-    controller = Role(
+    controller = RolePlan(
         role="controller", replicas=1, processes=1, threads=1 if apart else None, gpus=0 if apart else None
     )
     return [
         controller,
         *(
-            Role(
+            RolePlan(
                 role=role,
                 replicas=replicas,
                 processes=replicas * ranks if apart else 0,

@@ -27,7 +27,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from cosmos_rl_core.ops.reward_service.backend import Backend, Unserved
-from cosmos_rl_core.ops.reward_service.jobs import Conflict, Job, QueueFull
+from cosmos_rl_core.ops.reward_service.jobs import QueueFull, RequestConflict, RewardJob
 from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.request import Enqueued, Fetched, read_request
 from cosmos_rl_core.reward.wire_format import MalformedBody
@@ -134,7 +134,7 @@ class RewardApp:
             raise _Refusal(429, str(full), retry_after=str(RETRY_AFTER_S)) from full
         return _json(Enqueued(uuid=job.uuid, id=job.header.id))
 
-    async def _read(self, request: Request) -> Job:
+    async def _read(self, request: Request) -> RewardJob:
         """Read a body and queue it."""
         spool = BodySpool()
         try:
@@ -151,7 +151,7 @@ class RewardApp:
             match error:
                 case MalformedBody() | Unserved():
                     raise _Refusal(422, str(error)) from error
-                case Conflict():
+                case RequestConflict():
                     raise _Refusal(409, str(error)) from error
             raise
 
@@ -209,7 +209,7 @@ class RewardApp:
         if self._backend.jobs.closed:
             raise _Refusal(503, "the server is stopping", retry_after=str(RETRY_AFTER_S))
 
-    def _find(self, uuid: str) -> Job:
+    def _find(self, uuid: str) -> RewardJob:
         job = self._backend.jobs.find(uuid)
         if job is None:
             raise _Refusal(404, "no request has this uuid, or its result has expired; enqueue it again")

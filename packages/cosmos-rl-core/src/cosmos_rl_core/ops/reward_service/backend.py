@@ -9,12 +9,12 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import Gauge
 
-from cosmos_rl_core.ops.reward_service.jobs import Job, Jobs
-from cosmos_rl_core.ops.reward_service.metrics import Metrics, RewardMetrics
+from cosmos_rl_core.ops.reward_service.jobs import Jobs, RewardJob
+from cosmos_rl_core.ops.reward_service.metrics import RewardMetrics, ServerMetrics
 from cosmos_rl_core.ops.reward_service.settings import ServerSettings
 from cosmos_rl_core.reward.pool.body import BodySpool
-from cosmos_rl_core.reward.pool.pool import RewardPool, Task
-from cosmos_rl_core.reward.pool.worker import Item, Result
+from cosmos_rl_core.reward.pool.pool import RewardPool, RewardTask
+from cosmos_rl_core.reward.pool.worker import Result, RewardItem
 from cosmos_rl_core.reward.request import Header, RewardSpec
 
 _SWEEP_S = 1.0
@@ -50,7 +50,7 @@ class Backend:
             fetched_ttl_s=settings.fetched_ttl_s,
             clock=clock,
         )
-        self.metrics = Metrics(clock=clock)
+        self.metrics = ServerMetrics(clock=clock)
         self.pools = {
             name: RewardPool(
                 served, self._take, RewardMetrics(self.metrics, name), log=log, python_path=tuple(python_path)
@@ -79,7 +79,7 @@ class Backend:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    def add(self, header: Header, spool: BodySpool) -> Job:
+    def add(self, header: Header, spool: BodySpool) -> RewardJob:
         """Queue a request for each of its rewards; a request with a known id is not queued again.
 
         Raises Unserved for rewards and options that this server does not serve, and Conflict.
@@ -90,16 +90,16 @@ class Backend:
         if is_new:
             now = self._clock()
             for i, reward in enumerate(header.rewards):
-                item = Item(num_bytes=job.num_bytes, reward=i)
-                self.pools[reward.name].submit(Task(job=job, item=item, since=now))
+                item = RewardItem(num_bytes=job.num_bytes, reward=i)
+                self.pools[reward.name].submit(RewardTask(job=job, item=item, since=now))
         return job
 
     def down(self) -> list[str]:
         """Rewards without a worker."""
         return [name for name, pool in self.pools.items() if not pool.pids]
 
-    def _take(self, task: Task, result: Result) -> None:
-        assert isinstance(task.job, Job)
+    def _take(self, task: RewardTask, result: Result) -> None:
+        assert isinstance(task.job, RewardJob)
         if result.error:
             self.jobs.fail(task.job, result.error)
         else:

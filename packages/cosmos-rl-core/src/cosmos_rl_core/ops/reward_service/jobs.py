@@ -20,12 +20,12 @@ class QueueFull(Exception):
     """The queue has no room."""
 
 
-class Conflict(Exception):
+class RequestConflict(Exception):
     """A request id was used again with another body."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Job:
+class RewardJob:
     """One request."""
 
     header: Header
@@ -69,8 +69,8 @@ class Jobs:
         self._ttl_s = ttl_s
         self._fetched_ttl_s = fetched_ttl_s
         self._clock = clock
-        self._by_uuid: dict[str, Job] = {}
-        self._by_id: dict[tuple[str, str], Job] = {}
+        self._by_uuid: dict[str, RewardJob] = {}
+        self._by_id: dict[tuple[str, str], RewardJob] = {}
         self.num_open = 0
         """Number of arriving and unfinished requests."""
         self.open_bytes = 0
@@ -89,7 +89,7 @@ class Jobs:
         finally:
             self._open(-1, -num_bytes)
 
-    def add(self, header: Header, spool: BodySpool) -> tuple[Job, bool]:
+    def add(self, header: Header, spool: BodySpool) -> tuple[RewardJob, bool]:
         """Return the job of a request and whether it is new; for a known job the spool is closed.
 
         Raises Conflict for an id that was used with another body.
@@ -98,23 +98,25 @@ class Jobs:
         known = self._by_id.get(key) if header.id else None
         if known is not None and known.expires_at > self._clock():
             if (known.spool.crc, known.num_bytes) != (spool.crc, spool.num_bytes):
-                raise Conflict(f"request id {header.id!r} was used for another request; give each its own")
+                raise RequestConflict(f"request id {header.id!r} was used for another request; give each its own")
             spool.close()
             return known, False
         waiting_for = set(range(len(header.rewards)))
-        job = Job(header=header, spool=spool, num_bytes=spool.num_bytes, uuid=uuid.uuid4().hex, waiting_for=waiting_for)
+        job = RewardJob(
+            header=header, spool=spool, num_bytes=spool.num_bytes, uuid=uuid.uuid4().hex, waiting_for=waiting_for
+        )
         self._by_uuid[job.uuid] = job
         if header.id:
             self._by_id[key] = job
         self._open(1, job.num_bytes)
         return job, True
 
-    def find(self, uuid: str) -> Job | None:
+    def find(self, uuid: str) -> RewardJob | None:
         """Return a stored job."""
         job = self._by_uuid.get(uuid)
         return job if job is not None and job.expires_at > self._clock() else None
 
-    def score(self, job: Job, reward: int, scores: dict[str, list[float]]) -> None:
+    def score(self, job: RewardJob, reward: int, scores: dict[str, list[float]]) -> None:
         """Store a reward's scores; the last one finishes the job. Invalid scores fail it."""
         name = job.header.rewards[reward].name
         if job.done.is_set():
@@ -127,13 +129,13 @@ class Jobs:
         if not job.waiting_for:
             self._finish(job)
 
-    def fail(self, job: Job, reason: str) -> None:
+    def fail(self, job: RewardJob, reason: str) -> None:
         """End a job without scores."""
         if not job.done.is_set():
             job.error = reason
             self._finish(job)
 
-    def fetched(self, job: Job) -> None:
+    def fetched(self, job: RewardJob) -> None:
         """Record that a result was sent; it expires `fetched_ttl_s` after the first time."""
         if not job.was_fetched:
             job.was_fetched = True
@@ -155,7 +157,7 @@ class Jobs:
             if not job.done.is_set():
                 self._finish(job)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: RewardJob) -> None:
         job.spool.close()
         job.expires_at = self._clock() + self._ttl_s
         self._open(-1, -job.num_bytes)

@@ -14,7 +14,7 @@ BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 Kind = TypeVar("Kind", Counter, Gauge)
 
 
-class Metrics:
+class ServerMetrics:
     """Metrics of one server, in a separate registry."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
@@ -49,7 +49,7 @@ class Metrics:
 class RewardMetrics(PoolMetrics):
     """Metrics of one reward."""
 
-    def __init__(self, metrics: Metrics, name: str) -> None:
+    def __init__(self, metrics: ServerMetrics, name: str) -> None:
         self._clock = metrics.clock
         self._batches = metrics.batches.labels(name)
         self._restarts = metrics.restarts.labels(name)

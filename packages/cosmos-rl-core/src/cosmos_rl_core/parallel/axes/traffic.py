@@ -39,7 +39,7 @@ _REGIONS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
+class CollectiveCalls:
     """Calls of one kind along one axis; bytes are those of whole tensors, of all calls."""
 
     axis: str
@@ -59,7 +59,7 @@ def traffic(
     tokens: int,
     with_entropy: bool = False,
     device_bytes: int | None = None,
-) -> tuple[Collective, ...]:
+) -> tuple[CollectiveCalls, ...]:
     """Return the collectives of the rank with the most bytes, for a microbatch of `tokens` tokens, all of them terms.
 
     Args:
@@ -84,11 +84,11 @@ class _Traffic:
         self.mode = rank.policy.memory.activation_checkpointing
         self.sequence = rank.policy.parallel.sequence_parallel
 
-    def of_all_axes(self) -> Iterator[Collective]:
+    def of_all_axes(self) -> Iterator[CollectiveCalls]:
         found = [*self._weights(), *self._tensors(), *self._context(), *self._experts(), *self._stages()]
         yield from (one for one in found if one.calls)
 
-    def _weights(self) -> Iterator[Collective]:
+    def _weights(self) -> Iterator[CollectiveCalls]:
         """FSDP: each layer, each layer's experts and the rest of the model are gathered and reduced together."""
         parallel, dims = self.policy.parallel, self.dims
         gathered: Counter[_Unit] = Counter()
@@ -118,7 +118,7 @@ class _Traffic:
             if dims.dp_replicate > 1:
                 yield _collective("dp_replicate", "all-reduce", "gradients", calls, moved // size, each=replicated)
 
-    def _gathers(self, axis: str, units: Mapping[_Unit, int]) -> Iterator[Collective]:
+    def _gathers(self, axis: str, units: Mapping[_Unit, int]) -> Iterator[CollectiveCalls]:
         """Blocks are gathered for the forward and for the backward pass, the rest of the model for both together.
 
         A pipeline with `reduce_once` leaves blocks gathered after a backward pass, and the rest to the end of a step.
@@ -132,7 +132,7 @@ class _Traffic:
         yield _collective(axis, "all-gather", "parameters", len(often), sum(often))
         yield _collective(axis, "all-gather", "parameters", len(once), sum(once), each="step")
 
-    def _tensors(self) -> Iterator[Collective]:
+    def _tensors(self) -> Iterator[CollectiveCalls]:
         """Tensor parallelism: regions, the embedding before them and the head after them."""
         if self.dims.tp == 1:
             return
@@ -169,7 +169,7 @@ class _Traffic:
         inside = [spec for spec in vectors if layer_of(spec.name) is not None and parts[_part(spec.name)] > 1]
         return vectors if self.sequence else inside
 
-    def _context(self) -> Iterator[Collective]:
+    def _context(self) -> Iterator[CollectiveCalls]:
         """Context parallelism: rows to heads before attention, heads to rows after it; all terms on every rank."""
         if self.dims.cp == 1:
             return
@@ -188,7 +188,7 @@ class _Traffic:
             size = self.rank.bytes * shape.vocabulary * self.rank.tokens * self.dims.cp
             yield _collective("cp", "all-gather", "outputs", 1, size)
 
-    def _experts(self) -> Iterator[Collective]:
+    def _experts(self) -> Iterator[CollectiveCalls]:
         """Expert parallelism: counts, rows to their experts and back; the backward pass sends rows alone."""
         shape, dims = self.shape, self.dims
         if dims.ep == 1:
@@ -200,7 +200,7 @@ class _Traffic:
         yield _collective("ep", "all-to-all", "rows", rows, rows * slots * shape.hidden * self.rank.bytes)
         yield _collective("ep", "all-to-all", "counts", counts, counts * shape.experts * _COUNT_BYTES)
 
-    def _stages(self) -> Iterator[Collective]:
+    def _stages(self) -> Iterator[CollectiveCalls]:
         """Pipeline: hidden states go forward, their gradients back."""
         dims, rank = self.dims, self.rank
         if dims.pp == 1:
@@ -232,5 +232,5 @@ def _part(name: str) -> str:
 
 def _collective(
     axis: str, kind: Kind, content: str, calls: int, size: int, *, each: Literal["microbatch", "step"] = "microbatch"
-) -> Collective:
-    return Collective(axis=axis, kind=kind, content=content, calls=calls, bytes=size, each=each)
+) -> CollectiveCalls:
+    return CollectiveCalls(axis=axis, kind=kind, content=content, calls=calls, bytes=size, each=each)

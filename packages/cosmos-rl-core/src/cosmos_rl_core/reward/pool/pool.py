@@ -23,7 +23,16 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import GRACE_S, ChildProcess, all_ended, environment
 from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.pool.settings import ServedReward
-from cosmos_rl_core.reward.pool.worker import Answer, Ask, Build, FromWorker, Item, Refused, Result, send_descriptors
+from cosmos_rl_core.reward.pool.worker import (
+    Ask,
+    Build,
+    FromWorker,
+    Result,
+    RewardAnswer,
+    RewardItem,
+    RewardRefused,
+    send_descriptors,
+)
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
 
 SECRETS = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
@@ -39,7 +48,7 @@ class WorkerDied(Exception):
         """Whether it was killed after a timeout."""
 
 
-class WorkerProcess:
+class RewardWorkerProcess:
     """A worker process with its reward built.
 
     worker = await WorkerProcess.start(settings, python_path=())
@@ -54,7 +63,7 @@ class WorkerProcess:
         self._timeout_s = timeout_s
 
     @staticmethod
-    async def start(settings: ServedReward, *, python_path: Sequence[str] = ()) -> WorkerProcess:
+    async def start(settings: ServedReward, *, python_path: Sequence[str] = ()) -> RewardWorkerProcess:
         """Start a process and wait until its reward is built.
 
         Raises UserError if the reward cannot be built, and WorkerDied if the process ends or takes too long.
@@ -73,12 +82,12 @@ class WorkerProcess:
         except asyncio.CancelledError:
             await worker.kill()
             raise
-        if isinstance(first, Refused):
+        if isinstance(first, RewardRefused):
             await worker.kill()
             raise UserError(f"[[rewards]] {settings.name}: {first.reason}")
         return worker
 
-    async def ask(self, ask: Ask, descriptors: Sequence[int]) -> Answer:
+    async def ask(self, ask: Ask, descriptors: Sequence[int]) -> RewardAnswer:
         """Return the worker's answer. Raises WorkerDied; a worker that takes longer than `timeout_s` is killed."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -91,7 +100,7 @@ class WorkerProcess:
             raise WorkerDied(reason, is_late=True) from error
         except (ConnectionClosed, OSError) as error:
             raise WorkerDied(f"the worker died ({await self.end()})") from error
-        if not isinstance(answer, Answer) or len(answer.results) != len(ask.items):
+        if not isinstance(answer, RewardAnswer) or len(answer.results) != len(ask.items):
             await self.kill()
             raise WorkerDied("the worker answered out of turn and was killed")
         return answer
@@ -108,7 +117,7 @@ class WorkerProcess:
         return await self.process.ended()
 
 
-async def _spawn(settings: ServedReward, python_path: Sequence[str]) -> WorkerProcess:
+async def _spawn(settings: ServedReward, python_path: Sequence[str]) -> RewardWorkerProcess:
     python = settings.python or sys.executable
     variables = {name: value for name, value in environment(python_path).items() if name not in SECRETS}
     try:
@@ -120,7 +129,7 @@ async def _spawn(settings: ServedReward, python_path: Sequence[str]) -> WorkerPr
     except OSError as error:
         raise UserError(f"[[rewards]] {settings.name}: cannot run {python}: {error.strerror}") from error
     connection = await adopt(ours, decode=FromWorker, name=settings.called)
-    return WorkerProcess(process, connection, ours, timeout_s=settings.timeout_s)
+    return RewardWorkerProcess(process, connection, ours, timeout_s=settings.timeout_s)
 
 
 _FIRST_PAUSE_S = 0.5
@@ -136,11 +145,11 @@ class Body(Protocol):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Task:
+class RewardTask:
     """One reward of one job, or of a group."""
 
     job: Body
-    item: Item
+    item: RewardItem
     since: float
     """Time of queueing."""
     attempts: int = 0
@@ -170,14 +179,14 @@ class RewardPool:
     """
 
     settings: ServedReward
-    on_result: Callable[[Task, Result], None]
+    on_result: Callable[[RewardTask, Result], None]
     metrics: PoolMetrics
     log: Callable[[str], None]
     """Receives a message for each worker that dies."""
     python_path: Sequence[str] = ()
-    _queue: deque[Task] = field(default_factory=deque)
+    _queue: deque[RewardTask] = field(default_factory=deque)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    _workers: dict[int, WorkerProcess] = field(default_factory=dict)
+    _workers: dict[int, RewardWorkerProcess] = field(default_factory=dict)
     _runners: list[asyncio.Task[str]] = field(default_factory=list)
     _num_out: int = 0
     """Number of abandoned workers."""
@@ -187,7 +196,7 @@ class RewardPool:
     async def __aenter__(self) -> RewardPool:
         starting = [self._start() for _ in range(self.settings.workers)]
         started = await asyncio.gather(*starting, return_exceptions=True)
-        self._workers = {i: one for i, one in enumerate(started) if isinstance(one, WorkerProcess)}
+        self._workers = {i: one for i, one in enumerate(started) if isinstance(one, RewardWorkerProcess)}
         failed = [one for one in started if isinstance(one, BaseException)]
         if failed:
             await self._kill_all()
@@ -221,7 +230,7 @@ class RewardPool:
         """Number of requests waiting for a worker."""
         return len(self._queue)
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: RewardTask) -> None:
         """Queue a request; its result is passed to `on_result`."""
         if self._broken:
             self._settle(task, Result(error=self._broken))
@@ -247,7 +256,7 @@ class RewardPool:
             except WorkerDied as death:
                 return f"{self.settings.called}: its worker cannot be started again: {death}"
 
-    async def _feed(self, worker: WorkerProcess) -> None:
+    async def _feed(self, worker: RewardWorkerProcess) -> None:
         """Send batches to a worker. Raises WorkerDied, also for an idle worker."""
         ended = asyncio.create_task(worker.process.ended())
         ended.add_done_callback(lambda _: self._arrived.set())
@@ -260,7 +269,7 @@ class RewardPool:
         finally:
             ended.cancel()
 
-    async def _take(self, ended: asyncio.Task[str]) -> list[Task]:
+    async def _take(self, ended: asyncio.Task[str]) -> list[RewardTask]:
         """Wait for requests and return up to batch_size, or one that must run alone; none if `ended` is done."""
         await self._wait_for(1, ended)
         if self.settings.batch_wait_s and self._queue and not self._queue[0].attempts:
@@ -284,7 +293,7 @@ class RewardPool:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _score(self, worker: WorkerProcess, batch: Sequence[Task]) -> None:
+    async def _score(self, worker: RewardWorkerProcess, batch: Sequence[RewardTask]) -> None:
         """Score a batch. Raises WorkerDied after returning its requests to the queue."""
         batch = [task for task in batch if not task.job.done.is_set()]  # another reward may have failed the job
         if not batch:
@@ -305,19 +314,19 @@ class RewardPool:
         for task, result in zip(batch, answer.results, strict=True):
             self._settle(task, result)
 
-    def _settle(self, task: Task, result: Result) -> None:
+    def _settle(self, task: RewardTask, result: Result) -> None:
         self.metrics.settled(since=task.since, failed=bool(result.error))
         self.on_result(task, result)
 
-    def _put_back(self, batch: Sequence[Task]) -> None:
+    def _put_back(self, batch: Sequence[RewardTask]) -> None:
         if batch:
             self._queue.extendleft(reversed(batch))
             self._arrived.set()
 
-    async def _start(self) -> WorkerProcess:
-        return await WorkerProcess.start(self.settings, python_path=self.python_path)
+    async def _start(self) -> RewardWorkerProcess:
+        return await RewardWorkerProcess.start(self.settings, python_path=self.python_path)
 
-    async def _restart(self) -> WorkerProcess:
+    async def _restart(self) -> RewardWorkerProcess:
         """Start a replacement for a dead worker, with backoff. Raises WorkerDied after repeated failures."""
         number = 0
         while True:

@@ -55,17 +55,17 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     options: dict[str, Any]
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class RewardReady(msgspec.Struct, frozen=True, tag=True):
     """The reward is built."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RewardRefused(msgspec.Struct, frozen=True, tag=True):
     """The reward cannot be built; a retry cannot succeed."""
 
     reason: str
 
 
-class Item(msgspec.Struct, frozen=True):
+class RewardItem(msgspec.Struct, frozen=True):
     """One request."""
 
     num_bytes: int
@@ -79,7 +79,7 @@ class Item(msgspec.Struct, frozen=True):
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """Request to score items."""
 
-    items: list[Item]
+    items: list[RewardItem]
     timeout_s: float = 0.0
     """The worker ends itself GRACE_S after this time, also in code that never returns to Python; 0: it does not."""
 
@@ -96,7 +96,7 @@ class Result(msgspec.Struct, frozen=True):
     """Of an item with `own`: for each rollout the rewards of its steps, or one."""
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class RewardAnswer(msgspec.Struct, frozen=True, tag=True):
     """Results in the order of the items."""
 
     results: list[Result]
@@ -105,7 +105,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = Build | Ask
-FromWorker = Ready | Refused | Answer
+FromWorker = RewardReady | RewardRefused | RewardAnswer
 
 
 def send_descriptors(connection: socket.socket, descriptors: Sequence[int]) -> None:
@@ -239,7 +239,7 @@ class Worker:
         self._served = None if build.name == OF_ITEMS else _served(build)
         self._variants: dict[bytes, Served] = {}
 
-    def answer(self, ask: Ask, descriptors: Sequence[int]) -> Answer:
+    def answer(self, ask: Ask, descriptors: Sequence[int]) -> RewardAnswer:
         """Score the items in one batch, items with their own options separately. Closes the descriptors."""
         start = time.perf_counter()
         results: list[Result] = [Result()] * len(ask.items)
@@ -262,9 +262,9 @@ class Worker:
             for i, groups in zip(indices, requests):
                 results[i] = _joined(scored[: len(groups)])
                 del scored[: len(groups)]
-        return Answer(results=results, seconds=time.perf_counter() - start)
+        return RewardAnswer(results=results, seconds=time.perf_counter() - start)
 
-    def _read(self, item: Item, buffer: mmap.mmap) -> tuple[Served, list[RolloutGroup]]:
+    def _read(self, item: RewardItem, buffer: mmap.mmap) -> tuple[Served, list[RolloutGroup]]:
         request = read_request(buffer)
         options = request.header.rewards[item.reward].options
         build = msgspec.structs.replace(self._build, options={**self._build.options, **options})
@@ -292,7 +292,7 @@ def _served(build: Build) -> Served:
     return Served(build.name, label=build.label, options=build.options)
 
 
-def _mapped(item: Item, descriptor: int) -> mmap.mmap:
+def _mapped(item: RewardItem, descriptor: int) -> mmap.mmap:
     """Map the item's body and close the descriptor."""
     try:
         # a private mapping: the reward may write into its arrays without effect on others
@@ -322,9 +322,9 @@ def main() -> None:
     try:
         worker = Worker(build)
     except UserError as error:
-        server.send(Refused(reason=str(error)))
+        server.send(RewardRefused(reason=str(error)))
         sys.exit(2)
-    server.send(Ready())
+    server.send(RewardReady())
     while descriptors := receive_descriptors(inherited):
         ask = server.receive()
         if ask.timeout_s:  # a thread of C, which needs no lock: a search of `re` keeps it until its end

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.channel import Connection, Hello, Server, serve
+from cosmos_rl_core.wire.channel import ChannelServer, Connection, Hello, serve
 from cosmos_rl_core.wire.tls import Tls
 
 _PARTIAL = ".part"
@@ -177,7 +177,7 @@ class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
     offset: int
 
 
-class Piece(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class SpoolPiece(msgspec.Struct, frozen=True, tag=True, array_like=True):
     data: memoryview
     """At least one byte, at most PIECE_BYTES."""
 
@@ -186,19 +186,19 @@ class Absent(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The file does not exist, or has no byte at this offset."""
 
 
-Answer = Piece | Absent
+Answer = SpoolPiece | Absent
 
 
 async def serve_spool(
     spool: Spool, *, bind: str, token: bytes, name: str, allow_remote: bool, tls: Tls | None = None
-) -> Server:
+) -> ChannelServer:
     """Listen on a free port of `bind` and serve clients that have the run's token. Raises like `wire.serve`."""
 
     async def answer(connection: Connection) -> None:
         while True:
             pull: Pull = await connection.receive()
             data = await asyncio.to_thread(spool.read, pull.path, offset=max(0, pull.offset), num_bytes=PIECE_BYTES)
-            await connection.send(Piece(memoryview(data)) if data else Absent())
+            await connection.send(SpoolPiece(memoryview(data)) if data else Absent())
 
     return await serve(
         f"tcp://{bind}:0",

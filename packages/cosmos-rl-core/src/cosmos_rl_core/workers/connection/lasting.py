@@ -33,7 +33,7 @@ Connect = Callable[[str, int], Awaitable[Connection]]
 """Opens a connection to an address, or the given one if it is empty, as the worker's process of this incarnation."""
 
 
-class Removed(ConnectionClosed):
+class RemovedFromRun(ConnectionClosed):
     """The run has ended, or others have taken the worker's place."""
 
 
@@ -102,7 +102,7 @@ class LastingConnection:
                 message = await self._open_again(error)
             if isinstance(message, p.Welcome):
                 self._welcome, self._lineage = message, message.lineage
-            elif isinstance(message, p.RolledBack | p.SyncFrom):
+            elif isinstance(message, p.LineageRolledBack | p.SyncFrom):
                 self._lineage = message.lineage
             elif isinstance(message, p.Stop):
                 self._over = self._is_stopped = True
@@ -139,7 +139,7 @@ class LastingConnection:
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             try:
                 return await self._rejoin()
-            except Removed as removed:
+            except RemovedFromRun as removed:
                 self._over, error = True, removed
             except (ConnectionClosed, TimeoutError, UserError):  # UserError: another run has the address now
                 continue
@@ -174,7 +174,7 @@ class LastingConnection:
             return welcome
         if isinstance(welcome, p.Refused):
             connection.close()
-            raise Removed(welcome.reason)
+            raise RemovedFromRun(welcome.reason)
         if not isinstance(welcome, p.Welcome) or welcome.generation < known.generation:
             connection.close()
             raise ConnectionClosed("the controller is of an earlier generation than the last one")
@@ -182,7 +182,7 @@ class LastingConnection:
         if welcome.lineage == self._lineage:
             return None
         self._lineage = welcome.lineage
-        return p.RolledBack(welcome.lineage, welcome.version)
+        return p.LineageRolledBack(welcome.lineage, welcome.version)
 
     async def _send_again(self, connection: Connection, welcome: p.Welcome) -> None:
         self._current, self._welcome = connection, welcome
@@ -199,7 +199,7 @@ class LastingConnection:
         if self._run_dir is None:
             return ""
         if not (self._run_dir / NAME).exists():
-            raise Removed("the run has ended")
+            raise RemovedFromRun("the run has ended")
         with contextlib.suppress(UserError):  # removed in between
             found = read_controller_file(self._run_dir)
             if found.generation > known.generation:

@@ -39,7 +39,7 @@ class Unanswered:
         self._ready: p.Ready | None = None
         self._leases: p.RequestLeases | None = None
         self._batch: p.RequestBatch | None = None
-        self._lost: p.PayloadsLost | p.PeersLost | None = None
+        self._lost: p.PayloadsUnreadable | p.PeersLost | None = None
         self._leaving: p.Leaving | None = None
         self._reports: list[Report] = []
         self._before_vote = 0
@@ -76,7 +76,7 @@ class Unanswered:
                 self._batch = message
             case p.Vote():
                 self.vote, self._before_vote = message, len(self._reports)
-            case p.PayloadsLost() | p.PeersLost():
+            case p.PayloadsUnreadable() | p.PeersLost():
                 self._lost = message
             case p.Ready():
                 self._ready = message
@@ -95,7 +95,7 @@ class Unanswered:
                 self._leased |= {(prompt.sample, prompt.evaluation) for prompt in message.prompts}
             case p.Cancel():
                 self._leased.discard((message.sample, False))
-            case p.RolledBack():
+            case p.LineageRolledBack():
                 self._leased.clear()
             case p.Release():
                 self._release(message)

@@ -28,7 +28,7 @@ from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
 from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
-from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.model.causal_lm import OutputHead
 from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
@@ -36,7 +36,7 @@ from cosmos_rl_llm.policy.routing import RouteRecorder
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Request(EngineRequest):
+class GenerationRequest(EngineRequest):
     """Samples of one prompt that start together and share one prefill."""
 
     prompt_tokens: np.ndarray
@@ -71,7 +71,7 @@ class Request(EngineRequest):
 class RunningSequence:
     """One sample and its terms so far."""
 
-    request: Request
+    request: GenerationRequest
     sample: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -138,7 +138,7 @@ class RunningBatch:
         self.stats = EngineStats()
         self.sequences: list[RunningSequence] = []
         self._model, self._decode, self._vision = model, decode, vision
-        self._head = Head.of(model).without(() if vision is None else tuple(vision.token_ids.values()))
+        self._head = OutputHead.of(model).without(() if vision is None else tuple(vision.token_ids.values()))
         self._stop_ids = frozenset(stop_ids)
         self._max_sequences, self._cache_terms = max_sequences, cache_terms
         self._min_rows = max_sequences if batch_invariant else 1
@@ -160,13 +160,13 @@ class RunningBatch:
         room = self._cache_terms // self._whole_spans(num_terms)
         return min(room, self._max_sequences) if room >= self._min_rows else 0
 
-    def fits(self, requests: Sequence[Request]) -> bool:
+    def fits(self, requests: Sequence[GenerationRequest]) -> bool:
         """Whether `requests` fit next to the running sequences."""
         running = [*requests, *(sequence.request for sequence in self.sequences)]
         rows = len(self.sequences) + sum(request.num_samples for request in requests)
         return rows <= self.samples_at_a_time(max(request.num_terms for request in running))
 
-    def admit(self, requests: Sequence[Request], *, version: int) -> list[Request]:
+    def admit(self, requests: Sequence[GenerationRequest], *, version: int) -> list[GenerationRequest]:
         """Prefill the prompts in one pass, sample each sequence's first term, and return finished requests."""
         first = len(self.sequences)
         for request in requests:
@@ -186,7 +186,7 @@ class RunningBatch:
         logits = self._head.logits(hidden[0].index_select(0, last)).index_select(0, each)
         return self._sample_terms(logits, uniform, new, version)
 
-    def step(self, *, version: int) -> list[Request]:
+    def step(self, *, version: int) -> list[GenerationRequest]:
         """Sample one term for every running sequence and return finished requests."""
         count = len(self.sequences)
         self._place[count : self._min_rows] = 0  # padding rows write into unused slots
@@ -202,7 +202,7 @@ class RunningBatch:
         self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
         return self._sample_terms(self._head.logits(hidden[:, 0])[:count], uniform, slice(0, count), version)
 
-    def drop(self, request: Request) -> None:
+    def drop(self, request: GenerationRequest) -> None:
         """Remove the sequences of a request."""
         for sequence in request.sequences:
             sequence.finish_reason = sequence.finish_reason or "cancelled"
@@ -217,7 +217,7 @@ class RunningBatch:
     def _whole_spans(self, num_terms: int) -> int:
         return -(-num_terms // self._span_unit) * self._span_unit
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: GenerationRequest) -> None:
         for sequence in request.start():
             row = len(self.sequences)
             self.sequences.append(sequence)
@@ -228,7 +228,7 @@ class RunningBatch:
             self._term[row] = 0
         self._sampler = None
 
-    def _begin_prefill(self, requests: Sequence[Request], lengths: Sequence[int], slot: int) -> None:
+    def _begin_prefill(self, requests: Sequence[GenerationRequest], lengths: Sequence[int], slot: int) -> None:
         columns = source, slots, places = [], [], []
         start = 0
         for request, length in zip(requests, lengths):
@@ -238,7 +238,7 @@ class RunningBatch:
             start, slot = start + length, slot + request.num_samples
         self._cache.begin_prefill(*self._sent(*(np.concatenate(column) for column in columns)))
 
-    def _prefill(self, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
+    def _prefill(self, requests: Sequence[GenerationRequest], lengths: Sequence[int]) -> Tensor:
         """Last hidden states [1, L, hidden] of the requests' prompts."""
         tokens = np.concatenate([request.prompt_tokens for request in requests])
         views = [request.view for request in requests]
@@ -298,7 +298,7 @@ class RunningBatch:
         """float64 in (0, 1) [n]: the random numbers of the next terms."""
         return uniforms(self._seed[rows], self._sample[rows], self._term[rows])
 
-    def _sample_terms(self, logits: Tensor, uniform: Tensor, rows: slice, version: int) -> list[Request]:
+    def _sample_terms(self, logits: Tensor, uniform: Tensor, rows: slice, version: int) -> list[GenerationRequest]:
         """Sample from logits [n, V] of `rows`, record, remove finished sequences, return finished requests."""
         sampler = self._sampler_of(rows, vocab_size=logits.shape[1])
         for sequence, own in zip(self.sequences[rows], logits):

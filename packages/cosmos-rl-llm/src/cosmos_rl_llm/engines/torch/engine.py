@@ -22,7 +22,7 @@ from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.encoding import PromptEncoder
-from cosmos_rl_llm.engines.torch.batch import EngineStats, Request, RunningBatch, RunningSequence
+from cosmos_rl_llm.engines.torch.batch import EngineStats, GenerationRequest, RunningBatch, RunningSequence
 from cosmos_rl_llm.engines.torch.cache import bytes_per_term
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights, trained_weights
@@ -68,7 +68,7 @@ def _largest_error(kind: type[PreTrainedModel], config: str, device: str) -> flo
     prompts = [np.concatenate([sample.prompt_tokens, sample.tokens])[: limit - _TERMS] for sample in probe_samples()]
     sampling = Sampling(max_terms=_TERMS)
     requests = [
-        Request(prompt_tokens=tokens, num_samples=1, first_sample=0, sampling=sampling, seed=seed)
+        GenerationRequest(prompt_tokens=tokens, num_samples=1, first_sample=0, sampling=sampling, seed=seed)
         for seed, tokens in enumerate(prompts)
     ]
     try:
@@ -98,7 +98,7 @@ PREFILL_TERMS = 8192
 """Maximum prompt tokens of one prefill pass, unless a single prompt is longer."""
 
 
-class TorchEngine(ThreadedEngine[Request]):
+class TorchEngine(ThreadedEngine[GenerationRequest]):
     """`interfaces.RolloutEngine` over any Hugging Face causal LM that uses the AttentionInterface."""
 
     def __init__(
@@ -198,7 +198,7 @@ class TorchEngine(ThreadedEngine[Request]):
         tokens = encoded.tokens
         at_a_time = self._samples_at_a_time(prompt, tokens, sampling)
         requests = [
-            Request(
+            GenerationRequest(
                 prompt_tokens=tokens,
                 num_samples=min(at_a_time, num_samples - first),
                 first_sample=first,
@@ -268,7 +268,7 @@ class TorchEngine(ThreadedEngine[Request]):
 
     def _admit(self) -> None:
         """Start waiting requests in order, as long as the next one fits."""
-        chosen: list[Request] = []
+        chosen: list[GenerationRequest] = []
         prefill = 0
         while self._waiting and self._batch.fits([*chosen, self._waiting[0]]):
             prefill += len(self._waiting[0].prompt_tokens)

@@ -73,7 +73,7 @@ def parameters(
     )
 
 
-class Sample:
+class VllmSequence:
     """A sequence during generation."""
 
     def __init__(self, prompt: Encoded, *, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]):
@@ -204,7 +204,7 @@ class VllmEngine:
         """
         encoded = await self._encode(prompt)
         self._check(prompt, encoded, sampling)
-        samples = [Sample(encoded, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
+        samples = [VllmSequence(encoded, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
         shown = self._input(encoded)  # once a group: pictures are cast and split by item
         tasks = [
             asyncio.create_task(
@@ -339,7 +339,7 @@ class VllmEngine:
         if self._media is not None:
             self._media.check(encoded.view, where=where)
 
-    async def _generate_one(self, sample: Sample, shown: EngineInput, params: Any) -> None:
+    async def _generate_one(self, sample: VllmSequence, shown: EngineInput, params: Any) -> None:
         """Fill `sample` with vLLM's outputs."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 

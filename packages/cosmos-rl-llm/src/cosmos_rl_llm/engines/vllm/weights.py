@@ -37,7 +37,7 @@ ACCEPTED = b"+"
 
 
 @dataclass
-class Connection(WeightTransferInitInfo):
+class VllmConnection(WeightTransferInitInfo):
     """Connection parameters of a worker, sent as a dict of plain values."""
 
     publishers: str
@@ -60,17 +60,17 @@ class NoUpdate(WeightTransferUpdateInfo):
     """Empty: the replica starts updates itself."""
 
 
-class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
+class TransferWeights(WeightTransferEngine[VllmConnection, NoUpdate]):
     """One worker's side of a replica. vLLM creates it, with the loaded model."""
 
-    init_info_cls = Connection
+    init_info_cls = VllmConnection
     update_info_cls = NoUpdate
     supports_draft_weight_update = False
 
     _member: ReplicaMember | None = None
     _subscriber: Subscriber | None = None
 
-    def init_transfer_engine(self, init_info: Connection) -> None:
+    def init_transfer_engine(self, init_info: VllmConnection) -> None:
         """Join the replica; all its workers call this together.
 
         Raises ValueError in all of them if the published tensors are insufficient for the model of one.

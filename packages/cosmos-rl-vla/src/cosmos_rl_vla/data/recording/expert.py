@@ -18,7 +18,7 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import GROUP, Observation, SimSpec, Simulator, Stepped
 
-EXPERT = "cosmos_rl_vla.data.recording.expert:Expert"
+EXPERT = "cosmos_rl_vla.data.recording.expert:ScriptedExpert"
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class Shown:
     """[..., p]"""
 
 
-class Expert:
+class ScriptedExpert:
     """A simulator with an expert, by its name; see Simulator."""
 
     def __init__(self, *, simulator: str, options: Mapping[str, Any]) -> None:

@@ -20,9 +20,9 @@ import numpy as np
 import typer
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_vla.data.recording.expert import EXPERT, Expert
+from cosmos_rl_vla.data.recording.expert import EXPERT, ScriptedExpert
 from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter, Stored
-from cosmos_rl_vla.sims.pool.group import Lost, Ready
+from cosmos_rl_vla.sims.pool.group import Lost, SlotReady
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 PRIVILEGED = "privileged"
@@ -43,7 +43,7 @@ class Recording:
     success: bool = False
     images: list[dict[str, np.ndarray]] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
-    """States of `Expert`."""
+    """States of `ScriptedExpert`."""
     actions: list[np.ndarray] = field(default_factory=list)
     """[D] each, without noise; empty for a look."""
 
@@ -52,7 +52,7 @@ class Recording:
         for frames in (self.images, self.states, self.actions):
             frames.clear()
 
-    def demonstration(self, expert: Expert, *, instruction: str) -> Demonstration:
+    def demonstration(self, expert: ScriptedExpert, *, instruction: str) -> Demonstration:
         """Return the episode to write."""
         shown = expert.split(np.stack(self.states))
         none = np.zeros_like(shown.actions)
@@ -181,7 +181,7 @@ def record(
     WorkerFailed if the simulator fails repeatedly.
     """
     options = dict(options or {})
-    expert = Expert(simulator=simulator, options=options)
+    expert = ScriptedExpert(simulator=simulator, options=options)
     instructions = {task: expert.instruction(task) for task in tasks}
     series = [Series(task, wanted=episodes_per_task, first_init=first_init) for task in tasks]
     looks = [Series(task, wanted=looks_per_task, first_init=first_init + LOOKS, look=True) for task in tasks]
@@ -190,7 +190,7 @@ def record(
         _writer(path, expert, stored=stored, robot=simulator) as writer,
         SimulatorPool(EXPERT, options=wrapped, groups=processes, slots_per_group=slots) as pool,
     ):
-        stage = Stage(pool, expert, manner=manner or Manner())
+        stage = ExpertRecorder(pool, expert, manner=manner or Manner())
         waiting = deque((*series, *looks))
         while waiting:
             stage.play(waiting)
@@ -218,10 +218,10 @@ def _line(series: Series) -> str:
     return f"{series.task}: {series.kept} of {series.wanted} episodes, {series.attempts} begun"
 
 
-class Stage:
+class ExpertRecorder:
     """Plays the expert's episodes in the slots of a pool."""
 
-    def __init__(self, pool: SimulatorPool, expert: Expert, *, manner: Manner) -> None:
+    def __init__(self, pool: SimulatorPool, expert: ScriptedExpert, *, manner: Manner) -> None:
         """Raises UserError for a number of speeds other than one, or one per dimension."""
         self._pool, self._expert, self._manner = pool, expert, manner
         self._speed = np.atleast_1d(np.asarray(manner.speed, np.float32))
@@ -263,7 +263,7 @@ class Stage:
         recording.forget()
         self._begin(event.slot, series, recording)
 
-    def _go_on(self, event: Ready) -> None:
+    def _go_on(self, event: SlotReady) -> None:
         """Record a slot's observation, and act or end the episode."""
         series, recording, rng = self._playing[event.slot]
         recording.success = series.look or (event.result is not None and event.result.success)
@@ -281,7 +281,7 @@ class Stage:
         self._pool.submit([event.slot], executed[None, None].astype(np.float32))
 
 
-def _writer(path: str | Path, expert: Expert, *, stored: Stored, robot: str) -> DemoWriter:
+def _writer(path: str | Path, expert: ScriptedExpert, *, stored: Stored, robot: str) -> DemoWriter:
     sizes = expert.inner
     privileged = expert.spec.state_dim - sizes.state_dim - sizes.action_dim
     return DemoWriter(

@@ -22,7 +22,7 @@ from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
-from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
+from cosmos_rl_vla.models.loaded import LoadedPolicy, nothing_to_fill
 from cosmos_rl_vla.models.openvla.checkpoint import HEADS, HINT, OpenVLANames
 from cosmos_rl_vla.models.openvla.config import TOWERS, Critic, Family, OpenVLAConfig, TowerSize, tiny
 from cosmos_rl_vla.models.openvla.model import OpenVLAModel
@@ -187,7 +187,7 @@ MAX_TOKENS = {"words": 24, "openvla": 128}
 
 def make_openvla(
     config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str], on_meta: bool = False
-) -> Loaded:
+) -> LoadedPolicy:
     """Build a directory's model (see `make`), or a small random one. Raises UserError for sizes that do not fit."""
     _refuse(config)
     if stats is None:
@@ -215,7 +215,7 @@ def make_openvla(
         sizes = _chosen(base, config)
         model = random_openvla(sizes, seed=config.seed)
     _check_stats(stats, sizes)
-    return Loaded(
+    return LoadedPolicy(
         model=model,
         stats=stats,
         instructions=instructions,

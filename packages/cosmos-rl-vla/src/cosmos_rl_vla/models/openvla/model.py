@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.rollout.kv_cache import cache_argument
-from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
+from cosmos_rl_vla.models.base import Acted, Inputs, Randomness, Replay, ScoredActions, SupervisedLosses
 from cosmos_rl_vla.models.openvla.config import OpenVLAConfig
 from cosmos_rl_vla.models.openvla.prismatic import Projector, ProprioProjector, VisionBackbone
 from cosmos_rl_vla.models.value import Readout
@@ -88,12 +88,12 @@ class OpenVLAModel(nn.Module):
             replay={} if greedy else {"tokens": chunk.int()},
         )
 
-    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
+    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> ScoredActions:
         """Return the log-probabilities of `tokens` [B, H, D], in one forward pass."""
         tokens = replay["tokens"].long()
         hidden = self._hidden(self._observe(inputs), tokens.flatten(1))
         log_probs = self._as_chunk(self._log_probs(hidden))
-        return Evaluated(
+        return ScoredActions(
             logprobs=self.bins.gather(log_probs, tokens),
             values=self._values(hidden),
             entropy=-(log_probs.exp() * log_probs).sum(-1) if with_entropy else None,
@@ -101,7 +101,7 @@ class OpenVLAModel(nn.Module):
 
     def supervised(
         self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
-    ) -> Supervised:
+    ) -> SupervisedLosses:
         """Cross-entropy of the demonstrated tokens among the action tokens, at temperature 1."""
         if aux is not None:
             raise ValueError(f"{aux.shape[1]} auxiliary targets: OpenVLA has no head for them, remove aux_columns")
@@ -109,7 +109,7 @@ class OpenVLAModel(nn.Module):
         hidden = self._hidden(self._observe(inputs), tokens.flatten(1))
         log_probs = self._as_chunk(self.bins.log_probs(self._logits(hidden), temperature=1.0))
         error = -self.bins.gather(log_probs, tokens).mean(-1)
-        return Supervised(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
+        return SupervisedLosses(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
 
     def _hidden(self, observed: Observed, tokens: Tensor) -> Tensor:
         """Return the outputs [B, H D, width] that predict `tokens` [B, H D]."""

@@ -47,7 +47,7 @@ class Denoiser(nn.Module):
         self.adaptive = config.family == "pi05"
         self.max_state_dim = config.max_state_dim
         self.noise = config.noise
-        self.expert = Expert(config.expert, adaptive=self.adaptive)
+        self.expert = ActionExpert(config.expert, adaptive=self.adaptive)
         self.action_in_proj = nn.Linear(actions, width)
         self.action_out_proj = nn.Linear(width, actions)
         if self.adaptive:
@@ -117,7 +117,7 @@ class Prefix:
     """[B, P] bool: False for padding."""
 
 
-class Expert(nn.Module):
+class ActionExpert(nn.Module):
     """A stack of layers with a final norm; parameter names are those of a Gemma model."""
 
     def __init__(self, size: GemmaSize, *, adaptive: bool) -> None:

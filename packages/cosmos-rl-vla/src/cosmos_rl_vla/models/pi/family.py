@@ -22,7 +22,7 @@ from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.checkpoint import empty, fill, weight_files
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
-from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
+from cosmos_rl_vla.models.loaded import LoadedPolicy, nothing_to_fill
 from cosmos_rl_vla.models.pi.checkpoint import HEADS, HINT, PiNames, public_name
 from cosmos_rl_vla.models.pi.config import MAX_TOKENS, Noise, PiConfig, ValueSize, tiny
 from cosmos_rl_vla.models.pi.model import PiModel
@@ -86,7 +86,7 @@ def _unknown(held: Mapping[str, Any], known: Mapping[str, Any], at: str = "") ->
 
 def make_pi(
     config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str], on_meta: bool = False
-) -> Loaded:
+) -> LoadedPolicy:
     """Build a directory's model (see `make`), or a small random one. Raises UserError for sizes that do not fit."""
     directory = Path(config.path).expanduser()
     if config.path:
@@ -111,7 +111,7 @@ def make_pi(
             "first, which measures them, or set [model] stats to an action_stats.json"
         )
     stats.check(action_dim=sizes.action_dim, state_dim=config.state_dim or len(stats.state or stats.action))
-    return Loaded(
+    return LoadedPolicy(
         model=model,
         stats=stats,
         instructions=instructions,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_vla.models import flow
-from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
-from cosmos_rl_vla.models.flow import Gaussian
+from cosmos_rl_vla.models.base import Acted, Inputs, Randomness, Replay, ScoredActions, SupervisedLosses
+from cosmos_rl_vla.models.flow import ActionGaussian
 from cosmos_rl_vla.models.pi.backbone import Backbone
 from cosmos_rl_vla.models.pi.config import PiConfig
 from cosmos_rl_vla.models.pi.expert import Denoised, Denoiser, Prefix, pad_last
@@ -88,7 +88,7 @@ class PiModel(nn.Module):
             replay={} if greedy else replay,
         )
 
-    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
+    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> ScoredActions:
         """Run the steps of `replay` again.
 
         It has `before` [B, S, M, A], `after` [B, S, H, D], `index` [B, S] int64, and the noise's `level` [B].
@@ -107,7 +107,7 @@ class PiModel(nn.Module):
         entropy = (
             torch.stack([gaussian.entropy() for gaussian in gaussians]).mean(0) if learned and with_entropy else None
         )
-        return Evaluated(
+        return ScoredActions(
             logprobs=self._averaged(torch.stack(logprobs, dim=1), start=replay["before"][:, 0]),
             values=self._values(prefix, hidden),
             entropy=entropy,
@@ -116,7 +116,7 @@ class PiModel(nn.Module):
 
     def supervised(
         self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
-    ) -> Supervised:
+    ) -> SupervisedLosses:
         """Flow matching: the squared error of the velocity at one time per sample, over its unpadded dimensions."""
         prefix = self.backbone(inputs)
         size = self.model_horizon * self.config.model_action_dim
@@ -128,7 +128,7 @@ class PiModel(nn.Module):
         denoised = self.denoiser(flow.mix(clean, noise, tau), tau=tau, state=inputs.state, prefix=prefix)
         error = (denoised.velocity - (noise - clean)).square()[..., : self.action_dim].mean(-1)
         loss = torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1)
-        return Supervised(loss=loss, aux=None if aux is None else self._aux_loss(prefix, aux))
+        return SupervisedLosses(loss=loss, aux=None if aux is None else self._aux_loss(prefix, aux))
 
     def _advance(self, x: Tensor, denoised: Denoised, *, step: int, noises: Noises | None) -> tuple[Tensor, Tensor]:
         """Return the state after a step and its log-prob [B, H, D], 0 for samples whose stochastic step is another."""
@@ -149,7 +149,7 @@ class PiModel(nn.Module):
     def _denoise(self, x: Tensor, *, index: Tensor, state: Tensor, prefix: Prefix) -> Denoised:
         return self.denoiser(x, tau=flow.times(index, num_steps=self.config.num_steps), state=state, prefix=prefix)
 
-    def _gaussian(self, x: Tensor, denoised: Denoised, *, index: Tensor, level: Tensor) -> Gaussian:
+    def _gaussian(self, x: Tensor, denoised: Denoised, *, index: Tensor, level: Tensor) -> ActionGaussian:
         return flow.transition(
             x,
             denoised.velocity,
@@ -160,8 +160,10 @@ class PiModel(nn.Module):
             std=denoised.std,
         )
 
-    def _of_executed(self, gaussian: Gaussian) -> Gaussian:
-        return Gaussian(mean=self._executed(gaussian.mean), std=self._executed(gaussian.std.expand_as(gaussian.mean)))
+    def _of_executed(self, gaussian: ActionGaussian) -> ActionGaussian:
+        return ActionGaussian(
+            mean=self._executed(gaussian.mean), std=self._executed(gaussian.std.expand_as(gaussian.mean))
+        )
 
     def _executed(self, chunk: Tensor) -> Tensor:
         """[..., M, A] -> [..., H, D]: the part that is executed and has log-probs."""
@@ -172,7 +174,7 @@ class PiModel(nn.Module):
         if self.config.noise.steps != "all":
             return logprobs.mean(1)
         first = self._executed(start)
-        normal = Gaussian(mean=torch.zeros_like(first), std=torch.ones_like(first))
+        normal = ActionGaussian(mean=torch.zeros_like(first), std=torch.ones_like(first))
         return (logprobs.sum(1) + normal.logprob(first)) / (logprobs.shape[1] + 1)
 
     def _values(self, prefix: Prefix, hidden: list[Tensor] | tuple[Tensor, ...]) -> Tensor:

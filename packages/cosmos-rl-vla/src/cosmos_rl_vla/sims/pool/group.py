@@ -24,29 +24,29 @@ from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
 from cosmos_rl_vla.sims.base import SimSpec
 from cosmos_rl_vla.sims.pool.messages import (
-    Attach,
+    AttachMemory,
     Began,
     Broke,
     Chunked,
     ChunkResult,
     Command,
-    Failed,
+    ExecuteChunk,
     Made,
     Make,
     ObservationMemory,
     Outcomes,
-    Phase,
-    Refused,
     Reply,
-    Run,
-    Start,
+    SimulatorFailed,
+    SimulatorPhase,
+    SimulatorRefused,
+    StartEpisode,
 )
 
 _LAST_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class SlotReady:
     """A slot has replied: its observation is in the pool's arrays until the slot's next command."""
 
     slot: int
@@ -122,7 +122,7 @@ def _environment(*, own: bool) -> Mapping[str, str]:
     return {**threads, **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
-class Group:
+class SimulatorProcess:
     """A process that is replaced when it fails.
 
     group.start(slot, task, init); group.run(slots, actions)
@@ -135,7 +135,7 @@ class Group:
         self._make = make
         self._limits = limits
         self._memory, self._python = memory, python
-        self._attach: Attach | None = None
+        self._attach: AttachMemory | None = None
         self._pulse: NDArray[np.int64] = np.zeros(2, np.int64)
         self.spec: SimSpec | None = None
         """None until the first process has built its simulators."""
@@ -163,7 +163,7 @@ class Group:
         """Send this and all later processes the memory to write observations to."""
         number = self._first // self._make.slots
         self._pulse = memory.pulses[number]
-        self._attach = Attach(spec=spec, group=number, groups=groups)
+        self._attach = AttachMemory(spec=spec, group=number, groups=groups)
         self.process.send(self._attach)
 
     @property
@@ -175,20 +175,20 @@ class Group:
         """Begin an episode in a slot."""
         self._expect([slot])
         self._running.add(slot)
-        self.process.send(Start(slot=slot - self._first, task=task, init=init))
+        self.process.send(StartEpisode(slot=slot - self._first, task=task, init=init))
 
     def run(self, slots: Sequence[int], actions: NDArray[np.float32]) -> None:
         """Execute a chunk [n, H, D] in slots of this group."""
         self._expect(slots)
         local = [slot - self._first for slot in slots]
-        self.process.send(Run(slots=local, horizon=actions.shape[1], actions=actions.tobytes()))
+        self.process.send(ExecuteChunk(slots=local, horizon=actions.shape[1], actions=actions.tobytes()))
 
     def _expect(self, slots: Sequence[int]) -> None:
         if not self._unanswered:
             self._moved_at = time.monotonic()
         self._unanswered.append(slots)
 
-    def receive(self) -> list[Ready | Lost]:
+    def receive(self) -> list[SlotReady | Lost]:
         """Receive one reply. Raises Dead, and UserError if the simulators cannot be built with these options."""
         try:
             reply: Reply = self.process.connection.receive()
@@ -199,37 +199,37 @@ class Group:
         if self._building:
             self._built(reply)
             return []
-        if isinstance(reply, Failed):
+        if isinstance(reply, SimulatorFailed):
             raise Dead(reply.reason)
         slots = self._unanswered.popleft()
-        if isinstance(reply, Refused):
+        if isinstance(reply, SimulatorRefused):
             self._running.difference_update(slots)
             return [Lost(slot=slot, reason=reply.reason, final=True) for slot in slots]
         assert isinstance(reply, Outcomes)
         return [self._event(slot, outcome) for slot, outcome in zip(slots, reply.slots, strict=True)]
 
     def _built(self, reply: Reply) -> None:
-        if isinstance(reply, Refused):
+        if isinstance(reply, SimulatorRefused):
             raise UserError(reply.reason)
-        if isinstance(reply, Failed):
+        if isinstance(reply, SimulatorFailed):
             raise Dead(reply.reason)
         assert isinstance(reply, Made)
         if self.spec not in (None, reply.spec):
             raise UserError(f"simulator {self._make.simulator!r} was {self.spec}; built again it is {reply.spec}")
         self.spec, self._building = reply.spec, False
 
-    def _event(self, slot: int, outcome: Began | Chunked | Broke) -> Ready | Lost:
+    def _event(self, slot: int, outcome: Began | Chunked | Broke) -> SlotReady | Lost:
         if isinstance(outcome, Broke):
             self._blame(outcome.reason)
             self._running.discard(slot)
             return Lost(slot=slot, reason=outcome.reason)
         if isinstance(outcome, Began):
-            return Ready(slot=slot, result=None)
+            return SlotReady(slot=slot, result=None)
         self.faults = 0
         result = outcome.result()
         if result.done:
             self._running.discard(slot)
-        return Ready(slot=slot, result=result)
+        return SlotReady(slot=slot, result=result)
 
     def _blame(self, reason: str) -> None:
         self.faults, self.fault = self.faults + 1, reason
@@ -252,11 +252,11 @@ class Group:
     def _limit(self, phase: int) -> tuple[float, str]:
         if self._building:
             return self._limits.start_s, "start"
-        if phase == Phase.RESET:
+        if phase == SimulatorPhase.RESET:
             return self._limits.reset_s, "reset"
         return self._limits.step_s, "step"
 
-    def discard(self, reason: str) -> list[Ready | Lost]:
+    def discard(self, reason: str) -> list[SlotReady | Lost]:
         """Kill the process and return its lost episodes; `spawn` starts another."""
         self.process.end(grace_s=0)
         self.last_output = self.process.last_output

@@ -52,7 +52,7 @@ class Make(msgspec.Struct, frozen=True, tag=True):
     slots: int
 
 
-class Attach(msgspec.Struct, frozen=True, tag=True):
+class AttachMemory(msgspec.Struct, frozen=True, tag=True):
     """Map the memory. No reply."""
 
     spec: SimSpec
@@ -60,7 +60,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     groups: int
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartEpisode(msgspec.Struct, frozen=True, tag=True):
     """Begin an episode. The reply is Outcomes of one slot."""
 
     slot: int
@@ -69,7 +69,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     init: int
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class ExecuteChunk(msgspec.Struct, frozen=True, tag=True):
     """Execute a chunk in some slots. The reply is Outcomes of them, in this order."""
 
     slots: list[int]
@@ -129,27 +129,27 @@ class Outcomes(msgspec.Struct, frozen=True, tag=True):
     slots: list[Began | Chunked | Broke]
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class SimulatorRefused(msgspec.Struct, frozen=True, tag=True):
     """A UserError. The process continues, unless it was building its simulators."""
 
     reason: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class SimulatorFailed(msgspec.Struct, frozen=True, tag=True):
     """The simulators raised another exception. The process ends after this message."""
 
     reason: str
 
 
-Command = Make | Attach | Start | Run
-Reply = Made | Outcomes | Refused | Failed
+Command = Make | AttachMemory | StartEpisode | ExecuteChunk
+Reply = Made | Outcomes | SimulatorRefused | SimulatorFailed
 
 
 _LINE = 64
 """Alignment of each array, in bytes."""
 
 
-class Phase(enum.IntEnum):
+class SimulatorPhase(enum.IntEnum):
     """The call that a process is in."""
 
     IDLE = 0

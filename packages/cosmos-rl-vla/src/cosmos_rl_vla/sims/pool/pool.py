@@ -28,7 +28,7 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import WorkerFailed
 from cosmos_rl_core.processes import GRACE_S, unnamed_memory
 from cosmos_rl_vla.sims.base import GROUP, SimSpec
-from cosmos_rl_vla.sims.pool.group import Dead, Group, Limits, Lost, Ready
+from cosmos_rl_vla.sims.pool.group import Dead, Limits, Lost, SimulatorProcess, SlotReady
 from cosmos_rl_vla.sims.pool.messages import Make, ObservationMemory
 
 
@@ -69,16 +69,16 @@ class SimulatorPool:
         self._name = simulator
         self._slots_per_group = slots_per_group
         self._max_faults = max_faults
-        self._events: list[Ready | Lost] = []
+        self._events: list[SlotReady | Lost] = []
         self._pending: set[int] = set()
         self.restarts = 0
         """Number of processes replaced."""
         self._descriptor = unnamed_memory()
-        self._groups: list[Group] = []
+        self._groups: list[SimulatorProcess] = []
         try:
             for number in range(groups):
                 self._groups.append(
-                    Group(
+                    SimulatorProcess(
                         number * slots_per_group,
                         make=Make(simulator=where, options=dict(options or {}), slots=slots_per_group),
                         limits=Limits(start_s=start_timeout_s, reset_s=reset_timeout_s, step_s=step_timeout_s),
@@ -141,7 +141,7 @@ class SimulatorPool:
         assert self._pending.isdisjoint(slots), f"slots {sorted(self._pending.intersection(slots))} are running"
         self._pending.update(slots)
 
-    def wait(self, timeout_s: float | None = None, *, beside: Connection | None = None) -> list[Ready | Lost]:
+    def wait(self, timeout_s: float | None = None, *, beside: Connection | None = None) -> list[SlotReady | Lost]:
         """Return the events since the last call; waits for the first event if a reply is due.
 
         Consumes replies to commands; produces one event for each slot that was started or submitted, and one Lost for
@@ -177,7 +177,7 @@ class SimulatorPool:
                 self._replace(group, group.hung())
         return beside in answered
 
-    def _receive(self, group: Group) -> None:
+    def _receive(self, group: SimulatorProcess) -> None:
         try:
             self._note(group.receive())
         except Dead as dead:
@@ -185,17 +185,17 @@ class SimulatorPool:
         else:
             self._check(group)
 
-    def _replace(self, group: Group, reason: str) -> None:
+    def _replace(self, group: SimulatorProcess, reason: str) -> None:
         self._note(group.discard(reason))
         self._check(group)
         group.spawn()
         self.restarts += 1
 
-    def _note(self, events: Sequence[Ready | Lost]) -> None:
+    def _note(self, events: Sequence[SlotReady | Lost]) -> None:
         self._pending.difference_update(event.slot for event in events)
         self._events += events
 
-    def _check(self, group: Group) -> None:
+    def _check(self, group: SimulatorProcess) -> None:
         if group.faults > self._max_faults:
             printed = f"; its last lines:\n{group.last_output}" if group.last_output else ""
             raise WorkerFailed(

@@ -23,21 +23,21 @@ from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
 from cosmos_rl_vla.sims.base import GROUP, BatchSimulator, Observation, Simulator, SimulatorError, Stepped
 from cosmos_rl_vla.sims.pool.messages import (
-    Attach,
+    AttachMemory,
     Began,
     Broke,
     Chunked,
     ChunkResult,
     Command,
-    Failed,
+    ExecuteChunk,
     Made,
     Make,
     ObservationMemory,
     Outcomes,
-    Phase,
-    Refused,
-    Run,
-    Start,
+    SimulatorFailed,
+    SimulatorPhase,
+    SimulatorRefused,
+    StartEpisode,
 )
 
 
@@ -158,10 +158,10 @@ def main() -> None:
                 _work(pool, memory)
             sys.exit(0)
         except UserError as error:
-            reply = Refused(str(error))
+            reply = SimulatorRefused(str(error))
         except Exception as error:  # a simulator may raise anything; the pool gets its text
             traceback.print_exc()
-            reply = Failed(f"{type(error).__name__}: {error}")
+            reply = SimulatorFailed(f"{type(error).__name__}: {error}")
         with suppress(ConnectionClosed):
             pool.send(reply)
     sys.exit(1)
@@ -174,7 +174,7 @@ def _work(pool: BlockingConnection, memory: int) -> None:
     simulator = build(make.simulator, options=make.options, slots=make.slots)
     pool.send(Made(spec=simulator.spec))
     attach = pool.receive()
-    assert isinstance(attach, Attach)
+    assert isinstance(attach, AttachMemory)
     group = SlotGroup(simulator, attach, slots=make.slots, descriptor=memory)
     try:
         while True:
@@ -182,7 +182,7 @@ def _work(pool: BlockingConnection, memory: int) -> None:
             try:
                 reply = group.execute(command)
             except UserError as error:
-                reply = Refused(str(error))
+                reply = SimulatorRefused(str(error))
             pool.send(reply)
     except ConnectionClosed:
         simulator.close()
@@ -192,7 +192,7 @@ def _work(pool: BlockingConnection, memory: int) -> None:
 class SlotGroup:
     """The simulators of this process and their part of the memory."""
 
-    def __init__(self, simulator: BatchSimulator, attach: Attach, *, slots: int, descriptor: int) -> None:
+    def __init__(self, simulator: BatchSimulator, attach: AttachMemory, *, slots: int, descriptor: int) -> None:
         self._simulator = simulator
         self._memory = ObservationMemory(descriptor, attach.spec, groups=attach.groups, slots=attach.groups * slots)
         self._first = attach.group * slots
@@ -202,15 +202,15 @@ class SlotGroup:
     def execute(self, command: Command) -> Outcomes:
         """Start an episode, or run a chunk, and observe."""
         try:
-            if isinstance(command, Start):
+            if isinstance(command, StartEpisode):
                 return Outcomes([self._start(command)])
-            assert isinstance(command, Run)
+            assert isinstance(command, ExecuteChunk)
             return Outcomes(self._run(command))
         finally:
-            self._pulse[1] = Phase.IDLE
+            self._pulse[1] = SimulatorPhase.IDLE
 
-    def _start(self, command: Start) -> Began | Broke:
-        self._beat(Phase.RESET)
+    def _start(self, command: StartEpisode) -> Began | Broke:
+        self._beat(SimulatorPhase.RESET)
         try:
             self._simulator.reset(command.slot, task=command.task, init=command.init)
             self._observe(command.slot)
@@ -218,21 +218,21 @@ class SlotGroup:
             return Broke(str(error))
         return Began()
 
-    def _run(self, command: Run) -> list[Began | Chunked | Broke]:
+    def _run(self, command: ExecuteChunk) -> list[Began | Chunked | Broke]:
         shape = (len(command.slots), command.horizon, self._action_dim)
         actions = np.frombuffer(command.actions, np.float32).reshape(shape)
         results = run_chunks(self._step, command.slots, actions)
         return [self._seen(slot, result) for slot, result in zip(command.slots, results, strict=True)]
 
     def _step(self, slots: Sequence[int], actions: NDArray[np.float32]) -> Sequence[Stepped | SimulatorError]:
-        self._beat(Phase.STEP)
+        self._beat(SimulatorPhase.STEP)
         return self._simulator.step(slots, actions)
 
     def _seen(self, slot: int, result: ChunkResult | SimulatorError) -> Chunked | Broke:
         if isinstance(result, SimulatorError):
             return Broke(str(result))
         try:
-            self._beat(Phase.STEP)
+            self._beat(SimulatorPhase.STEP)
             self._observe(slot)
         except SimulatorError as error:
             return Broke(str(error))
@@ -241,7 +241,7 @@ class SlotGroup:
     def _observe(self, slot: int) -> None:
         self._memory.write(self._first + slot, self._simulator.observe(slot))
 
-    def _beat(self, phase: Phase) -> None:
+    def _beat(self, phase: SimulatorPhase) -> None:
         self._pulse[1] = phase
         self._pulse[0] += 1
 

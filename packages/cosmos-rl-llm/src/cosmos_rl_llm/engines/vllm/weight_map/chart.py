@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.engines.vllm.weight_map.names import Names
-from cosmos_rl_llm.engines.vllm.weight_map.place import Place
+from cosmos_rl_llm.engines.vllm.weight_map.names import VllmNames
+from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
 from cosmos_rl_llm.engines.vllm.weight_map.table import place
 from cosmos_rl_llm.engines.vllm.weight_map.trace import LOADER_ERRORS, Trace, touched, trace
 from cosmos_rl_transfer import Box, TensorLayout, whole_box
@@ -31,7 +31,9 @@ _EXACT = {
 """Integers below these survive any cast between the dtypes."""
 
 
-def lands(model: nn.Module, spec: WeightSpec, places: Sequence[Place], *, beside: Sequence[Place] = ()) -> bool:
+def lands(
+    model: nn.Module, spec: WeightSpec, places: Sequence[LandingRegion], *, beside: Sequence[LandingRegion] = ()
+) -> bool:
     """Whether `load_weights` with only this tensor fills the places with their boxes and leaves the rest zero.
 
     beside: other places to check, where nothing may land.
@@ -122,7 +124,7 @@ class Chart:
     specs: dict[str, WeightSpec]
     """Specs by checkpoint name, in the checkpoint's order. The dtype is that of the parameter, or of the checkpoint if
     the tensor lands in none."""
-    places: dict[str, tuple[Place, ...]]
+    places: dict[str, tuple[LandingRegion, ...]]
     """Places by tensor: several for replicated experts and for tensors with separate parts; none for tensors of other
     ranks. Excludes computed and refused tensors."""
     computed: dict[str, tuple[str, ...]]
@@ -165,13 +167,13 @@ def chart_of(model: nn.Module, specs: Sequence[WeightSpec]) -> Chart:
     Raises ValueError for tensors that need scales the checkpoint lacks, if neither result is right, and for a loader
     that stores computed values outside of parameters.
     """
-    names, traced = Names(model), trace(model, specs)
+    names, traced = VllmNames(model), trace(model, specs)
     if traced.read:
         raise ValueError(
             f"the loader of {type(model).__name__} computes values from {min(traced.read)}, "
             'which new weights would not update; set rollout.engine = "torch"'
         )
-    places: dict[str, tuple[Place, ...]] = {}
+    places: dict[str, tuple[LandingRegion, ...]] = {}
     for spec in specs:
         by_rule, by_loader = place(names, spec.name, spec.shape), traced.places.get(spec.name)
         if by_loader is not None:
@@ -197,8 +199,8 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _decided(
-    model: nn.Module, spec: WeightSpec, by_rule: Sequence[Place], by_loader: Sequence[Place]
-) -> Sequence[Place]:
+    model: nn.Module, spec: WeightSpec, by_rule: Sequence[LandingRegion], by_loader: Sequence[LandingRegion]
+) -> Sequence[LandingRegion]:
     """Return the places that the loader fills in a run on values."""
     watched = (*by_rule, *by_loader)
     for found in (by_loader, by_rule):
@@ -212,7 +214,7 @@ def _decided(
 
 
 def _computed(
-    model: nn.Module, specs: Sequence[WeightSpec], places: Mapping[str, Sequence[Place]], traced: Trace
+    model: nn.Module, specs: Sequence[WeightSpec], places: Mapping[str, Sequence[LandingRegion]], traced: Trace
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
     """Return the tensors that can be loaded alone at any time, with their computed parameters, and the refused ones.
 

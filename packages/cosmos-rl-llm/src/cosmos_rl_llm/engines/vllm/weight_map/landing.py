@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.weight_map.chart import Chart, chart_of
 from cosmos_rl_llm.engines.vllm.weight_map.names import is_a
-from cosmos_rl_llm.engines.vllm.weight_map.place import Place
+from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
 from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, twin
 from cosmos_rl_transfer import Box, Manifest, TensorLayout
 
@@ -215,7 +215,7 @@ class Landing:
                 if not place.box.numel and _layer(place.parameter) in self._moved:
                     self._memory(place)
 
-    def _memory(self, place: Place) -> Tensor:
+    def _memory(self, place: LandingRegion) -> Tensor:
         """The parameter of a place: the live one, or the one kept for reloading its layer."""
         if place.name not in self.reloaded:
             return self._live[place.parameter]
@@ -265,7 +265,7 @@ class Landing:
             return "vLLM keeps it in another layout"
         return None
 
-    def _why_not_live(self, place: Place) -> str | None:
+    def _why_not_live(self, place: LandingRegion) -> str | None:
         layer = self._model.get_submodule(_layer(place.parameter))
         method: Any = getattr(layer, "quant_method", None)
         if method is not None and _definer(method) not in _UNPROCESSED:

@@ -42,7 +42,7 @@ class Target:
         return self.layer.get_parameter(self.attribute).detach()
 
 
-class Names:
+class VllmNames:
     """The name maps of one model."""
 
     def __init__(self, model: nn.Module) -> None:

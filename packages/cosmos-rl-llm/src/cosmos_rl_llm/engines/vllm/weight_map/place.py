@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LandingRegion:
     """A box and a strided region of the same shape."""
 
     name: str
@@ -30,7 +30,7 @@ class Place:
     """Offset of the box's first element in the parameter, in elements."""
 
     @classmethod
-    def of(cls, name: str, box: Box, *, parameter: str, whole: Tensor, view: Tensor) -> Place:
+    def of(cls, name: str, box: Box, *, parameter: str, whole: Tensor, view: Tensor) -> LandingRegion:
         """Describe `view`, a view of `whole` with the shape of the box."""
         assert tuple(view.shape) == box.shape, f"{name}: {tuple(view.shape)} does not fit {box}"
         if not box.numel:
@@ -39,7 +39,7 @@ class Place:
         return cls(name, box, parameter, strides, int(view.storage_offset()) - int(whole.storage_offset()))
 
     @classmethod
-    def nothing(cls, name: str, parameter: str, *, ndim: int) -> Place:
+    def nothing(cls, name: str, parameter: str, *, ndim: int) -> LandingRegion:
         """Describe a parameter that takes the tensor but none of it on this rank."""
         return cls(name, Box((0,) * ndim, (0,) * ndim), parameter, (0,) * ndim, 0)
 

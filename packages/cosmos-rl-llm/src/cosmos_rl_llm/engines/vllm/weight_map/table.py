@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cosmos_rl_llm.engines.vllm.weight_map.names import Names, Target
-from cosmos_rl_llm.engines.vllm.weight_map.place import Place
+from cosmos_rl_llm.engines.vllm.weight_map.names import Target, VllmNames
+from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
 from cosmos_rl_transfer import Box, whole_box
 
 Shape = tuple[int, ...]
@@ -154,7 +154,7 @@ TABLE: dict[str, Rule] = {
 """By class name; subclasses with their base's loader use its rule."""
 
 
-def place(names: Names, name: str, shape: Shape) -> list[Place] | None:
+def place(names: VllmNames, name: str, shape: Shape) -> list[LandingRegion] | None:
     """Return a tensor's places: one per copy, empty if it does not land on this rank, None if unknown."""
     targets = names(name)
     if targets is None:
@@ -166,7 +166,7 @@ def place(names: Names, name: str, shape: Shape) -> list[Place] | None:
             return None
         box, view = found
         if target.expert is None or box.numel:
-            places.append(Place.of(name, box, parameter=target.parameter, whole=target.tensor, view=view))
+            places.append(LandingRegion.of(name, box, parameter=target.parameter, whole=target.tensor, view=view))
     return places
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.engines.vllm.weight_map.place import Place, Region, join
+from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion, Region, join
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)
@@ -181,7 +181,7 @@ class _Recorder(TorchDispatchMode):
 class Trace:
     """Result of a loader's run: the places of a checkpoint's tensors."""
 
-    places: dict[str, list[Place]] = field(default_factory=dict)
+    places: dict[str, list[LandingRegion]] = field(default_factory=dict)
     """Places by checkpoint name; empty if the loader ignored the tensor."""
     computed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By checkpoint name, the parameters that the loader computes with the tensor, and others to which it copies it."""
@@ -214,11 +214,11 @@ def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
     for (name, parameter), regions in recorder.regions.items():
         boxes = None if name in by_arithmetic else join(regions, shapes[name])
         if boxes is not None:
-            found.places[name] += [Place(name, box, parameter, strides, start) for box, strides, start in boxes]
+            found.places[name] += [LandingRegion(name, box, parameter, strides, start) for box, strides, start in boxes]
         elif name not in by_arithmetic:
             found.refused.setdefault(name, f"{parameter}: its parts are not boxes")
     for name, parameter in recorder.blank:
-        found.places[name].append(Place.nothing(name, parameter, ndim=len(shapes[name])))
+        found.places[name].append(LandingRegion.nothing(name, parameter, ndim=len(shapes[name])))
     for name in found.refused:
         found.computed.pop(name, None)
     for name in (*found.refused, *found.computed):
