@@ -20,8 +20,8 @@ PUBLIC = {
         "accumulate check_reward engine_options evaluate generate load_config run"
     ),
     "cosmos_rl_transfer": (
-        "AuthenticationError Box LayoutError Manifest PeerLost Plan Publisher ReplicaMember ReplicaSubscriber "
-        "Replicate Shard Subscriber TensorLayout Topology TransferError WeightMismatch plan published_specs whole_box"
+        "AuthenticationError Box LayoutError Manifest PeerLost Publisher ReplicaMember ReplicaSubscriber "
+        "Replicate Shard Subscriber TensorLayout Topology TransferError TransferPlan WeightMismatch plan published_specs whole_box"
     ),
     "cosmos_rl_llm": "Chat LLM LLMDomain write_sums write_tiny_model",
     "cosmos_rl_vla": (
@@ -99,3 +99,12 @@ def test_a_deep_import_is_seen():
     assert list(deep_imports("from cosmos_rl_core.types import Prompt")) == ["cosmos_rl_core.types: Prompt"]
     assert list(deep_imports("from cosmos_rl_core import Prompt, prompt")) == ["cosmos_rl_core: prompt"]
     assert list(deep_imports("import cosmos_rl_llm.tiny")) == ["cosmos_rl_llm.tiny"]
+
+
+def test_no_two_public_classes_have_one_name():
+    files: dict[str, list[str]] = {}
+    for path in ROOT.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}
