@@ -3,7 +3,7 @@
 from cosmos_rl_core import run
 
 
-def test_the_logs_of_a_run_name_the_path_of_its_weights(tmp_path, recipe_of, monkeypatch):
+def test_the_logs_of_a_run_name_the_path_of_its_weights(tmp_path, recipe_of):
     tables = recipe_of("llm", "rl")
     tables["run"] |= {"placement": "local", "max_steps": 1, "output_dir": str(tmp_path / "run")}
     run(tables)
@@ -11,5 +11,3 @@ def test_the_logs_of_a_run_name_the_path_of_its_weights(tmp_path, recipe_of, mon
     for line in ("weights: pageable", "weights are offered over shm"):
         assert policy.splitlines().count(line) == 1, policy
     assert rollout.splitlines().count("weights are read over shm") == 1, rollout
-    for kind in ("contiguous", "rows", "in place"):
-        assert policy.count(f"transfer copies, {kind}, ") == 1, policy
