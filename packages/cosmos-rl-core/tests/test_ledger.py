@@ -265,7 +265,7 @@ def test_a_replica_that_leaves_returns_leases_without_a_failure_and_gets_no_more
     p.ask("rollout-1", capacity=1)
     p.ask("rollout-0", capacity=1)  # waits: the window is full
     p.send("rollout-0", m.Return(samples=(0, 1, 99)))  # 1 is another replica's, 99 nobody's
-    assert p.ledger.samples.held == {"rollout-1": {1}}
+    assert p.ledger.samples.leased == {"rollout-1": {1}}
     assert p.ledger.counts()["pending"] == 1, "the waiting request was granted after the return"
     p.ask("rollout-1", capacity=1)  # waits: it has its share of two replicas
     said = p.send("rollout-0", m.Goodbye())

@@ -52,7 +52,7 @@ class Fleet:
             self.feed(event)
 
     def held(self) -> Iterator[tuple[str, int]]:
-        return ((name, sample) for name, samples in self.ledger.samples.held.items() for sample in samples)
+        return ((name, sample) for name, samples in self.ledger.samples.leased.items() for sample in samples)
 
 
 def joins(fleet: Fleet) -> list[events.Event]:

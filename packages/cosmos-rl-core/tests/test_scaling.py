@@ -143,7 +143,7 @@ def test_new_workers_are_waited_for_until_they_are_ready_or_have_ended():
         run.workers.running.remove("rollout-9")
         await change
         assert run.lines[3] == "rollout-9 could not start; its log is logs/rollout-9.log"
-        assert run.scaling.wanted == {"policy": 1, "rollout": 3}
+        assert run.scaling.targets == {"policy": 1, "rollout": 3}
 
     asyncio.run(go())
 
@@ -178,11 +178,11 @@ def test_one_request_at_a_time_and_none_outlives_the_run():
 def test_a_request_that_cannot_be_met_changes_nothing(algorithm, wanted, message):
     async def go():
         run = Run("policy-0", "rollout-0", workers=Workers(full="8 GPUs are needed"), algorithm=algorithm)
-        before = dict(run.scaling.wanted)
+        before = dict(run.scaling.targets)
         with pytest.raises(UserError) as error:
             await run.scale(**wanted)
         assert str(error.value).startswith(message)
-        assert (run.scaling.wanted, run.lines, run.notes) == (before, [], [])
+        assert (run.scaling.targets, run.lines, run.notes) == (before, [], [])
         assert not any(peer.connection.sent for peer in run.peers.by_name.values())
 
     asyncio.run(go())

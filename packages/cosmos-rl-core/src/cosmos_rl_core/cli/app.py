@@ -253,8 +253,8 @@ def doctor(
     from cosmos_rl_core.ops.doctor.run import examine_run
 
     if target is not None and target.suffix != ".toml":
-        found = examine_run(target, stacks=stacks)
-        checks, shown, data = found.checks, str(found), found.as_json()
+        diagnosis = examine_run(target, stacks=stacks)
+        checks, shown, data = diagnosis.checks, str(diagnosis), diagnosis.as_json()
     else:
         checks = examine_machine_of(target)
         shown, data = render(checks), as_rows(checks)

@@ -82,8 +82,8 @@ def error_text(error: Exception) -> str:
     head, text = "error:", str(error)
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         head = typer.style(head, fg=typer.colors.RED, bold=True)
-        text = re.sub(r"(?m)\^+$", lambda found: typer.style(found[0], fg=typer.colors.RED), text)
-        text = re.sub(r"(?m)^( += )(help:)", lambda found: found[1] + typer.style(found[2], bold=True), text)
+        text = re.sub(r"(?m)\^+$", lambda match: typer.style(match[0], fg=typer.colors.RED), text)
+        text = re.sub(r"(?m)^( += )(help:)", lambda match: match[1] + typer.style(match[2], bold=True), text)
     return f"{head} {text}"
 
 

@@ -33,7 +33,7 @@ TlsFile = Annotated[Path | None, typer.Option(help="File tls.pem of a run with T
 
 
 def scale(
-    wanted: Wanted, *, controller: Controller = "", token_file: TokenFile = None, tls_file: TlsFile = None
+    arguments: Wanted, *, controller: Controller = "", token_file: TokenFile = None, tls_file: TlsFile = None
 ) -> None:
     """Start or drain workers of a live run, and wait until they are ready or gone; on a cluster, submit their jobs."""
     import asyncio
@@ -41,8 +41,8 @@ def scale(
     from cosmos_rl_core.ops.clusters.launcher import Launched
     from cosmos_rl_core.ops.clusters.operator import operator_of, request_workers
 
-    run_dir = None if "=" in wanted[0] else Path(wanted[0])
-    numbers = parse(wanted if run_dir is None else wanted[1:])
+    run_dir = None if "=" in arguments[0] else Path(arguments[0])
+    numbers = parse(arguments if run_dir is None else arguments[1:])
     if run_dir is not None and (launched := Launched.of(run_dir)) is not None and launched.alive():
         typer.echo("\n".join(launched.scale(numbers)) or "nothing to change")
         return
@@ -115,10 +115,10 @@ def status(run_dir: Run) -> None:
     if waits := without_controller(run_dir, launched, has_jobs=bool(jobs)):
         typer.echo(waits)
         return
-    found, outcome = read_status(run_dir), read_outcome(run_dir)
+    recorded, outcome = read_status(run_dir), read_outcome(run_dir)
     now = time.time()
-    controller = live_controller(run_dir, seen_s=now - found.time)
-    typer.echo(render(run_dir, found, controller=controller, now=now, outcome=outcome))
+    controller = live_controller(run_dir, seen_s=now - recorded.time)
+    typer.echo(render(run_dir, recorded, controller=controller, now=now, outcome=outcome))
 
 
 def without_controller(run_dir: Path, launched: Launched | None, *, has_jobs: bool) -> str:
@@ -143,12 +143,12 @@ def is_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in ("status.json", "run.lock", "launch/cluster.json"))
 
 
-def parse(wanted: Sequence[str]) -> dict[str, int]:
+def parse(texts: Sequence[str]) -> dict[str, int]:
     """Return the number of workers by role. Raises UserError."""
     from cosmos_rl_core.errors import UserError
 
     numbers: dict[str, int] = {}
-    for text in wanted:
+    for text in texts:
         role, _, number = text.partition("=")
         if not number.isdecimal():
             raise UserError(f"{text}: give a role and its number of workers, such as rollout=4")

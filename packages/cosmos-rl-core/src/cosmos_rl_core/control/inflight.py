@@ -52,7 +52,7 @@ class Batches:
     supervised: bool
     """True: a sample's payload is its row, read on demand."""
     peers: Peers
-    _held: dict[int, InflightGroup] = field(default_factory=dict)
+    _groups: dict[int, InflightGroup] = field(default_factory=dict)
     _spooled: dict[str, dict[int, str]] = field(default_factory=dict)
     """Held files by replica and sample."""
     awaited: set[int] = field(default_factory=set)
@@ -70,33 +70,33 @@ class Batches:
         entry: the sample after the message. A replica repeats the groups that were not released; one that leaves sends
         those in its files. Returns whether this was the last awaited one.
         """
-        held = InflightGroup(message.payload, replica, (message.sample, message.attempt), message.num_terms)
-        there = self._held.get(message.sample)
+        group = InflightGroup(message.payload, replica, (message.sample, message.attempt), message.num_terms)
+        earlier = self._groups.get(message.sample)
         if any(isinstance(record, records.Delivered) for record in decided) or (
-            there is None and _is_of(entry, message, replica)
+            earlier is None and _is_of(entry, message, replica)
         ):
-            self._held[message.sample] = held
-            if isinstance(held.payload, Spooled):
-                self._spooled.setdefault(replica, {})[message.sample] = held.payload.path
-        elif there is not None and _is_content_of(there, held) and _is_of(entry, message, replica):
-            self._replace(message.sample, there, held)
-        elif there != held:
-            self._release([held])
+            self._groups[message.sample] = group
+            if isinstance(group.payload, Spooled):
+                self._spooled.setdefault(replica, {})[message.sample] = group.payload.path
+        elif earlier is not None and _is_content_of(earlier, group) and _is_of(entry, message, replica):
+            self._replace(message.sample, earlier, group)
+        elif earlier != group:
+            self._release([group])
         is_last = self.awaited == {message.sample}
-        if message.sample in self._held:
+        if message.sample in self._groups:
             self.awaited.discard(message.sample)
         return is_last and not self.awaited
 
-    def _replace(self, sample: int, there: InflightGroup, held: InflightGroup) -> None:
+    def _replace(self, sample: int, earlier: InflightGroup, group: InflightGroup) -> None:
         """Hold a group in place of the reference to its file, which is removed unless the policy may be reading it."""
-        assert isinstance(there.payload, Spooled)
-        path = there.payload.path
-        del self._spooled[there.replica][sample]
+        assert isinstance(earlier.payload, Spooled)
+        path = earlier.payload.path
+        del self._spooled[earlier.replica][sample]
         if any(sample in samples for samples in self._assigned.values()):
-            self._held[sample] = replace(held, file=path)
+            self._groups[sample] = replace(group, file=path)
             return
-        self._held[sample] = held
-        if (peer := self.peers.by_name.get(held.replica)) is not None:
+        self._groups[sample] = group
+        if (peer := self.peers.by_name.get(group.replica)) is not None:
             peer.post(p.Release([path]))
 
     def lose(self, decided: Iterable[records.Record]) -> list[int]:
@@ -107,7 +107,7 @@ class Batches:
 
     def missing(self, samples: Iterable[int]) -> tuple[int, ...]:
         """Return the samples whose groups nobody holds."""
-        return () if self.supervised else tuple(sample for sample in samples if sample not in self._held)
+        return () if self.supervised else tuple(sample for sample in samples if sample not in self._groups)
 
     def with_payloads(self, batch: p.Batch, policy: WorkerPeer) -> p.Batch:
         """Return the batch with the payloads of the policy replica's part.
@@ -134,7 +134,7 @@ class Batches:
         if not 1 < count <= len(samples):
             return None
         if self._parts[:2] != (samples, count):
-            costs = {sample: max(1, self._held[sample].num_terms) for sample in samples}
+            costs = {sample: max(1, self._groups[sample].num_terms) for sample in samples}
             self._parts = samples, count, parts_of(costs, count)
         return self._parts[2][policy.mesh.index(policy.name)]
 
@@ -157,7 +157,7 @@ class Batches:
         """Forget the batches of the steps from `version` on, and release the groups of samples that are not `ready`."""
         self._assigned = {step: samples for step, samples in self._assigned.items() if step < version}
         self.awaited &= ready
-        self._drop(self._held.keys() - ready)
+        self._drop(self._groups.keys() - ready)
 
     def kept(self, replica: str) -> list[str]:
         """Return the files of a replica that are still needed."""
@@ -166,18 +166,18 @@ class Batches:
     def _payload(self, sample: int) -> p.Payload:
         if self.supervised:
             return _encode_row(self.source[sample])
-        held = self._held[sample]
-        if isinstance(held.payload, bytes):
-            return held.payload
-        maker = self.peers.by_name.get(held.replica)
-        return msgspec.structs.replace(held.payload, address=maker.address if maker else "")
+        group = self._groups[sample]
+        if isinstance(group.payload, bytes):
+            return group.payload
+        maker = self.peers.by_name.get(group.replica)
+        return msgspec.structs.replace(group.payload, address=maker.address if maker else "")
 
     def _drop(self, samples: Iterable[int]) -> None:
-        dropped = [(sample, self._held.pop(sample)) for sample in samples if sample in self._held]
-        for sample, held in dropped:
-            if isinstance(held.payload, Spooled):
-                del self._spooled[held.replica][sample]
-        self._release([held for _, held in dropped])
+        dropped = [(sample, self._groups.pop(sample)) for sample in samples if sample in self._groups]
+        for sample, group in dropped:
+            if isinstance(group.payload, Spooled):
+                del self._spooled[group.replica][sample]
+        self._release([group for _, group in dropped])
 
     def _release(self, groups: Iterable[InflightGroup]) -> None:
         """Make the replicas forget groups and remove files.
@@ -186,14 +186,14 @@ class Batches:
         groups.
         """
         of_replica: dict[str, list[InflightGroup]] = {}
-        for held in groups:
-            of_replica.setdefault(held.replica, []).append(held)
+        for group in groups:
+            of_replica.setdefault(group.replica, []).append(group)
         messages: dict[str, p.ToWorker] = {}
         for replica, released in of_replica.items():
             peer = self.peers.by_name.get(replica)
             if peer is not None and peer.is_welcome:
-                files = [path for held in released for path in held.files]
-                messages[replica] = p.Release(files, tuple(held.group for held in released))
+                files = [path for group in released for path in group.files]
+                messages[replica] = p.Release(files, tuple(group.group for group in released))
         self.peers.post_each(messages)
 
 
@@ -201,10 +201,10 @@ def _encode_row(prompt: Prompt) -> bytes:
     return json.dumps([prompt.origin, dict(prompt.row)]).encode()
 
 
-def _is_content_of(there: InflightGroup, held: InflightGroup) -> bool:
+def _is_content_of(earlier: InflightGroup, group: InflightGroup) -> bool:
     """Return whether a replica sends the content of the file that it has sent a reference to."""
-    is_same = (there.replica, there.group, there.num_terms) == (held.replica, held.group, held.num_terms)
-    return is_same and isinstance(there.payload, Spooled) and isinstance(held.payload, bytes)
+    is_same = (earlier.replica, earlier.group, earlier.num_terms) == (group.replica, group.group, group.num_terms)
+    return is_same and isinstance(earlier.payload, Spooled) and isinstance(group.payload, bytes)
 
 
 def _is_of(entry: Sample | None, message: p.Deliver, replica: str) -> bool:

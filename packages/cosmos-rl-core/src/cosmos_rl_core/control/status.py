@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from cosmos_rl_core.control.server import Controller
 
 
-def status_of(controller: Controller, *, phase: str, wanted: Mapping[str, int] | None = None) -> Slices[dict[str, Any]]:
-    """Return the current members, sample counts and waits. wanted: number of workers by role."""
+def status_of(
+    controller: Controller, *, phase: str, targets: Mapping[str, int] | None = None
+) -> Slices[dict[str, Any]]:
+    """Return the current members, sample counts and waits. targets: number of workers by role."""
     members = yield from _members(controller)
     waits = [] if phase in ENDED else (yield from controller.waits())
     ledger = controller.ledger
@@ -37,7 +39,7 @@ def status_of(controller: Controller, *, phase: str, wanted: Mapping[str, int] |
         "generation": ledger.generation,
         "epoch": ledger.members.epoch,
         "mesh": ledger.members.mesh,
-        "wanted": wanted or {},
+        "wanted": targets or {},
         "members": members,
         "samples": ledger.counts(),
         "waits": waits,
@@ -47,10 +49,10 @@ def status_of(controller: Controller, *, phase: str, wanted: Mapping[str, int] |
 def _members(controller: Controller) -> Slices[list[MemberStatus]]:
     """Return the connected workers, and those that may reconnect."""
     now, sessions, members = controller.clock(), controller.ledger.sessions.by_name, controller.ledger.members.by_name
-    found: dict[str, MemberStatus] = {}
+    by_name: dict[str, MemberStatus] = {}
     for peers in slices(list(controller.peers.by_name.values())):
         for peer in peers:
-            found[peer.name] = MemberStatus(
+            by_name[peer.name] = MemberStatus(
                 name=peer.name,
                 role=peer.role,
                 state="leaving" if peer.draining else members[peer.name].state.value,
@@ -65,14 +67,14 @@ def _members(controller: Controller) -> Slices[list[MemberStatus]]:
             )
         yield
     for name in [name for name in sessions if name not in controller.peers.by_name]:
-        found[name] = MemberStatus(
+        by_name[name] = MemberStatus(
             name=name,
             role=members[name].role,
             state=members[name].state.value,
             since_s=round(now - (sessions[name].suspect_since or now), 1),
             age_s=round(now - sessions[name].last_message, 1),
         )
-    return list(found.values())
+    return list(by_name.values())
 
 
 ENDED = ("finished", "failed")
@@ -166,10 +168,10 @@ def lost_host(run_dir: Path) -> str:
 
 def _elsewhere(run_dir: Path) -> ControllerFile | None:
     try:
-        found = read_controller_file(run_dir)
+        controller = read_controller_file(run_dir)
     except UserError:
         return None
-    return None if found.host == socket.gethostname() else found
+    return None if controller.host == socket.gethostname() else controller
 
 
 def _life(run_dir: Path, status: RunStatus, outcome: RecordedOutcome | None, *, controller: str, now: float) -> str:

@@ -130,14 +130,14 @@ class Turns:
 
     def waits(self) -> Slices[list[str]]:
         """Return one line per wait: of the run, and of each worker that is ready and has no work."""
-        found = [*self.ledger.waits(), *self.evaluator.waits()]
+        lines = [*self.ledger.waits(), *self.evaluator.waits()]
         if self.awaited:
-            found.append(f"the run waits for {len(self.awaited)} groups to return after the controller's restart")
-        found += [f"{peer.name} {why}" for peer in self.peers.of_role("policy") if (why := self._why_policy(peer))]
+            lines.append(f"the run waits for {len(self.awaited)} groups to return after the controller's restart")
+        lines += [f"{peer.name} {why}" for peer in self.peers.of_role("policy") if (why := self._why_policy(peer))]
         for rollouts in slices(self.peers.of_role("rollout")):
-            found += [f"{peer.name} {why}" for peer in rollouts if (why := self._why_idle(peer))]
+            lines += [f"{peer.name} {why}" for peer in rollouts if (why := self._why_idle(peer))]
             yield
-        return _shortened(found, self.peers.by_name)
+        return _shortened(lines, self.peers.by_name)
 
     def _why_policy(self, peer: WorkerPeer) -> str:
         """Return why a policy waits, for reasons that the ledger does not have."""
@@ -153,7 +153,7 @@ class Turns:
         evaluation = self.evaluator.current
         if peer.draining:
             return "leaves: its groups are finished and read first"
-        if not peer.is_ready or peer.name in self.ledger.samples.held or peer.name in self.ledger.sessions.waiting:
+        if not peer.is_ready or peer.name in self.ledger.samples.leased or peer.name in self.ledger.sessions.waiting:
             return ""
         if peer.version < 0:
             source = "it loads them" if self.peers.has_publisher(self.ledger.members.mesh) else "no policy is ready"
@@ -178,7 +178,7 @@ def _shortened(lines: Sequence[str], workers: Container[str]) -> list[str]:
     for line in lines:
         name, _, why = line.partition(" ")
         same.setdefault(why if name in workers else line, []).append(line)
-    found = []
+    shortened = []
     for each in same.values():
-        found += each if len(each) <= FEW else [f"{each[0]} (and {len(each) - 1} others)"]
-    return found
+        shortened += each if len(each) <= FEW else [f"{each[0]} (and {len(each) - 1} others)"]
+    return shortened

@@ -105,22 +105,22 @@ def check(
     earlier one; None if none is started. rewards: functions by label, in place of named ones.
     """
     config, domain, wrong, source = _parts(recipe)
-    found = list(recipe.problems) if isinstance(recipe, LoadedRecipe) else []
+    problems = list(recipe.problems) if isinstance(recipe, LoadedRecipe) else []
     if domain is None:
-        raise ConfigError(found, source=source)
+        raise ConfigError(problems, source=source)
     if not is_wrong({"reward"}, wrong):
-        found += _reward_problems(config, domain, rewards or {})
-    found += part_problems(config, domain, wrong=wrong)
+        problems += _reward_problems(config, domain, rewards or {})
+    problems += part_problems(config, domain, wrong=wrong)
     if not is_wrong({"algorithm.name", "rollout.engine"}, wrong):
-        found += _engine_problems(config, domain)
+        problems += _engine_problems(config, domain)
     if not is_wrong({"model"}, wrong):
-        found += _model_problems(config, domain)
-    data = None if is_wrong({"data"}, wrong) else _dataset("data", config.data, domain, found)
+        problems += _model_problems(config, domain)
+    data = None if is_wrong({"data"}, wrong) else _dataset("data", config.data, domain, problems)
     held_out = None if is_wrong({"eval.data"}, wrong) else config.eval.data
     if held_out is None or config.eval.held_out is None:
-        evaluation = None if held_out is None else _dataset("eval.data", held_out, domain, found)
+        evaluation = None if held_out is None else _dataset("eval.data", held_out, domain, problems)
     else:
-        data, evaluation = _set_aside(config, data, found)
+        data, evaluation = _set_aside(config, data, problems)
     notes: list[Problem] = []
     if deep:
         preflight = _preflight(config, domain, wrong, data, evaluation, rewards or {})
@@ -128,10 +128,10 @@ def check(
             preflight += directory_problems(config, resume=resume is not None, overwrite=overwrite)
         if resume is not None and not wrong:
             preflight += resume_problems(resumed or config, config.run.directory, resume)
-        found += [problem for problem in preflight if not problem.is_note]
+        problems += [problem for problem in preflight if not problem.is_note]
         notes = [problem for problem in preflight if problem.is_note]
-    if data is None or found:
-        raise ConfigError(_in_order(each_once(found), source), source=source)
+    if data is None or problems:
+        raise ConfigError(_in_order(each_once(problems), source), source=source)
     return Checked(
         config=config,
         data=data,
@@ -141,8 +141,8 @@ def check(
     )
 
 
-def _in_order(found: Sequence[Problem], source: RecipeSource | None) -> Sequence[Problem]:
-    return sorted(found, key=lambda problem: source.offset_of(problem.key)) if source else found
+def _in_order(problems: Sequence[Problem], source: RecipeSource | None) -> Sequence[Problem]:
+    return sorted(problems, key=lambda problem: source.offset_of(problem.key)) if source else problems
 
 
 def _preflight(
@@ -154,22 +154,22 @@ def _preflight(
     rewards: Mapping[str, Any],
 ) -> list[Problem]:
     """Return the problems that the first minute of a run would reveal, as far as the valid sections show them."""
-    found = list(machine_problems(config, domain, wrong=wrong))
+    problems = list(machine_problems(config, domain, wrong=wrong))
     rows = () if data is None else data.rows
     for key, dataset in (("data", data), ("eval.data", held_out)):
         if dataset is not None and isinstance(dataset.rows, UsableRows):
-            found.append(Problem(key=key, wrong=dataset.rows.note, is_note=True))
+            problems.append(Problem(key=key, wrong=dataset.rows.note, is_note=True))
     if not is_wrong(DOMAIN_READS, wrong):
         try:
-            found.extend(domain.problems(config, rows, () if held_out is None else held_out.rows))
+            problems.extend(domain.problems(config, rows, () if held_out is None else held_out.rows))
         except UserError as error:
-            found += problems_of(error, key="model.path")
+            problems += problems_of(error, key="model.path")
     if data is not None and not config.is_sft and not is_wrong(REWARDS_READ, wrong):
-        found += reward_problems(config, domain, rows, origin=data.origin, given=rewards)
+        problems += reward_problems(config, domain, rows, origin=data.origin, given=rewards)
     if data is not None and not is_wrong({"policy"}, wrong) and (size := config.policy.prompts_per_step) > len(rows):
         times = f"a step uses each of {len(rows)} rows {size / len(rows):.3g} times"
-        found.append(Problem(key="policy.prompts_per_step", given=str(size), wrong=times, is_note=True))
-    return found
+        problems.append(Problem(key="policy.prompts_per_step", given=str(size), wrong=times, is_note=True))
+    return problems
 
 
 def check_names(recipe: LoadedRecipe) -> tuple[str, ...]:
@@ -178,16 +178,16 @@ def check_names(recipe: LoadedRecipe) -> tuple[str, ...]:
     Raises ConfigError with the problems of the recipe itself.
     """
     config = recipe.whole()
-    domain, found = load_domain(config.run.domain), list(sink_problems(config)) + list(transport_problems(config))
+    domain, problems = load_domain(config.run.domain), list(sink_problems(config)) + list(transport_problems(config))
     if not config.is_sft:
-        found += _reward_problems(config, domain, {})
+        problems += _reward_problems(config, domain, {})
         try:
             look_up_engine(config.rollout.engine, domain)
         except UserError as error:
-            found += problems_of(error, key="rollout.engine")
+            problems += problems_of(error, key="rollout.engine")
         else:
             engine_options(config, domain)
-    return tuple(f"{problem}; the machines of the run must have it" for problem in found)
+    return tuple(f"{problem}; the machines of the run must have it" for problem in problems)
 
 
 def check_here(
@@ -288,29 +288,31 @@ def _gpu_warnings(config: RunConfig) -> list[str]:
     return []
 
 
-def _dataset(section: str, data: Any, domain: DomainBase, found: list[Problem]) -> Dataset | None:
+def _dataset(section: str, data: Any, domain: DomainBase, problems: list[Problem]) -> Dataset | None:
     try:
         rows, origin = domain.load_rows(data)
     except (ValueError, OSError) as error:  # a domain's errors for unreadable data
         column = re.search(r"\(data\.(\w+)", str(error))
         is_set = column is not None and column[1] in data.model_fields_set
         key = f"{section}.{column[1]}" if column and is_set else _rows_key(section, domain)
-        found += problems_of(error, key=key, section=section)
+        problems += problems_of(error, key=key, section=section)
         return None
     if not rows:
-        found.append(Problem(key=_rows_key(section, domain), wrong=f"{origin} has no rows"))
+        problems.append(Problem(key=_rows_key(section, domain), wrong=f"{origin} has no rows"))
         return None
     return Dataset(origin=origin, rows=rows)
 
 
-def _set_aside(config: RunConfig, data: Dataset | None, found: list[Problem]) -> tuple[Dataset | None, Dataset | None]:
+def _set_aside(
+    config: RunConfig, data: Dataset | None, problems: list[Problem]
+) -> tuple[Dataset | None, Dataset | None]:
     """Return the rows that are trained on, and those that are held out."""
     if data is None:
         return None, None
     try:
         count = config.num_held_out(data.rows)
     except UserError as error:
-        found += problems_of(error, key="eval.held_out")
+        problems += problems_of(error, key="eval.held_out")
         return None, None
     return replace(data, rows=data.rows[count:]), replace(data, rows=data.rows[:count])
 
@@ -321,7 +323,7 @@ def _rows_key(section: str, domain: DomainBase) -> str:
 
 
 def _reward_problems(config: RunConfig, domain: DomainBase, rewards: Mapping[str, Any]) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for place, function in enumerate(config.reward.functions):
         if function.title in rewards:
             continue
@@ -331,11 +333,11 @@ def _reward_problems(config: RunConfig, domain: DomainBase, rewards: Mapping[str
                 plugins.locate("cosmos_rl.rewards", function.name, beside=domain.rewards)
             reward = build_reward(function.name, domain, options=function.options)
         except UserError as error:
-            found.append(Problem(key=key, given=given, wrong=str(error)))
+            problems.append(Problem(key=key, given=given, wrong=str(error)))
         else:
             if not callable(reward):
-                found.append(Problem(key=key, given=given, wrong="is not a function"))
-    return found
+                problems.append(Problem(key=key, given=given, wrong="is not a function"))
+    return problems
 
 
 def _resume(checked: Checked) -> list[tuple[str, str]]:

@@ -106,13 +106,13 @@ def open_recipe(
     if module := plugins.importing():
         raise UserError(f"{module} {STARTS_AGAIN}")
     add_folders(python_path)
-    found = _found([] if rewards is None else rewards)
+    named_rewards = _named_rewards([] if rewards is None else rewards)
     sections = {
         name: list(given) if check and isinstance(given, Iterator) else given  # the run iterates over them again
         for name, given in zip(FILES, (rows, eval_rows), strict=True)
         if given is not None
     }
-    values: dict[str, Any] = {} if rewards is None else {"reward.functions": [one.section for one in found]}
+    values: dict[str, Any] = {} if rewards is None else {"reward.functions": [one.section for one in named_rewards]}
     if sections:
         values |= _data_values(recipe, overrides, sections, generating=generating)
     if isinstance(recipe, RunConfig) and not overrides and not values:
@@ -122,15 +122,15 @@ def open_recipe(
         loaded = load(source, overrides, values=values, generating=generating)
     inline = loaded.config.run.placement == "inline" and not generating
     if not inline:
-        _must_be_importable(found)
-    functions = {one.label: one.function for one in found if one.function is not None}
+        _must_be_importable(named_rewards)
+    functions = {one.label: one.function for one in named_rewards if one.function is not None}
     notes: Sequence[str] = ()
     if check is not None:
         with _rows_in_files(loaded, sections) as (readable, config):
             notes = check(readable, config, functions)
     return Given(
         config=loaded.whole(),
-        python_path=tuple(dict.fromkeys([*python_path, *(one.folder for one in found if one.folder)])),
+        python_path=tuple(dict.fromkeys([*python_path, *(one.folder for one in named_rewards if one.folder)])),
         rewards=functions if inline else {},
         rows=sections,
         notes=tuple(notes),
@@ -154,12 +154,12 @@ def _rows_in_files(loaded: LoadedRecipe, rows: Mapping[str, Rows]) -> Iterator[t
             readable = replace(loaded, config=given.placed_in(Path(folder)).config)
             yield readable, given.placed_in(loaded.config.run.directory).config
         except ConfigError as error:
-            found = [replace(each, wrong=each.wrong.replace(f"{folder}/", "")) for each in error.problems]
-            raise ConfigError(found, source=loaded.source) from error
+            problems = [replace(each, wrong=each.wrong.replace(f"{folder}/", "")) for each in error.problems]
+            raise ConfigError(problems, source=loaded.source) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _NamedReward:
     """A given reward and its name for other processes."""
 
     label: str
@@ -179,45 +179,45 @@ class _Found:
         return {"name": self.name, "label": self.label, "weight": self.weight}
 
 
-def _found(rewards: Rewards) -> list[_Found]:
+def _named_rewards(rewards: Rewards) -> list[_NamedReward]:
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]
     items = rewards.items() if isinstance(rewards, Mapping) else [("", given) for given in rewards]
-    found = []
+    named_rewards = []
     for label, given in items:
         reward, weight = given if isinstance(given, tuple) else (given, 1.0)
         if isinstance(reward, str):
-            found.append(_Found(label=label, weight=weight, name=reward))
+            named_rewards.append(_NamedReward(label=label, weight=weight, name=reward))
         elif callable(reward):
-            found.append(_find(reward, label=label, weight=weight))
+            named_rewards.append(_find(reward, label=label, weight=weight))
         else:
             raise UserError(f"rewards: {reward!r} is neither a function nor the name of a reward")
-    return found
+    return named_rewards
 
 
-def _find(function: Callable[..., Any], *, label: str, weight: float) -> _Found:
+def _find(function: Callable[..., Any], *, label: str, weight: float) -> _NamedReward:
     """Find the name by which another process can import a function."""
     kind = function if getattr(function, "__qualname__", "") else type(function)
     name: str = kind.__qualname__
     label = label or name.rpartition(".")[2].strip("<>")
-    found = _Found(label=label, weight=weight, name=f"{kind.__module__}:{name}", function=function)
+    reward = _NamedReward(label=label, weight=weight, name=f"{kind.__module__}:{name}", function=function)
     if kind is not function:
-        return replace(found, wrong=f"is an object of the class {name}, and not a function or a class")
+        return replace(reward, wrong=f"is an object of the class {name}, and not a function or a class")
     if "<" in name:
-        return replace(found, wrong="is a lambda" if "<lambda>" in name else "is defined inside a function")
+        return replace(reward, wrong="is a lambda" if "<lambda>" in name else "is defined inside a function")
     module = sys.modules.get(kind.__module__)
     file = vars(module).get("__file__") if module else None
     if module is None or file is None:
-        return replace(found, wrong="is defined in a notebook or at a prompt")
+        return replace(reward, wrong="is defined in a notebook or at a prompt")
     imported = _imported_name(module, Path(file))
-    found = replace(found, name=f"{imported}:{name}", folder=_root(imported, Path(file)))
+    reward = replace(reward, name=f"{imported}:{name}", folder=_root(imported, Path(file)))
     if _attribute(module, name) is not function:
-        return replace(found, wrong=f"is not what {imported} has by the name {name}")
-    if (other := _hidden_by(imported, found.folder)) is not None:
-        return replace(found, wrong=f"is in {file}, while workers import {imported} from {other}; rename the file")
+        return replace(reward, wrong=f"is not what {imported} has by the name {name}")
+    if (other := _hidden_by(imported, reward.folder)) is not None:
+        return replace(reward, wrong=f"is in {file}, while workers import {imported} from {other}; rename the file")
     if module.__name__ == "__main__" and _starts_again(Path(file)):
-        return replace(found, wrong=f"is in {file}, which {STARTS_AGAIN}")
-    return found
+        return replace(reward, wrong=f"is in {file}, which {STARTS_AGAIN}")
+    return reward
 
 
 def _imported_name(module: ModuleType, file: Path) -> str:
@@ -235,10 +235,10 @@ def _root(module: str, file: Path) -> str:
 
 
 def _attribute(module: ModuleType, name: str) -> Any:
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _hidden_by(module: str, folder: str) -> str | None:
@@ -265,11 +265,11 @@ def _starts_again(script: Path) -> bool:
     return False
 
 
-def _must_be_importable(found: Sequence[_Found]) -> None:
-    for one in found:
-        if one.wrong:
+def _must_be_importable(rewards: Sequence[_NamedReward]) -> None:
+    for reward in rewards:
+        if reward.wrong:
             raise UserError(
-                f"reward {one.label!r} {one.wrong}. Workers are separate processes, which import it by its name: "
+                f"reward {reward.label!r} {reward.wrong}. Workers are separate processes, which import it by its name: "
                 'write a function into its own module or script, or set [run] placement = "inline", where a run '
                 "has one process"
             )
@@ -303,5 +303,5 @@ def _data_values(
 
 
 def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = tables.get(name)
-    return found if isinstance(found, Mapping) else {}
+    table = tables.get(name)
+    return table if isinstance(table, Mapping) else {}

@@ -81,21 +81,21 @@ class GpuSupply:
         use = Counter({gpu: 0 for gpu in self.visible})
         use.update(gpu for own in in_use.values() for gpu in own)
         free = sum(number == 0 for number in use.values())
-        wanted = sum(self.per_worker[role] * number for role, number in more.items())
-        if wanted > free and not self.share:
+        needed = sum(self.per_worker[role] * number for role, number in more.items())
+        if needed > free and not self.share:
             parts = [f"{number} more {role} x {self.per_worker[role]}" for role, number in more.items() if number]
             workers = ", ".join(f"{name} on {','.join(own)}" for name, own in in_use.items())
             raise UserError(
-                f"{wanted} GPUs of this machine are needed ({', '.join(parts)}), but {free} of {len(self.visible)} are "
+                f"{needed} GPUs of this machine are needed ({', '.join(parts)}), but {free} of {len(self.visible)} are "
                 f"free: {workers}; start the workers on another machine, or set [run] share_gpus = true"
             )
-        found: dict[Role, list[Sequence[str]]] = {}
+        assigned: dict[Role, list[Sequence[str]]] = {}
         for role, number in more.items():
             for _ in range(number):
                 own = sorted(self.visible, key=use.__getitem__)[: self.per_worker[role]]
                 use.update(own)
-                found.setdefault(role, []).append(own)
-        return found
+                assigned.setdefault(role, []).append(own)
+        return assigned
 
 
 def gpus_per_rollout(config: RunConfig) -> int:
@@ -121,22 +121,22 @@ def assign_gpus(config: RunConfig, ranks: int, *, gpus: Sequence[str]) -> Assign
     cannot help.
     """
     policies = config.policy.replicas
-    wanted = [*[ranks] * policies, *rollout_gpus(config)]
+    counts = [*[ranks] * policies, *rollout_gpus(config)]
     if not gpus:
-        each: list[Sequence[str]] = [() for _ in wanted]
+        each: list[Sequence[str]] = [() for _ in counts]
         return AssignedGpus(policies=each[:policies], rollouts=each[policies:])
-    _check_number(wanted[:policies], wanted[policies:], gpus, config.run)
+    _check_number(counts[:policies], counts[policies:], gpus, config.run)
     if config.run.colocate:  # both from the first GPU on, in turns
-        own = [_dealt(wanted[:policies], gpus), _dealt(wanted[policies:], gpus)]
-        most = max(sum(wanted[:policies]), sum(wanted[policies:]))
+        own = [_dealt(counts[:policies], gpus), _dealt(counts[policies:], gpus)]
+        most = max(sum(counts[:policies]), sum(counts[policies:]))
         return AssignedGpus(policies=own[0], rollouts=own[1], unused=gpus[most:], in_turns=True)
-    each = _dealt(wanted, gpus)
-    return AssignedGpus(policies=each[:policies], rollouts=each[policies:], unused=gpus[sum(wanted) :])
+    each = _dealt(counts, gpus)
+    return AssignedGpus(policies=each[:policies], rollouts=each[policies:], unused=gpus[sum(counts) :])
 
 
-def _dealt(wanted: Sequence[int], gpus: Sequence[str]) -> list[Sequence[str]]:
+def _dealt(counts: Sequence[int], gpus: Sequence[str]) -> list[Sequence[str]]:
     supply = cycle(gpus)
-    return [list(islice(supply, number)) for number in wanted]
+    return [list(islice(supply, number)) for number in counts]
 
 
 def assignment_text(config: RunConfig) -> str:
@@ -151,7 +151,7 @@ def assignment_text(config: RunConfig) -> str:
 
 
 def _check_number(policies: Sequence[int], rollouts: Sequence[int], gpus: Sequence[str], run: RunSection) -> None:
-    ranks, wanted = policies[0], sum(policies) + sum(rollouts)
+    ranks, needed = policies[0], sum(policies) + sum(rollouts)
     here = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} visible ({', '.join(gpus)})"
     on_cpu = f"or set {VISIBLE_GPUS} to nothing to run on the CPU"
     if ranks > len(gpus):
@@ -170,9 +170,9 @@ def _check_number(policies: Sequence[int], rollouts: Sequence[int], gpus: Sequen
                 f"{len(rollouts)} x {rollouts[0]} GPUs of this machine are needed for rollout replicas, but {here}; "
                 f"lower [rollout] replicas, {on_cpu}"
             )
-    elif wanted > len(gpus) and not run.share_gpus:
+    elif needed > len(gpus) and not run.share_gpus:
         raise UserError(
-            f"the run needs {wanted} GPUs of this machine, {sum(policies)} for the policy's ranks and "
+            f"the run needs {needed} GPUs of this machine, {sum(policies)} for the policy's ranks and "
             f"{len(rollouts)} x {rollouts[0]} for rollout replicas, but {here}; lower [policy.parallel] or [rollout] "
             f"replicas, set [run] colocate = true to use the same GPUs in turns, or share_gpus = true to run several "
             f"processes on a GPU, {on_cpu}"

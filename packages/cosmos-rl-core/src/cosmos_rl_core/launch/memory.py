@@ -43,10 +43,10 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**2
 
 def parse_bytes(text: str) -> int:
     """Return "80GiB" as a number of bytes. Raises UserError for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B|)", text.strip())
-    if found is None:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B|)", text.strip())
+    if size is None:
         raise UserError(f"--memory {text}: write a size such as 80GiB, 24GB or 512MiB")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(size[1]) * UNITS[size[2]])
 
 
 def estimate_of(
@@ -86,8 +86,8 @@ def policy_needs(
         MemoryPart(name="embedding and head, gathered, with gradients", bytes=rank.root, at=(REDUCED,)),
     ]
     if _copies_reference(shape, config, domain):
-        held = policy_dtype if dims.world_size == 1 else shape.reference_dtype or policy_dtype
-        rank = replace(rank, reference=rank.parameters * BYTES[held] // BYTES[policy_dtype])
+        reference_dtype = policy_dtype if dims.world_size == 1 else shape.reference_dtype or policy_dtype
+        rank = replace(rank, reference=rank.parameters * BYTES[reference_dtype] // BYTES[policy_dtype])
         parts.append(MemoryPart(name="reference of the KL term", bytes=rank.reference, host=offloaded, away=True))
     if gpu:
         parts += [MemoryPart(name=CONTEXT, bytes=CONTEXT_BYTES), *_communicators(dims)]
@@ -145,9 +145,9 @@ def _publishing(
 
 def sent_dtype(config: RunConfig, domain: DomainBase, *, computed: str) -> str:
     """Return the dtype in which weights travel: [sync] dtype or the engine's, where that is narrower."""
-    held = config.policy.precision.parameters
-    wanted = config.sync.dtype or domain.engine_dtype(config, computed=computed)
-    return wanted if ITEM_BYTES[wanted] < ITEM_BYTES[held] else held
+    parameter_dtype = config.policy.precision.parameters
+    dtype = config.sync.dtype or domain.engine_dtype(config, computed=computed)
+    return dtype if ITEM_BYTES[dtype] < ITEM_BYTES[parameter_dtype] else parameter_dtype
 
 
 def rollout_needs(
@@ -215,15 +215,15 @@ def changes_that_fit(
     gpu: bool = False,
 ) -> list[Change]:
     """Return the first few changes, cheapest first, after which a rank needs at most `memory` bytes of its device."""
-    found: list[Change] = []
+    fitting: list[Change] = []
     for change in _candidates(config, tokens_per_term=shape.tokens_per_term):
         changed = config.model_copy(update={"policy": _changed(config.policy, change)})
         fits = policy_needs(shape, changed, domain, device_bytes=device_bytes, gpu=gpu).device <= memory
-        if fits and not any(_contains(change, other) for other in found):
-            found.append(change)
-        if len(found) == MOST_CHANGES:
+        if fits and not any(_contains(change, other) for other in fitting):
+            fitting.append(change)
+        if len(fitting) == MOST_CHANGES:
             break
-    return found
+    return fitting
 
 
 def written(change: Change) -> str:
@@ -324,11 +324,11 @@ def memory_advice(config: RunConfig, *, role: str, reason: str = "") -> str:
             f"{counted}; generate fewer rollouts at once by [rollout.options], or give the engine a GPU of its own "
             "([run] share_gpus = false)"
         )
-    found: list[Change] = []
+    fitting: list[Change] = []
     if shape is not None:
         room = int(WITH_ROOM * policy_needs(shape, config, domain, device_bytes=device_bytes, gpu=True).device)
-        found = changes_that_fit(shape, config, domain, memory=room, device_bytes=device_bytes, gpu=True)
-    changes = [written(change) for change in found] or [
+        fitting = changes_that_fit(shape, config, domain, memory=room, device_bytes=device_bytes, gpu=True)
+    changes = [written(change) for change in fitting] or [
         f"policy.microbatch_terms={config.policy.microbatch_terms // 2}"
     ]
     return f"{counted}; set {', or '.join(changes)}"

@@ -84,11 +84,11 @@ class RunResult:
     @cached_property
     def evaluations(self) -> Mapping[int, Mapping[str, float]]:
         """Policy version -> metrics on the held-out rows."""
-        found: dict[int, dict[str, float]] = {}
+        by_version: dict[int, dict[str, float]] = {}
         for line in read_lines(self.run_dir / EVALUATIONS, first_step=self.first_evaluated, last_step=self.trained):
             metrics = {name: value for name, value in line.items() if name not in ("step", "policy_version")}
-            found.setdefault(int(line["step"]), {}).update(metrics)
-        return found
+            by_version.setdefault(int(line["step"]), {}).update(metrics)
+        return by_version
 
     def each_step(self) -> Iterator[Mapping[str, float]]:
         """Yield the metrics of each step without keeping them."""
@@ -153,7 +153,7 @@ class RunObserver:
         now = time.perf_counter()
         step_s = now - self._last_step_at
         self._last_step_at = now
-        whole = {
+        line = {
             "step": step,
             "policy_version": step + 1,
             "time_s": now - self._started,
@@ -164,10 +164,10 @@ class RunObserver:
         self.events.step = step + 1
         self.current_phase = "training"
         for sink in self._sinks:
-            sink.log(step, whole)
+            sink.log(step, line)
         self._grids.show_new()
         if self._console is not None and (step + 1) % self._config.run.log_every == 0:
-            self._console.step(step, whole)
+            self._console.step(step, line)
 
     def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None:
         self._eval_sink.log(version, {"policy_version": version, **metrics})

@@ -161,8 +161,8 @@ def control(
     ending, started = Ending(path.resolve()), time.time()
     alone = given.config.run.placement != "inline"
     with ending.recorded(started), machine_log(path.resolve(), "controller", alone=alone):
-        whole = _Run(given, directory, supervised, resumption, takeover, ending)
-        result = run_to_end(whole.run([*given.notes, *directory.notes, *([short] if short else [])]))
+        this_run = _Run(given, directory, supervised, resumption, takeover, ending)
+        result = run_to_end(this_run.run([*given.notes, *directory.notes, *([short] if short else [])]))
     ending.finished(
         step=result.steps,
         checkpoint=result.checkpoint_url,
@@ -327,10 +327,12 @@ class _Run:
         """Raise UserError if the run's directory or its last checkpoint was removed."""
         self._check_removals(controller)
         last = controller.checkpoint
-        there = not last or "://" in last or has_all_files(last)
+        is_complete = not last or "://" in last or has_all_files(last)
         if self._removals.lost:
-            raise UserError(self._removals.explain(step=controller.ledger.version, checkpoint=last if there else ""))
-        if not there:
+            raise UserError(
+                self._removals.explain(step=controller.ledger.version, checkpoint=last if is_complete else "")
+            )
+        if not is_complete:
             raise UserError(f"the checkpoint {last}, the last of the run, was removed; its weights are gone")
 
     def _make_ledger(self) -> Ledger:
@@ -370,8 +372,8 @@ class _Run:
 
     def _newest_checkpoint(self) -> tuple[Position, str]:
         """Return position and location of a new policy's checkpoint; without one the start of the stream, and ""."""
-        found = find_resumption(self._config, self._directory, "auto") or self._resumption
-        return (Position(0, 0), "") if found is None else (position_of(found.state), str(found.folder))
+        checkpoint = find_resumption(self._config, self._directory, "auto") or self._resumption
+        return (Position(0, 0), "") if checkpoint is None else (position_of(checkpoint.state), str(checkpoint.folder))
 
     @contextlib.asynccontextmanager
     async def _placed(self, controller: Controller, address: str):  # noqa: ANN202
@@ -414,7 +416,7 @@ class _Run:
         self._ending.position = lambda: LastState(controller.ledger.version, controller.checkpoint, outcome.worker)
         return Reporter(
             self._directory,
-            status=lambda phase: status_of(controller, phase=phase, wanted=self._scaling and self._scaling.wanted),
+            status=lambda phase: status_of(controller, phase=phase, targets=self._scaling and self._scaling.targets),
             phase=lambda: self._observer.current_phase,
             events=self._observer.events,
             checks=(controller.check_owner, lambda: self._check_removals(controller)),

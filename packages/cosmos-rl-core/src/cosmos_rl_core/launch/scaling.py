@@ -43,12 +43,12 @@ class Scaling:
         self._idle: list[tuple[float, float]] = []
         self._autoscaling: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
-        self.wanted: dict[str, int] = {}
+        self.targets: dict[str, int] = {}
         """Number of workers by role, as last requested; empty for `cosmos-rl controller` before a request."""
         if config.run.placement != "external":
-            self.wanted = {"policy": len(workers.names("policy")) or config.policy.replicas}
+            self.targets = {"policy": len(workers.names("policy")) or config.policy.replicas}
             if not config.is_sft:
-                self.wanted["rollout"] = len(workers.names("rollout")) or config.rollout.replicas
+                self.targets["rollout"] = len(workers.names("rollout")) or config.rollout.replicas
 
     def present(self, role: p.Role) -> list[str]:
         """Return the workers of a role that are not leaving, the oldest first; also those not connected yet."""
@@ -62,14 +62,14 @@ class Scaling:
             return
         self._idle.append((idle[0], idle[1]))
         present = len(self.present("rollout"))
-        wanted = wanted_rollouts(self._idle, present=present, section=self._autoscale)
-        if wanted != present:
+        target = wanted_rollouts(self._idle, present=present, section=self._autoscale)
+        if target != present:
             self._note(f"autoscaling: policy idle for {idle[0]:.0%}, rollouts for {idle[1]:.0%}")
-            self._autoscaling = asyncio.create_task(self._change_rollouts(wanted))
+            self._autoscaling = asyncio.create_task(self._change_rollouts(target))
 
-    async def _change_rollouts(self, wanted: int) -> None:
+    async def _change_rollouts(self, target: int) -> None:
         try:
-            await self.change({"rollout": wanted}, report=lambda text: None)  # the controller reports the members
+            await self.change({"rollout": target}, report=lambda text: None)  # the controller reports the members
         except UserError as error:
             self._note(f"autoscaling: {error}")
         except Exception as error:  # it would be lost with this task
@@ -80,13 +80,13 @@ class Scaling:
         peers = self._controller.peers
         return {role: sum(peer.is_ready for peer in peers.of_role(role)) for role in ROLES}
 
-    async def change(self, wanted: Mapping[str, int], *, report: Callable[[str], None]) -> None:
+    async def change(self, targets: Mapping[str, int], *, report: Callable[[str], None]) -> None:
         """Start or drain workers until there are as many of each role as wanted, and wait until they are ready or gone.
 
         report: called with one line per worker and event. Raises UserError, before any change, for a number that
         the run cannot have.
         """
-        roles = self._checked(wanted)
+        roles = self._checked(targets)
         if self._lock.locked():
             raise UserError("another change of the number of workers is in work: wait for its end")
         async with self._lock:
@@ -97,7 +97,7 @@ class Scaling:
             if more:
                 self._workers.check(more, without=leaving)
             self._note(f"workers wanted: {', '.join(f'{number} {role}' for role, number in roles.items())}")
-            self.wanted |= roles
+            self.targets |= roles
             try:
                 await self._drain(leaving, report)
                 if more:
@@ -105,12 +105,12 @@ class Scaling:
             finally:
                 self._idle.clear()
 
-    def _checked(self, wanted: Mapping[str, int]) -> dict[p.Role, int]:
+    def _checked(self, targets: Mapping[str, int]) -> dict[p.Role, int]:
         """Return the numbers by role. Raises UserError for a role or number that no run can have."""
-        if not wanted:
+        if not targets:
             raise UserError("name a role and its number of workers: rollout=4, policy=2")
         roles: dict[p.Role, int] = {}
-        for name, number in wanted.items():
+        for name, number in targets.items():
             role: p.Role | None = next((role for role in ROLES if role == name), None)
             if role is None:
                 raise UserError(f"{name}={number}: there is no role {name}; the roles are {' and '.join(ROLES)}")

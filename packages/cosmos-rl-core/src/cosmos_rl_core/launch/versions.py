@@ -28,8 +28,8 @@ def too_old(
     floors: dict[str, tuple[str, str]] = {}
     for package in packages:
         for text in _or_nothing(requires, package) or ():
-            if found := _REQUIREMENT.match(text):
-                name, floor = found.groups()
+            if match := _REQUIREMENT.match(text):
+                name, floor = match.groups()
                 floors.setdefault(name, (floor, package))
     return [
         f"{name} {installed} is installed, but {package} needs {floor} or later: pip install '{name}>={floor}'"
@@ -47,5 +47,5 @@ def _or_nothing(read: Callable[[str], T], name: str) -> T | None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """2.13.0+cu130 -> (2, 13, 0); parts that are not numbers end it."""
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()

@@ -49,8 +49,8 @@ def answer_lease_requests(ledger: LedgerState) -> None:
         if lineage == ledger.lineage:
             room = leases_to_grant(ledger, version)
             if room > 0:
-                wanted = _first_in_queue(ledger, sessions.lease_requests[lineage, version], room)
-                _grant_in_turns(ledger, wanted, ledger.window.deadline(version), room)
+                requested = _first_in_queue(ledger, sessions.lease_requests[lineage, version], room)
+                _grant_in_turns(ledger, requested, ledger.window.deadline(version), room)
 
 
 def leases_to_grant(ledger: LedgerState, version: int) -> int:
@@ -74,28 +74,28 @@ def _first_in_queue(ledger: LedgerState, queue: dict[str, int], room: int) -> di
     A replica wants its capacity, up to its fair share of the window: the share prevents the first requester from
     taking a whole small window. Those that hold their share are set aside, so that no later event visits them.
     """
-    wanted: dict[str, int] = {}
+    counts: dict[str, int] = {}
     full: list[str] = []
     for name, capacity in queue.items():
-        if len(wanted) == room:
+        if len(counts) == room:
             break
-        left = ledger.sessions.share - len(ledger.samples.held.get(name, ()))
+        left = ledger.sessions.share - len(ledger.samples.leased.get(name, ()))
         if left > 0:
-            wanted[name] = min(capacity, left)
+            counts[name] = min(capacity, left)
         else:
             full.append(name)
     for name in full:
         ledger.sessions.set_aside(name)
-    return wanted
+    return counts
 
 
-def _grant_in_turns(ledger: LedgerState, wanted: dict[str, int], deadline: int, room: int) -> None:
+def _grant_in_turns(ledger: LedgerState, counts: dict[str, int], deadline: int, room: int) -> None:
     """Grant one lease per replica and turn. A replica that finishes requests again."""
     grants: dict[str, list[p.LeasedPrompt]] = {}
-    while room > 0 and (takers := [name for name, count in wanted.items() if count > 0]):
+    while room > 0 and (takers := [name for name, count in counts.items() if count > 0]):
         for name in takers[:room]:
             grants.setdefault(name, []).append(_lease(ledger, name, deadline))
-            wanted[name] -= 1
+            counts[name] -= 1
         room -= len(takers[:room])
     for name, leases in grants.items():
         ledger.sessions.withdraw(name)
@@ -162,7 +162,7 @@ def return_leases(ledger: LedgerState, replica: str, message: p.Return) -> None:
     ledger.sessions.withdraw(replica)
     if (session := ledger.sessions.by_name.get(replica)) is not None:
         session.held_request = None
-    for sample in sorted(ledger.samples.held.get(replica, set()).intersection(message.samples)):
+    for sample in sorted(ledger.samples.leased.get(replica, set()).intersection(message.samples)):
         ledger.sessions.end_lease(sample, replica)
         ledger.decide(records.Returned(sample, f"{replica} leaves"))
 

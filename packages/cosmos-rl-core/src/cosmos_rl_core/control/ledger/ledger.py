@@ -62,8 +62,8 @@ class Ledger(LedgerState):
 
     def waits(self) -> list[str]:
         """Return one line per wait: "policy-0 waits for batch 7: 3 of 8 groups ready, 5 leased to rollout-0"."""
-        found = [f"the run has halted: {self.halted}"] if self.halted is not None else []
-        return [*found, *_mesh(self), *_batches(self), *_votes(self), *_leases(self), *_stuck(self), *_suspects(self)]
+        halted = [f"the run has halted: {self.halted}"] if self.halted is not None else []
+        return [*halted, *_mesh(self), *_batches(self), *_votes(self), *_leases(self), *_stuck(self), *_suspects(self)]
 
 
 def _is_request(event: events.Event) -> bool:
@@ -78,15 +78,15 @@ def _mesh(ledger: LedgerState) -> list[str]:
         return [f"the run waits for a rollback to version {version}: all policy replicas were lost"]
     if members.mesh:
         return []
-    wanted, ready = ledger.mesh_size, members.ready_policies()
-    return [f"the run waits for policy replicas: {len(ready)} of {wanted} ready"]
+    size, ready = ledger.mesh_size, members.ready_policies()
+    return [f"the run waits for policy replicas: {len(ready)} of {size} ready"]
 
 
 def _batches(ledger: LedgerState) -> list[str]:
     samples = ledger.samples
     why = f"{samples.count(READY)} of {ledger.config.groups_per_step} groups ready"
-    for name, held in sorted(samples.held.items()):
-        why += f", {len(held)} leased to {name}"
+    for name, leased in sorted(samples.leased.items()):
+        why += f", {len(leased)} leased to {name}"
     if ledger.config.rollouts and not ledger.members.has_rollouts():
         why += ", no rollout worker is connected"
     if samples.count(PENDING):
@@ -102,7 +102,7 @@ def _votes(ledger: LedgerState) -> list[str]:
 
 
 def _leases(ledger: LedgerState) -> list[str]:
-    found = []
+    lines = []
     for name, (lineage, version) in ledger.sessions.waiting.items():
         if lineage != ledger.lineage:
             why = f"it holds weights of lineage {lineage}, the run is on {ledger.lineage}"
@@ -115,8 +115,8 @@ def _leases(ledger: LedgerState) -> list[str]:
         else:
             in_flight = f"{ledger.samples.num_outstanding} of {ledger.window.capacity} groups are in flight"
             why = f"the staleness window has no room for its weights, version {version}: {in_flight}"
-        found.append(f"{name} waits for leases: {why}")
-    return found
+        lines.append(f"{name} waits for leases: {why}")
+    return lines
 
 
 def _stuck(ledger: LedgerState) -> list[str]:

@@ -88,8 +88,8 @@ def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
     if message.progress <= session.progress:
         return
     session.progress, session.progressed_at = message.progress, ledger.now
-    if held := ledger.samples.held.get(replica):
-        ledger.sessions.renew([sample for sample in message.holding if sample in held], ledger.now)
+    if leased := ledger.samples.leased.get(replica):
+        ledger.sessions.renew([sample for sample in message.holding if sample in leased], ledger.now)
 
 
 def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
@@ -162,8 +162,8 @@ def restart(ledger: LedgerState, event: events.Restart) -> None:
         session = ledger.sessions.by_name[name]
         session.is_closed, session.grace_s = True, ledger.config.restart_grace_s
         _suspect(ledger, name)
-    for held in ledger.samples.held.values():
-        ledger.sessions.renew(sorted(held), ledger.now)
+    for leased in ledger.samples.leased.values():
+        ledger.sessions.renew(sorted(leased), ledger.now)
     if ledger.is_orphaned:
         ledger.output(events.PoliciesLost(ledger.checkpoint_version))
     elif ledger.why_finished() is None:  # otherwise the last policy may have left in good order
@@ -253,7 +253,7 @@ def _clear(ledger: LedgerState, replica: str) -> None:
 
 def return_leases(ledger: LedgerState, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
     """Make the samples leased to a replica pending again, without counting an attempt."""
-    for sample in sorted(ledger.samples.held.get(replica, set()).difference(but)):
+    for sample in sorted(ledger.samples.leased.get(replica, set()).difference(but)):
         ledger.sessions.end_lease(sample, replica)
         ledger.decide(records.Returned(sample, reason))
 

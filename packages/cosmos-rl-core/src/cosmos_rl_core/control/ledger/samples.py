@@ -81,7 +81,7 @@ class Samples:
         """Number of LEASED + READY samples by deadline, no zeros."""
         self.ready: dict[int, set[int]] = {}
         """READY samples by deadline, no empty sets."""
-        self.held: dict[str, set[int]] = {}
+        self.leased: dict[str, set[int]] = {}
         """LEASED samples by replica, no empty sets."""
         self.drop_reasons: Counter[str] = Counter()
         """Number of drops by reason, those on undone steps included."""
@@ -118,14 +118,14 @@ class Samples:
 
     def lowest_pending(self, count: int) -> list[int]:
         """Return up to `count` PENDING ids, ascending."""
-        found: list[int] = []
-        while len(found) < count and (sample := self.first_pending()) is not None:
-            found.append(sample)
+        ids: list[int] = []
+        while len(ids) < count and (sample := self.first_pending()) is not None:
+            ids.append(sample)
             while self._pending and self._pending[0] == sample:  # an id that was PENDING before may be there twice
                 heapq.heappop(self._pending)
-        for sample in found:
+        for sample in ids:
             heapq.heappush(self._pending, sample)
-        return found
+        return ids
 
     def _is_pending(self, sample: int) -> bool:
         entry = self.active.get(sample)
@@ -242,7 +242,7 @@ class Samples:
         assert 0 <= num_dropped <= self._counts[DROPPED], f"{num_dropped} dropped samples at {position}"
         counts = {CHECKPOINTED: self._counts[CHECKPOINTED], COMMITTED: self._counts[COMMITTED] - num_undone}
         self._counts = dict.fromkeys(SampleState, 0) | counts | {DROPPED: num_dropped}
-        for index in (self.active, self.outstanding, self.ready, self.held, self._pending):
+        for index in (self.active, self.outstanding, self.ready, self.leased, self._pending):
             index.clear()
         self.attempts_before, self.next_sample = self._highest_attempt, position.next_sample
         for sample in position.unfinished:
@@ -266,7 +266,7 @@ class Samples:
         if entry.state is PENDING:
             heapq.heappush(self._pending, sample)
         elif entry.state is LEASED:
-            self.held.setdefault(entry.replica, set()).add(sample)
+            self.leased.setdefault(entry.replica, set()).add(sample)
         elif entry.state is READY:
             self.ready.setdefault(entry.deadline, set()).add(sample)
         else:
@@ -280,9 +280,9 @@ class Samples:
         assert entry.state in expected, f"sample {sample} is {entry.state}, expected one of {expected}"
         self._counts[entry.state] -= 1
         if entry.state is LEASED:
-            self.held[entry.replica].discard(sample)
-            if not self.held[entry.replica]:
-                del self.held[entry.replica]
+            self.leased[entry.replica].discard(sample)
+            if not self.leased[entry.replica]:
+                del self.leased[entry.replica]
         elif entry.state is READY:
             self.ready[entry.deadline].discard(sample)
             if not self.ready[entry.deadline]:

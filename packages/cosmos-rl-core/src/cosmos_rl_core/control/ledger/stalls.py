@@ -81,8 +81,8 @@ def _waits_for_itself(ledger: LedgerState) -> bool:
 
 def _accusations(ledger: LedgerState) -> Accusations | None:
     """Return the accusations of the present epoch."""
-    found = ledger.sessions.accusations
-    return found if found is not None and found.epoch == ledger.members.epoch else None
+    accusations = ledger.sessions.accusations
+    return accusations if accusations is not None and accusations.epoch == ledger.members.epoch else None
 
 
 def _judge(ledger: LedgerState, accusations: Accusations) -> None:

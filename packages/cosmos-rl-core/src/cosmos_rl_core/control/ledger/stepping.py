@@ -158,7 +158,7 @@ def rollback(ledger: LedgerState, event: events.Rollback) -> None:
             f"cannot roll back to version {version}: only {ledger.checkpoint_version} (the last "
             f"checkpoint) to {ledger.version} are left; resume a new run from an older checkpoint instead"
         )
-    for name in list(ledger.samples.held):
+    for name in list(ledger.samples.leased):
         return_leases(ledger, name, reason=f"rolled back to version {version}")
     ledger.decide(records.RolledBack(version, ledger.lineage + 1, position=event.position))
     ledger.sessions.batch_requests.clear()

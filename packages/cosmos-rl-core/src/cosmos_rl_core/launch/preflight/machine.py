@@ -50,12 +50,12 @@ def caught(
     find: Callable[[RunConfig, DomainBase], Iterable[Problem]], config: RunConfig, domain: DomainBase, *, key: str
 ) -> list[Problem]:
     """Return what a check finds; an error that it raises is a problem, of `key` if it names none."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     try:
-        found.extend(find(config, domain))
+        problems.extend(find(config, domain))
     except UserError as error:
-        found += problems_of(error, key=key)
-    return found
+        problems += problems_of(error, key=key)
+    return problems
 
 
 def directory_problems(config: RunConfig, *, resume: bool, overwrite: bool | None) -> Iterator[Problem]:

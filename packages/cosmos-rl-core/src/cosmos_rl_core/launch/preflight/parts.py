@@ -35,8 +35,8 @@ def look_up(config: RunConfig) -> None:
 
 def look_up_parts(config: RunConfig, domain: DomainBase) -> None:
     """As `look_up` without the rewards; also raises for a model that [policy.parallel] cannot shard."""
-    if found := list(part_problems(config, domain)):
-        raise ConfigError(found)
+    if problems := list(part_problems(config, domain)):
+        raise ConfigError(problems)
 
 
 def part_problems(config: RunConfig, domain: DomainBase, *, wrong: Collection[str] = ()) -> Iterator[Problem]:
@@ -44,11 +44,11 @@ def part_problems(config: RunConfig, domain: DomainBase, *, wrong: Collection[st
 
     wrong: keys that are known to be wrong; parts that read them are left out.
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for find, key, read in PARTS:
         if not is_wrong(read, wrong):
-            found += caught(find, config, domain, key=key)
-    yield from each_once(found)
+            problems += caught(find, config, domain, key=key)
+    yield from each_once(problems)
 
 
 def _find_weights(config: RunConfig, domain: DomainBase) -> Iterable[Problem]:

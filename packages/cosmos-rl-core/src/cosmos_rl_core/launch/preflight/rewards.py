@@ -54,12 +54,12 @@ def reward_problems(
     group = None
     if rows and (specimen := domain.specimen(config, rows[0], origin=f"{origin}:1")) is not None:
         group = with_prompt_media(config, domain, specimen)
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for place, section in enumerate(config.reward.functions):
         make = partial(build_reward, section.name, domain, options=section.options, given=given.get(section.title))
         wrong = Problem(key=f"reward.functions.{place}.name", given=as_toml(section.name), wrong="")
-        found += _within(CALL_S, partial(_problems, make, section.title, group, wrong), wrong=wrong)
-    return found
+        problems += _within(CALL_S, partial(_problems, make, section.title, group, wrong), wrong=wrong)
+    return problems
 
 
 def _problems(make: Callable[[], Any], title: str, group: RolloutGroup | None, wrong: Problem) -> list[Problem]:
