@@ -14,7 +14,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.ops.clusters.follow import Logs, follow
 from cosmos_rl_core.ops.clusters.launcher import ClusterRun, find_launcher
-from cosmos_rl_core.ops.clusters.ray import Ray, _must_listen, not_started, processes, whole
+from cosmos_rl_core.ops.clusters.ray import Ray, _must_listen, not_started, processes, processes_of_run
 from cosmos_rl_core.ops.clusters.ray_supervisor import ReplicaAddress
 from cosmos_rl_core.ops.clusters.restarted import ProcessJob, RestartedProcess
 from cosmos_rl_core.processes import environment
@@ -48,7 +48,7 @@ def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
         "policy.replicas=2", "policy.ranks_per_node=8", "policy.num_nodes=2", "rollout.replicas=2",
         'cluster.ray.resources={rollout={CPU=4, "accelerator_type:H100"=0.001}}',
     )  # fmt: skip
-    found = {one.job.name: one for one in whole(run)}
+    found = {one.job.name: one for one in processes_of_run(run)}
     workers = ["policy-0.0", "policy-0.1", "policy-1.0", "policy-1.1", "rollout-0", "rollout-1"]
     assert list(found) == [*workers, "controller"] and list(found["controller"].place.after) == workers
     assert found["controller"].resources == {"CPU": 1}
@@ -56,8 +56,8 @@ def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
     assert found["policy-1.1"].strategy == "STRICT_SPREAD" and found["policy-1.1"].place.machine == 1
     assert found["policy-1.1"].place.group == f"{run.label}.policy-1"
     assert found["rollout-0"].strategy == "SPREAD" and not found["rollout-0"].place.group
-    assert found["rollout-0"].wanted == "4 CPU, 1 GPU, 0.001 accelerator_type:H100 on one machine"
-    assert found["policy-0.0"].wanted == "1 CPU, 8 GPU on each of 2 machines"
+    assert found["rollout-0"].needs == "4 CPU, 1 GPU, 0.001 accelerator_type:H100 on one machine"
+    assert found["policy-0.0"].needs == "1 CPU, 8 GPU on each of 2 machines"
     (single, *_) = processes(cluster("policy.ranks_per_node=2"), cluster("policy.ranks_per_node=2").policies())
     assert single.job.name == "policy-0" and single.strategy == "STRICT_PACK" and single.resources["GPU"] == 2
     (cpu, *_) = processes(cluster("cluster.gpus=false"), cluster("cluster.gpus=false").policies())
@@ -66,14 +66,18 @@ def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
 
 def test_processes_without_an_answer_are_not_said_to_have_no_place(cluster):
     run = cluster("policy.replicas=2")
-    ready, without, rollout, _ = whole(run)
+    ready, without, rollout, _ = processes_of_run(run)
     lines = not_started([ready, without, rollout], reserved={f"{run.label}.policy-0"})
     assert lines == [
         "policy-0 has a place, and Ray is still starting it (imports, [cluster.ray] extra)",
         "policy-1 wants 1 CPU, 1 GPU on one machine, and there is no place for it",
         "rollout-0 wants 1 CPU, 1 GPU on one machine: there is no place for it, or Ray is still starting it",
     ]
-    wide = [one for one in whole(cluster("cluster.ray.resources={rollout={GPU=16}}")) if one.job.name == "rollout-0"]
+    wide = [
+        one
+        for one in processes_of_run(cluster("cluster.ray.resources={rollout={GPU=16}}"))
+        if one.job.name == "rollout-0"
+    ]
     assert "are all of one machine: [rollout.parallel] tp x pp" in not_started(wide, reserved=())[-1]
 
 

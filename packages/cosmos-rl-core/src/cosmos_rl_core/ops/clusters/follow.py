@@ -75,8 +75,8 @@ class Logs:
         for path in sorted(self._folder.glob("*.log")):
             with path.open("rb") as file:
                 file.seek(self._read.get(path.stem, 0))
-                whole = file.read().rpartition(b"\n")[0]
-            if whole:
-                self._read[path.stem] = self._read.get(path.stem, 0) + len(whole) + 1
+                complete_lines = file.read().rpartition(b"\n")[0]
+            if complete_lines:
+                self._read[path.stem] = self._read.get(path.stem, 0) + len(complete_lines) + 1
                 name = "" if path.stem == "controller" else f"{path.stem}: "
-                yield from (f"{name}{line}" for line in whole.decode(errors="replace").split("\n"))
+                yield from (f"{name}{line}" for line in complete_lines.decode(errors="replace").split("\n"))

@@ -69,17 +69,17 @@ class Kubernetes:
         """Return the state of each Job that has not ended: "1 active", "suspended"; while its pods save, "leaving"."""
         return {job.replica: job.state for job in _jobs(run) if not job.ended}
 
-    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
+    def scale(self, run: ClusterRun, targets: Mapping[str, int]) -> list[str]:
         """Create Jobs of rollouts, or delete those with the highest numbers, whose prompts others then get."""
-        manifest, count = KubernetesManifest(run), rollouts_of(wanted, platform="kubernetes")
+        manifest, count = KubernetesManifest(run), rollouts_of(targets, platform="kubernetes")
         rollouts = {job.replica: job for job in _jobs(run) if job.replica.startswith("rollout-")}
-        there = sorted((name for name, job in rollouts.items() if not (job.ended or job.leaving)), key=_number)
+        names = sorted((name for name, job in rollouts.items() if not (job.ended or job.leaving)), key=_number)
         lines = []
-        for name in there[count:]:
+        for name in names[count:]:
             deleted = f"{manifest.name}-{name}"
             lines += _kubectl(run, "delete", "jobs.batch", deleted, "--cascade=foreground", "--wait=false").splitlines()
         possible = (one for one in run.rollouts(count + len(rollouts)) if one.name not in rollouts)
-        more = [manifest.rollout(one) for one, _ in zip(possible, range(count - len(there)), strict=False)]
+        more = [manifest.rollout(one) for one, _ in zip(possible, range(count - len(names)), strict=False)]
         if more:
             lines += _kubectl(run, "create", "--filename=-", text=to_yaml(more)).splitlines()
         return lines
@@ -117,16 +117,16 @@ def _jobs(run: ClusterRun) -> list[KubernetesJob]:
     """Return the Jobs of a run as the cluster has them, and those that its JobSet has not created yet, or has ended."""
     selector = f"--selector={RUN_LABEL}={KubernetesManifest(run).name}"
     items = json.loads(_kubectl(run, "get", READ, selector, "--output=json"))["items"]
-    found = [_job(item) for item in items if item["kind"] == "Job"]
-    there = {job.replica for job in found}
+    jobs = [_job(item) for item in items if item["kind"] == "Job"]
+    created = {job.replica for job in jobs}
     for item in items:
         if item["kind"] == "JobSet" and not item.get("status", {}).get("terminalState"):
             leaving = "deletionTimestamp" in item["metadata"]
             suspended = item["spec"].get("suspend", False)
             state = "leaving" if leaving else "suspended" if suspended else "no Job yet"
-            missing = [one["name"] for one in item["spec"]["replicatedJobs"] if one["name"] not in there]
-            found += [KubernetesJob(replica=name, state=state, ended=False, leaving=leaving) for name in missing]
-    return found
+            missing = [one["name"] for one in item["spec"]["replicatedJobs"] if one["name"] not in created]
+            jobs += [KubernetesJob(replica=name, state=state, ended=False, leaving=leaving) for name in missing]
+    return jobs
 
 
 def _job(item: Mapping[str, Any]) -> KubernetesJob:

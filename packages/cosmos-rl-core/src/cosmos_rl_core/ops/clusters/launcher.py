@@ -181,10 +181,10 @@ class Launcher(Protocol):
         """
         ...
 
-    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
+    def scale(self, run: ClusterRun, targets: Mapping[str, int]) -> list[str]:
         """Start or stop replicas until there are as many of each role as wanted; return a line for each change.
 
-        A role that is not in `wanted` stays as it is. Raises UserError for a role that the platform cannot change.
+        A role that is not in `targets` stays as it is. Raises UserError for a role that the platform cannot change.
         """
         ...
 
@@ -198,8 +198,8 @@ class Launcher(Protocol):
 
 def find_launcher(platform: str) -> Launcher:
     """Return the launcher of a platform: an installed one, or "module:attribute". Raises UserError."""
-    found: type[Launcher] = plugins.load("cosmos_rl.launchers", platform)
-    return found()
+    launcher_type: type[Launcher] = plugins.load("cosmos_rl.launchers", platform)
+    return launcher_type()
 
 
 def shares_files(platform: str) -> bool:
@@ -207,15 +207,15 @@ def shares_files(platform: str) -> bool:
     return getattr(find_launcher(platform), "shares_files", True)
 
 
-def rollouts_of(wanted: Mapping[str, int], *, platform: str) -> int:
+def rollouts_of(targets: Mapping[str, int], *, platform: str) -> int:
     """Return the wanted number of rollouts, for a platform that scales them alone. Raises UserError."""
-    for role, number in wanted.items():
+    for role, number in targets.items():
         if role != "rollout":
             raise UserError(
                 f"{role}={number}: on {platform} the number of policies is that of the recipe; stop the run "
                 f"and launch it with --resume policy.replicas={number}"
             )
-    return wanted["rollout"]
+    return targets["rollout"]
 
 
 def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
@@ -271,13 +271,13 @@ class Launched(msgspec.Struct, kw_only=True):
         """Return the launch of a run, or None if no platform has started it. Raises UserError."""
         path = run_dir / FOLDER / _FILE
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=cls)
+            launched = msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
-        found.directory, found.at = str(run_dir.resolve()), path.stat().st_mtime
-        return found
+        launched.directory, launched.at = str(run_dir.resolve()), path.stat().st_mtime
+        return launched
 
     def write(self, run: ClusterRun) -> None:
         """Create the folder and the files."""
@@ -296,12 +296,12 @@ class Launched(msgspec.Struct, kw_only=True):
         """Return the state of each job by its name, as the platform calls it. Raises UserError."""
         return find_launcher(self.platform).alive(self._run())
 
-    def scale(self, wanted: Mapping[str, int]) -> list[str]:
+    def scale(self, targets: Mapping[str, int]) -> list[str]:
         """Start or stop replicas; return a line for each change. Raises UserError."""
-        for role, number in wanted.items():
+        for role, number in targets.items():
             if number < 1:
                 raise UserError(f"{role}=0: at least one {role} worker must stay; cosmos-rl stop ends the run")
-        return find_launcher(self.platform).scale(self._run(), wanted)
+        return find_launcher(self.platform).scale(self._run(), targets)
 
     def stop(self, *, now: bool) -> list[str]:
         """End all jobs; return a line for each. Raises UserError."""

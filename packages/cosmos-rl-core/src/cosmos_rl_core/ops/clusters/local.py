@@ -68,10 +68,10 @@ class Local:
             states |= {member.name: member.state for member in read_status(run.directory).members}
         return states
 
-    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
+    def scale(self, run: ClusterRun, targets: Mapping[str, int]) -> list[str]:
         """Start or drain workers of any role, and wait until they are ready or gone."""
         lines: list[str] = []
-        run_to_end(request_workers(operator_of(run.directory), wanted, report=lines.append))
+        run_to_end(request_workers(operator_of(run.directory), targets, report=lines.append))
         return lines
 
     def stop(self, run: ClusterRun, *, now: bool) -> list[str]:

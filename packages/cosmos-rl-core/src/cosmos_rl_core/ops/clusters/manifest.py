@@ -229,14 +229,14 @@ class KubernetesManifest:
     def _secrets(self, role: str) -> list[Object]:
         """Return the variables of a pod with the run's secrets. The controller's certificate is its own."""
         token_secret = self.run.config.cluster.kubernetes.token_secret or f"{self.name}-token"
-        found = [(TOKEN_VARIABLE, token_secret, "token")]
+        secrets = [(TOKEN_VARIABLE, token_secret, "token")]
         if self.run.config.tls.enabled:
-            found.append((TLS_VARIABLE, f"{self.name}-tls", TLS_FILE))
+            secrets.append((TLS_VARIABLE, f"{self.name}-tls", TLS_FILE))
             if role == "controller":
-                found.append((CONTROLLER_TLS_VARIABLE, f"{self.name}-tls", CONTROLLER_TLS_FILE))
+                secrets.append((CONTROLLER_TLS_VARIABLE, f"{self.name}-tls", CONTROLLER_TLS_FILE))
         return [
             {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-            for variable, secret, key in found
+            for variable, secret, key in secrets
         ]
 
     def _merged(self, pod: Object, role: str) -> Object:

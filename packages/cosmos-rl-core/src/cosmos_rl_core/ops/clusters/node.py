@@ -77,11 +77,11 @@ def gpus_of(parts: Sequence[ReplicaMachine], *, gpus: Sequence[str]) -> list[Seq
         raise UserError(
             f"{names} need {needed} GPUs of this node, which has {len(gpus)}; use more nodes, or smaller replicas"
         )
-    found, taken = [], 0
+    of_parts, taken = [], 0
     for part in parts:
-        found.append(gpus[taken : taken + part.replica.gpus])
+        of_parts.append(gpus[taken : taken + part.replica.gpus])
         taken += part.replica.gpus
-    return found
+    return of_parts
 
 
 def _read(path: Path) -> bytes:

@@ -40,7 +40,7 @@ def operator_of(
 
 
 async def request_workers(
-    operator: WorkerAddress, wanted: Mapping[str, int], *, report: Callable[[str], None]
+    operator: WorkerAddress, targets: Mapping[str, int], *, report: Callable[[str], None]
 ) -> Mapping[str, int]:
     """Change the number of workers by role; return the ready ones when they are there or gone.
 
@@ -48,7 +48,7 @@ async def request_workers(
     """
     connection = await _connect(operator)
     try:
-        await connection.send(p.Scale(dict(wanted)))
+        await connection.send(p.Scale(dict(targets)))
         while isinstance(message := await connection.receive(), p.Progress):
             report(message.text)
     except ConnectionClosed as error:

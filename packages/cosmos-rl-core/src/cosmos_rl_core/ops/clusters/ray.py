@@ -59,7 +59,7 @@ class RayProcess:
     """Of its placement group, or of its own without one."""
 
     @property
-    def wanted(self) -> str:
+    def needs(self) -> str:
         """The resources in words."""
         amounts = _listed(self.resources) or "nothing"
         several = self.place.machines > 1
@@ -72,9 +72,9 @@ class Ray:
     def plan(self, run: ClusterRun) -> str:
         """Return each process with its resources and its command."""
         lines = [f"# Ray at {_address(run)}, namespace {run.config.cluster.ray.namespace}"]
-        for process in whole(run):
+        for process in processes_of_run(run):
             group = f"placement group {process.strategy}" if process.place.group else process.strategy
-            lines += [f"{process.job.name}: {process.wanted} ({group})", f"  {_command(process.job)}"]
+            lines += [f"{process.job.name}: {process.needs} ({group})", f"  {_command(process.job)}"]
         return "\n".join(lines)
 
     def start(self, run: ClusterRun) -> list[str]:
@@ -85,7 +85,7 @@ class Ray:
         for log in folder.glob("*.log"):
             log.replace(log.with_suffix(".log.old"))
         try:
-            return self._start(run, whole(run))
+            return self._start(run, processes_of_run(run))
         except BaseException:  # Ctrl-C too
             self.stop(run, now=True)
             raise
@@ -95,25 +95,25 @@ class Ray:
         connect(run)
         return _states(actors(run.label), timeout_s=ANSWER_S)[0]
 
-    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
+    def scale(self, run: ClusterRun, targets: Mapping[str, int]) -> list[str]:
         """Create actors of policies and rollouts, or end those with the highest numbers."""
         connect(run)
-        found = actors(run.label)
-        if CONTROLLER not in found:
+        by_name = actors(run.label)
+        if CONTROLLER not in by_name:
             raise UserError(f"{run.directory}: the run has ended")
-        states, _ = _states(found, timeout_s=ANSWER_S)
+        states, _ = _states(by_name, timeout_s=ANSWER_S)
         taken = {replica_of(name) for name in states}
         leaving = {replica_of(name) for name, state in states.items() if state.startswith(LEAVING)}
         lines, new = [], []
-        for role, count in wanted.items():
-            there = sorted((name for name in taken - leaving if name.startswith(f"{role}-")), key=_number)
-            for replica in there[count:]:
-                for name, actor in found.items():
+        for role, count in targets.items():
+            replicas = sorted((name for name in taken - leaving if name.startswith(f"{role}-")), key=_number)
+            for replica in replicas[count:]:
+                for name, actor in by_name.items():
                     if replica_of(name) == replica:
                         _end(run, name, actor)
                 lines.append(f"{replica}: leaves")
             free = (one for one in _replicas(run, role, count + len(taken)) if one.name not in taken)
-            new += [next(free) for _ in range(count - len(there))]
+            new += [next(free) for _ in range(count - len(replicas))]
         return lines + self._start(run, processes(run, new))
 
     def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
@@ -121,18 +121,18 @@ class Ray:
         import ray
 
         connect(run)
-        found = actors(run.label)
-        if not now and CONTROLLER in found:
-            if not _answers(found[CONTROLLER].end):
+        by_name = actors(run.label)
+        if not now and CONTROLLER in by_name:
+            if not _answers(by_name[CONTROLLER].end):
                 raise UserError(
                     f"the actor of the controller does not answer within {END_S:g} s: it has no machine, or has lost "
                     f"it, and nothing can be saved now; cosmos-rl stop {run.directory} --now removes all actors"
                 )
             return [f"{CONTROLLER}: saves and ends the run"]
-        for actor in found.values():
+        for actor in by_name.values():
             ray.kill(actor, no_restart=True)
         remove_groups(run.label)
-        return [f"{name}: removed" for name in found]
+        return [f"{name}: removed" for name in by_name]
 
     def follow(self, run: ClusterRun) -> int:
         """Print the logs until the end of the run, and return the controller's exit code."""
@@ -185,17 +185,17 @@ def not_started(missing: Sequence[RayProcess], *, reserved: Collection[str]) -> 
         if process.place.group in reserved:
             lines.append(f"{process.job.name} has a place, and Ray is still starting it (imports, [cluster.ray] extra)")
         elif process.place.group:
-            lines.append(f"{process.job.name} wants {process.wanted}, and there is no place for it")
+            lines.append(f"{process.job.name} wants {process.needs}, and there is no place for it")
         else:
             lines.append(
-                f"{process.job.name} wants {process.wanted}: there is no place for it, or Ray is still starting it"
+                f"{process.job.name} wants {process.needs}: there is no place for it, or Ray is still starting it"
             )
     if any(process.place.machines == 1 and process.resources.get("GPU", 0) > 1 for process in missing):
         lines.append("the GPUs of a rollout replica are all of one machine: [rollout.parallel] tp x pp")
     return lines
 
 
-def whole(run: ClusterRun) -> list[RayProcess]:
+def processes_of_run(run: ClusterRun) -> list[RayProcess]:
     """Return the processes of a run, the controller's last."""
     workers = processes(run, [*run.policies(), *run.rollouts()])
     folder = run.directory / FOLDER
@@ -383,12 +383,12 @@ def _create(run: ClusterRun, new: Sequence[RayProcess]) -> dict[str, Any]:
     return created
 
 
-def _states(found: Mapping[str, Any], *, timeout_s: float) -> tuple[dict[str, str], list[str]]:
+def _states(by_name: Mapping[str, Any], *, timeout_s: float) -> tuple[dict[str, str], list[str]]:
     """Return the state of each actor by name, and the names of those that have no machine after the time."""
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-    calls = {name: actor.state.remote() for name, actor in found.items()}
+    calls = {name: actor.state.remote() for name, actor in by_name.items()}
     ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
     states, waiting = {}, []
     for name, call in calls.items():
@@ -437,8 +437,8 @@ def _reserved(run: ClusterRun) -> set[str]:
     """Return the placement groups of a run that have their resources."""
     from ray.util.placement_group import placement_group_table
 
-    found = placement_group_table().values()
-    return {one["name"] for one in found if one["state"] == "CREATED" and one["name"].startswith(f"{run.label}.")}
+    groups = placement_group_table().values()
+    return {one["name"] for one in groups if one["state"] == "CREATED" and one["name"].startswith(f"{run.label}.")}
 
 
 def _machines() -> list[str]:

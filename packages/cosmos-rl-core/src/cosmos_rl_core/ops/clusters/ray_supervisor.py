@@ -240,12 +240,12 @@ def actors(label: str) -> Mapping[str, Any]:
     """Return the actors of a run by the names of their jobs, also those that wait for a machine."""
     import ray
 
-    found = {}
+    by_name = {}
     for name in ray.util.list_named_actors():
         if name.startswith(f"{label}."):
             with contextlib.suppress(ValueError):  # it has ended
-                found[name.removeprefix(f"{label}.")] = ray.get_actor(name)
-    return found
+                by_name[name.removeprefix(f"{label}.")] = ray.get_actor(name)
+    return by_name
 
 
 def is_there(label: str, name: str) -> bool:

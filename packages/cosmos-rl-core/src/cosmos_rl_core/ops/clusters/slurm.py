@@ -71,17 +71,17 @@ class Slurm:
             states |= {replica.name: states["run"] for replica in run.rollouts()}
         return states
 
-    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
+    def scale(self, run: ClusterRun, targets: Mapping[str, int]) -> list[str]:
         """Submit rollout jobs, or cancel those with the highest numbers, which hand their prompts back."""
-        count = rollouts_of(wanted, platform="Slurm")
+        count = rollouts_of(targets, platform="Slurm")
         if run.config.cluster.slurm.gang:
             raise UserError(
                 "with [cluster.slurm] gang the rollouts are parts of the run's job; stop the run and launch it with "
                 f"--resume rollout.replicas={count}"
             )
         jobs = [job for job in _jobs(run) if job.name.startswith("rollout-")]
-        there = sorted({job.name for job in jobs if not job.is_leaving}, key=_number)
-        surplus, taken, kept = there[count:], {job.name for job in jobs}, set(there[:count])
+        names = sorted({job.name for job in jobs if not job.is_leaving}, key=_number)
+        surplus, taken, kept = names[count:], {job.name for job in jobs}, set(names[:count])
         lines = [f"{name}: cancelled" for name in surplus]
         if surplus:
             _call("scancel", *(job.number for job in jobs if job.name in surplus))
@@ -263,8 +263,8 @@ def _step(run: ClusterRun, replica: Replica, *, first: int, prefix: str = "", sl
     elif replica.gpus:
         size += [f"--gpus-per-node={replica.gpus}"]
     if replica.machines > 1:
-        there = f'"${{machines[{first}]}}:$((port + {first}))"'
-        command = f"bash -c {shlex.quote(f'exec {command} --node $SLURM_PROCID --rendezvous $0')} {there}"
+        rendezvous = f'"${{machines[{first}]}}:$((port + {first}))"'
+        command = f"bash -c {shlex.quote(f'exec {command} --node $SLURM_PROCID --rendezvous $0')} {rendezvous}"
     return f"{shlex.join(size)} {prefix}{command}"
 
 
@@ -395,14 +395,14 @@ class SlurmJob(NamedTuple):
 def _jobs(run: ClusterRun) -> list[SlurmJob]:
     """Return the jobs of the run; before a time limit two have the same name."""
     text = _call("squeue", "--noheader", f"--user={getpass.getuser()}", "--format=%A|%j|%T|%r")
-    found = []
+    jobs = []
     for line in text.splitlines():
         job, name, state, reason = line.strip().split("|")
         label, _, short = name.rpartition(".")
         if label == run.label:
             reasons = "" if reason in ("None", "") else f" ({reason})"
-            found.append(SlurmJob(job, short, f"{state}{reasons}", is_leaving=state == "COMPLETING"))
-    return found
+            jobs.append(SlurmJob(job, short, f"{state}{reasons}", is_leaving=state == "COMPLETING"))
+    return jobs
 
 
 def _number(name: str) -> int:

@@ -69,14 +69,14 @@ class Spans:
 
     def open(self, *, now: float) -> list[Activity]:
         """Return what each process is in, longest first; waits and enclosing spans are left out."""
-        found = []
+        activities = []
         for name, process in self._processes.items():
             begun = _began(process)
             for span in process.open.values():
                 if span.name in (*WAITING, *OUTER) or span.at < begun:
                     continue  # the second: of an earlier process of this name
-                found.append(Activity(name, span.name, now - span.at, self.usual(name, span.name), span.args))
-        return sorted(found, key=lambda activity: -activity.seconds)
+                activities.append(Activity(name, span.name, now - span.at, self.usual(name, span.name), span.args))
+        return sorted(activities, key=lambda activity: -activity.seconds)
 
     def usual(self, process: str, name: str) -> float | None:
         """Return the median duration of a process's spans of this name; None if none has ended."""

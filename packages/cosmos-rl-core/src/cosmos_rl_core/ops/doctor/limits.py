@@ -31,11 +31,11 @@ def processors(cgroup: Path = CGROUP) -> Iterator[Check]:
     least = min(usable, quota or usable)
     text = f"{usable} usable" + (f", of which the container may use {quota:g}" if quota and quota < usable else "")
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    wanted = int(threads) if threads.isdecimal() else usable
-    if wanted > least:
+    num_threads = int(threads) if threads.isdecimal() else usable
+    if num_threads > least:
         chosen = f"OMP_NUM_THREADS={threads}" if threads.isdecimal() else "torch's default"
         fix = f"OMP_NUM_THREADS={max(1, int(least))}, or [policy] threads and [rollout] threads"
-        yield Check("note", "processors", f"{text}; {chosen} starts {wanted} threads in each process", fix)
+        yield Check("note", "processors", f"{text}; {chosen} starts {num_threads} threads in each process", fix)
     else:
         yield Check("ok", "processors", text)
 

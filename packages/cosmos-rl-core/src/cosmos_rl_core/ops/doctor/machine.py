@@ -32,8 +32,8 @@ def examine_machine_of(recipe: Path | None) -> list[Check]:
     import_from(recipe)
     config = load_config(recipe)
     run = config.run
-    found = examine_machine(output_dir=run.directory, bind=run.bind, port=run.port)
-    return [*found, *_assignment(config)]
+    checks = examine_machine(output_dir=run.directory, bind=run.bind, port=run.port)
+    return [*checks, *_assignment(config)]
 
 
 def _assignment(config: RunConfig) -> Iterator[Check]:
@@ -67,14 +67,14 @@ def examine_machine(*, output_dir: Path, bind: str = "127.0.0.1", port: int = 0)
         "disk": partial(limits.disk, output_dir),
     }
     names = plugins.names(GROUP)
-    found = {ALONE: run_check(ALONE, partial(_of_plugin, ALONE)) if ALONE in names else []}
+    checks = {ALONE: run_check(ALONE, partial(_of_plugin, ALONE)) if ALONE in names else []}
     slow = {"torch": software.torch_and_gpus, "all-reduce": collective.all_reduce}
     slow |= {name: partial(_of_plugin, name) for name in names if name != ALONE}
     with ThreadPoolExecutor() as pool:
         started = {name: pool.submit(run_check, name, check) for name, check in {**quick, **slow}.items()}
-        found |= {name: future.result() for name, future in started.items()}
+        checks |= {name: future.result() for name, future in started.items()}
     order = ["python", "cosmos-rl", "torch", "all-reduce", *list(quick)[2:], *names]
-    return [line for name in dict.fromkeys(order) for line in found[name]]
+    return [line for name in dict.fromkeys(order) for line in checks[name]]
 
 
 def _of_plugin(name: str) -> list[Check]:

@@ -41,12 +41,12 @@ def host_name(name: str = "") -> Iterator[Check]:
     """Yield whether the host name resolves, and its address back to it. name: instead of this machine's."""
     name = name or socket.gethostname()
     fix = "add it to /etc/hosts, for libraries that use the name; runs use addresses"
-    found: list[str] = []
-    looking = threading.Thread(target=_look_up, args=(name, found), name="host name", daemon=True)
+    answers: list[str] = []
+    looking = threading.Thread(target=_look_up, args=(name, answers), name="host name", daemon=True)
     looking.start()
     looking.join(LOOK_UP_S)  # a look-up has no time limit of its own
-    address, back, reason = (*found, "", "", "")[:3]
-    if len(found) < 3:
+    address, back, reason = (*answers, "", "", "")[:3]
+    if len(answers) < 3:
         known = f"{name} is {address}, and the look-up of its name" if address else f"the look-up of {name}"
         yield Check("note", "host name", f"{known} takes more than {LOOK_UP_S:g} s", fix)
     elif not address:
@@ -58,17 +58,17 @@ def host_name(name: str = "") -> Iterator[Check]:
         yield Check("ok" if same else "note", "host name", f"{name} is {address}, which is {back}", "" if same else fix)
 
 
-def _look_up(name: str, found: list[str]) -> None:
+def _look_up(name: str, answers: list[str]) -> None:
     """Append the address of a name, the name of that address, and the reason that one of them is empty."""
     try:
-        found.append(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
+        answers.append(str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]))
     except OSError as error:
-        found += ["", "", str(error.strerror)]
+        answers += ["", "", str(error.strerror)]
         return
     try:
-        found += [socket.gethostbyaddr(found[0])[0], ""]
+        answers += [socket.gethostbyaddr(answers[0])[0], ""]
     except OSError as error:
-        found += ["", str(error.strerror)]
+        answers += ["", str(error.strerror)]
 
 
 def infiniband(devices: Path = INFINIBAND) -> Iterator[Check]:
@@ -98,10 +98,10 @@ def holder_of(port: int) -> str:
             continue
         rows = [line.split() for line in lines]
         inodes |= {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
-    wanted = {f"socket:[{inode}]" for inode in inodes}
-    for link in Path("/proc").glob("[0-9]*/fd/*") if wanted else ():
+    sockets = {f"socket:[{inode}]" for inode in inodes}
+    for link in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
         try:
-            if str(link.readlink()) in wanted:
+            if str(link.readlink()) in sockets:
                 pid = link.parts[2]
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 return f"process {pid} ({b' '.join(words).decode(errors='replace').strip()[:80]})"
@@ -158,9 +158,9 @@ def clock(run: Callable[[Sequence[str]], str] | None = None) -> Iterator[Check]:
         if run is None and shutil.which(name) is None:
             continue
         text = (run or _output)(command)
-        if name == "chronyc" and (found := re.search(r"System time\s*:\s*([0-9.]+) seconds (slow|fast)", text)):
-            apart = float(found[1])
-            shown = f"{apart:.3g} s {'behind' if found[2] == 'slow' else 'ahead of'} the time servers"
+        if name == "chronyc" and (match := re.search(r"System time\s*:\s*([0-9.]+) seconds (slow|fast)", text)):
+            apart = float(match[1])
+            shown = f"{apart:.3g} s {'behind' if match[2] == 'slow' else 'ahead of'} the time servers"
             yield Check("ok", "clock", shown) if apart < APART_S else Check("note", "clock", shown, fix)
             return
         if name == "timedatectl" and text.strip() in ("yes", "no"):

@@ -90,8 +90,8 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
         events=FileRows(run_dir / EVENTS, most_bytes=2**20).read(),
         machines=run.machines.read(),
     )
-    found = [Check(LEVELS[each["level"]], "run", *_sentence(each)) for each in overview["health"]]
-    found += symptoms(facts)
+    checks = [Check(LEVELS[each["level"]], "run", *_sentence(each)) for each in overview["health"]]
+    checks += symptoms(facts)
     waits: list[Wait] = []
     text = ""
     if status["life"] in LIVE:
@@ -105,31 +105,31 @@ def examine_run(run_dir: Path, *, stacks: bool = False, now: float | None = None
             silent_s=spans.silent_s(now=now),
         )
         waits = chain(waits_of(status), status.get("members", ()), stopped=at.troubles)
-        found = [verdict(waits, at), *_stalls(at, waits), *_clocks(spans), *found]
+        checks = [verdict(waits, at), *_stalls(at, waits), *_clocks(spans), *checks]
         awaited = any(wait.awaited == WEIGHTS for wait in waits)
-        found += weight_ports(status.get("members", ()), awaited=awaited)
+        checks += weight_ports(status.get("members", ()), awaited=awaited)
         if status["life"] == "silent":
-            found.insert(0, _silent(status, host=lost_host(run_dir)))
+            checks.insert(0, _silent(status, host=lost_host(run_dir)))
         text = _stacks(waits, at, processes, run_dir) if stacks else ""
     elif status["life"] in GONE:
         waits = chain(waits_of(status), status.get("members", ()))
-        found = [*found, *_was_in(spans.open(now=now))]
+        checks = [*checks, *_was_in(spans.open(now=now))]
     if stacks and status["life"] not in LIVE:
         text = "stacks: the run is not live on this machine"
-    found = sorted(dict.fromkeys(found), key=lambda check: ORDER.index(check.level))
+    checks = sorted(dict.fromkeys(checks), key=lambda check: ORDER.index(check.level))
     when = "waits" if status["life"] in LIVE else "when it was last seen"
     lines = tuple(dict.fromkeys(wait.text for wait in waits))
-    return Diagnosis(_title(run_dir, status), lines, when, tuple(found), text)
+    return Diagnosis(_title(run_dir, status), lines, when, tuple(checks), text)
 
 
 def _was_in(activities: Iterable[Activity]) -> list[Check]:
     """Return what each process of a run that is gone was doing at the time of its last status."""
-    found = []
+    checks = []
     for activity in activities:
         usual = "" if activity.usual_s is None else f"; usual: {activity.usual_s:.2g} s"
         text = f"{activity.process} was in {activity.span!r}, for {duration(activity.seconds)}{usual}"
-        found.append(Check("note", "last seen", text))
-    return found
+        checks.append(Check("note", "last seen", text))
+    return checks
 
 
 def _silent(status: Mapping[str, Any], *, host: str) -> Check:
@@ -159,32 +159,32 @@ def _title(run_dir: Path, status: Mapping[str, Any]) -> str:
     return f"{run_dir}: {life}; {status.get('phase', '?')}, step {status.get('step', '?')}"
 
 
-def _sentence(found: Mapping[str, Any]) -> tuple[str, str]:
-    finding = HealthFinding(**found)
+def _sentence(entry: Mapping[str, Any]) -> tuple[str, str]:
+    finding = HealthFinding(**entry)
     return finding.text, finding.key
 
 
 def _troubles(processes: Iterable[InspectedProcess]) -> dict[str, tuple[str, str]]:
     """Return a sentence and a remedy about processes that do not run, by worker."""
-    found: dict[str, tuple[str, str]] = {}
+    troubles: dict[str, tuple[str, str]] = {}
     for process in processes:
         if process.trouble:
             rank = f"rank {process.rank}, " if process.rank else ""
             fix = f"kill -CONT {process.pid} lets it go on" if process.state == "T" else ""
-            found.setdefault(process.worker, (f"{rank}{process.trouble}", fix))
-    return found
+            troubles.setdefault(process.worker, (f"{rank}{process.trouble}", fix))
+    return troubles
 
 
 def _stalls(at: Situation, waits: Sequence[Wait]) -> list[Check]:
     """Return the stalled spans of other processes than the last of the chain, one for each process."""
     leaf = waits[-1].awaited if waits else ""
     by_process = {a.process: a for a in reversed(at.activities) if a.is_stalled and a.worker != leaf}
-    found = []
+    checks = []
     for activity in by_process.values():
         usual = "it is the first" if activity.usual_s is None else f"usual: {activity.usual_s:.2g} s"
         text = f"{activity.process} is in {activity.span!r} since {duration(activity.seconds)}; {usual}"
-        found.append(Check("bad", "stalled", text, fix_of(activity.span, activity.worker, at)))
-    return found
+        checks.append(Check("bad", "stalled", text, fix_of(activity.span, activity.worker, at)))
+    return checks
 
 
 def _clocks(spans: Spans) -> list[Check]:

@@ -25,19 +25,19 @@ def python() -> Iterator[Check]:
 
 def packages(version: Callable[[str], str] = metadata.version) -> Iterator[Check]:
     """Yield whether the packages of Cosmos-RL have one version, and libraries that are too old."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name.removeprefix("cosmos-rl-")] = version(name)
+            versions[name.removeprefix("cosmos-rl-")] = version(name)
         except metadata.PackageNotFoundError:
             continue
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"{name} {number}" for name, number in found.items())
-        newest = max(found.values())
-        fix = " ".join(f"cosmos-rl-{name}=={newest}" for name in found)
+    if len(set(versions.values())) > 1:
+        listed = ", ".join(f"{name} {number}" for name, number in versions.items())
+        newest = max(versions.values())
+        fix = " ".join(f"cosmos-rl-{name}=={newest}" for name in versions)
         yield Check("bad", "cosmos-rl", f"packages of different versions: {listed}", f"pip install {fix}")
-    elif found:
-        yield Check("ok", "cosmos-rl", f"{next(iter(found.values()))}: {', '.join(found)}")
+    elif versions:
+        yield Check("ok", "cosmos-rl", f"{next(iter(versions.values()))}: {', '.join(versions)}")
     else:
         yield Check("note", "cosmos-rl", "imported from source, not installed")
     for text in too_old():
@@ -50,14 +50,14 @@ def torch_and_gpus() -> Iterator[Check]:
     import torch
     from torch.cuda import nccl
 
-    there, build = machine_gpus(os.environ), torch.version.cuda
-    if not there:
+    gpus, build = machine_gpus(os.environ), torch.version.cuda
+    if not gpus:
         yield Check("ok", "torch", f"{torch.__version__}, for {f'CUDA {build}' if build else 'the CPU'}")
         yield Check("note", "GPUs", "none: models train on the CPU")
         return
     driver = driver_version()
     if build is None:
-        text = f"{torch.__version__} has no CUDA build, and this machine has {len(there)} GPUs"
+        text = f"{torch.__version__} has no CUDA build, and this machine has {len(gpus)} GPUs"
         yield Check("bad", "torch", text, NO_CUDA)
         return
     if not torch.cuda.is_available():

@@ -92,13 +92,13 @@ def worker_processes(run_dir: Path) -> list[InspectedProcess]:
             ancestor = parents[ancestor]
         if pid not in workers and ancestor in workers:
             workers[pid] = workers[ancestor]
-    found = [one for pid, worker in workers.items() if (one := _process(pid, worker)) is not None]
-    ranked = {one.worker for one in found if one.rank}
+    processes = [one for pid, worker in workers.items() if (one := _process(pid, worker)) is not None]
+    ranked = {one.worker for one in processes if one.rank}
     # without the ranks' agent; of its children that have ended, whose variables are gone, each was a rank
-    ended = {one.pid for one in found if one.state == "Z" and one.worker in ranked and parents[one.pid] in mains}
-    found = [one for one in found if one.rank or one.worker not in ranked or one.pid in ended]
-    found = [_watched(one, is_main=one.pid in mains | ended) for one in found]
-    return sorted(found, key=lambda one: (one.worker, one.rank, one.pid))
+    ended = {one.pid for one in processes if one.state == "Z" and one.worker in ranked and parents[one.pid] in mains}
+    processes = [one for one in processes if one.rank or one.worker not in ranked or one.pid in ended]
+    processes = [_watched(one, is_main=one.pid in mains | ended) for one in processes]
+    return sorted(processes, key=lambda one: (one.worker, one.rank, one.pid))
 
 
 def _process(pid: int, worker: str) -> InspectedProcess | None:
@@ -153,11 +153,11 @@ def busy_threads(text: str) -> str:
     """Return the threads that do not wait for work, innermost call first, of the output of faulthandler or py-spy."""
     threads: list[tuple[str, list[tuple[str, str]]]] = []
     for line in text.splitlines():
-        if (found := FRAME.search(line) or SPIED.search(line)) and threads:
-            place = f"{'/'.join(found['file'].split('/')[-3:])}:{found['line']}"
-            threads[-1][1].append((f"/{found['file']}", f"{found['name']} ({place})"))
-        elif found := HEAD.search(line):
-            threads.append((found["name"] or "", []))
+        if (match := FRAME.search(line) or SPIED.search(line)) and threads:
+            place = f"{'/'.join(match['file'].split('/')[-3:])}:{match['line']}"
+            threads[-1][1].append((f"/{match['file']}", f"{match['name']} ({place})"))
+        elif match := HEAD.search(line):
+            threads.append((match["name"] or "", []))
     shown = []
     for name, frames in threads:
         while frames and _is_idle(frames[-1][0]):

@@ -113,19 +113,19 @@ def _rewards(facts: Facts) -> Iterator[Check]:
     seen = float(facts.status.get("time", 0.0))
     texts = [(str(event.get("text", "")), float(event.get("time", 0.0))) for event in facts.events]
     texts.append((str(facts.outcome.get("message", "")), seen))
-    newest = {found["name"]: (found, at) for text, at in texts if (found := REWARD.search(text))}
-    for name, (found, at) in newest.items():
-        hangs = "raised" not in found["what"] and "returned" not in found["what"]
+    newest = {match["name"]: (match, at) for text, at in texts if (match := REWARD.search(text))}
+    for name, (match, at) in newest.items():
+        hangs = "raised" not in match["what"] and "returned" not in match["what"]
         fix = f"the code of {name!r} on that row; cosmos-rl check --deep RECIPE calls each reward once"
         if hangs:
             fix = f"the code of {name!r}, or the server that it asks: it may never return; reward.timeout_s ends a call"
         present = seen - at < RECENT_S and facts.outcome.get("state") != "done"
-        yield Check("bad" if present else "note", "reward", found[0].splitlines()[0], fix)
+        yield Check("bad" if present else "note", "reward", match[0].splitlines()[0], fix)
 
 
 def _port(facts: Facts) -> Iterator[Check]:
-    if found := PORT.search(str(facts.outcome.get("message", ""))):
-        port = int(found[1] or found[2])
+    if match := PORT.search(str(facts.outcome.get("message", ""))):
+        port = int(match[1] or match[2])
         holder = holder_of(port)
         text = (
             f"{holder} listens on port {port}" if holder else f"port {port} was in use, and nothing listens on it now"

@@ -104,8 +104,8 @@ def _without_wait(at: Situation) -> Check:
 
 
 def _missing(role: str, at: Situation) -> Check:
-    wanted = at.status.get("wanted", {}).get(role)
-    text = f"no {role} worker has connected" + (f", {wanted} wanted" if wanted else "")
+    number = at.status.get("wanted", {}).get(role)
+    text = f"no {role} worker has connected" + (f", {number} wanted" if number else "")
     text += f", {duration(at.started_s)} after the start"
     fix = f"logs/{role}-0.log; on a cluster the states of its jobs (cosmos-rl status RUN) and its free GPUs"
     return Check("bad" if at.started_s > START_S else "note", "waits", text, fix)

@@ -44,16 +44,16 @@ def waits_of(status: Mapping[str, Any]) -> list[Wait]:
     members = status.get("members", ())
     by_role = {role: tuple(each["name"] for each in members if each["role"] == role) for role in ROLES}
     starting = tuple(each["name"] for each in members if each["role"] == "policy" and each["state"] != "ready")
-    there = _Members(by_role["policy"], by_role["rollout"], tuple(status.get("mesh", ())), starting)
-    found: list[Wait] = []
+    workers = _Members(by_role["policy"], by_role["rollout"], tuple(status.get("mesh", ())), starting)
+    waits: list[Wait] = []
     for text in map(str, status.get("waits", ())):
         for pattern, awaited in _PATTERNS:
             if matched := pattern.search(text):
                 waiter, spare = matched.groupdict().get("waiter") or RUN, "waits for leases" in text
-                names = [name for name in awaited(matched, there) if name != waiter]
-                found += [Wait(waiter, name, text, spare and name != WEIGHTS) for name in names]
+                names = [name for name in awaited(matched, workers) if name != waiter]
+                waits += [Wait(waiter, name, text, spare and name != WEIGHTS) for name in names]
                 break
-    return found
+    return waits
 
 
 def chain(waits: Sequence[Wait], members: Sequence[Mapping[str, Any]], *, stopped: Collection[str] = ()) -> list[Wait]:
@@ -69,18 +69,18 @@ def chain(waits: Sequence[Wait], members: Sequence[Mapping[str, Any]], *, stoppe
     order = {RUN: 0} | {each["name"]: 1 + ROLES.index(each["role"]) for each in members if each["role"] in ROLES}
     node = min((wait.waiter for wait in waits), key=lambda name: order.get(name, len(ROLES) + 1))
     states = {each["name"]: each for each in members}
-    found: list[Wait] = []
+    path: list[Wait] = []
     passed: set[str] = set()
     while True:
         passed.add(node)
         if node in stopped:
-            return found
+            return path
         ways = [wait for wait in waits if wait.waiter == node and wait.awaited not in passed]
-        ways = [wait for wait in ways if not wait.is_spare or not found]
+        ways = [wait for wait in ways if not wait.is_spare or not path]
         if not ways:
-            return found
-        found.append(max(ways, key=lambda wait: _badness(wait.awaited, states)))
-        node = found[-1].awaited
+            return path
+        path.append(max(ways, key=lambda wait: _badness(wait.awaited, states)))
+        node = path[-1].awaited
 
 
 def _badness(name: str, states: Mapping[str, Mapping[str, Any]]) -> tuple[int, float]:
@@ -90,28 +90,28 @@ def _badness(name: str, states: Mapping[str, Mapping[str, Any]]) -> tuple[int, f
     return (0 if member.get("state") == "ready" else 2), float(member.get("age_s", 0.0))
 
 
-def _leased(matched: re.Match[str], there: _Members) -> Sequence[str]:
+def _leased(matched: re.Match[str], workers: _Members) -> Sequence[str]:
     """The holders of the leases of a batch; without any, all rollouts."""
-    return re.findall(r"\d+ leased to (\S+?)(?:,|$)", matched.string) or _rollouts(matched, there)
+    return re.findall(r"\d+ leased to (\S+?)(?:,|$)", matched.string) or _rollouts(matched, workers)
 
 
-def _named(matched: re.Match[str], there: _Members) -> Sequence[str]:
+def _named(matched: re.Match[str], workers: _Members) -> Sequence[str]:
     return matched["names"].split(", ")
 
 
-def _rollouts(matched: re.Match[str], there: _Members) -> Sequence[str]:
-    return there.rollouts or ("rollout",)
+def _rollouts(matched: re.Match[str], workers: _Members) -> Sequence[str]:
+    return workers.rollouts or ("rollout",)
 
 
-def _policies(matched: re.Match[str], there: _Members) -> Sequence[str]:
-    return there.mesh or there.policies or ("policy",)
+def _policies(matched: re.Match[str], workers: _Members) -> Sequence[str]:
+    return workers.mesh or workers.policies or ("policy",)
 
 
-def _starting_policies(matched: re.Match[str], there: _Members) -> Sequence[str]:
-    return there.starting or ("policy",)
+def _starting_policies(matched: re.Match[str], workers: _Members) -> Sequence[str]:
+    return workers.starting or ("policy",)
 
 
-def _weights(matched: re.Match[str], there: _Members) -> Sequence[str]:
+def _weights(matched: re.Match[str], workers: _Members) -> Sequence[str]:
     return (WEIGHTS,)
 
 

@@ -123,15 +123,15 @@ def _render(recipe: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "
         if note := notes.get(prefix + key):
             yield f"\n# {note}"
         for row in rows:
-            yield f"\n[[{prefix}{key}]]\n" + "".join(f"{name} = {_inline(found)}\n" for name, found in row.items())
+            yield f"\n[[{prefix}{key}]]\n" + "".join(f"{name} = {_inline(entry)}\n" for name, entry in row.items())
 
 
 def _by_reason(keys: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield each reason with its keys, of which at most SHOWN are named."""
     for because in dict.fromkeys(keys.values()):
-        found = [key for key, reason in keys.items() if reason == because]
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        yield because, ", ".join(found[:SHOWN]) + more
+        named = [key for key, reason in keys.items() if reason == because]
+        more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+        yield because, ", ".join(named[:SHOWN]) + more
 
 
 def _is_array_of_tables(value: Any) -> bool:
@@ -140,5 +140,5 @@ def _is_array_of_tables(value: Any) -> bool:
 
 def _inline(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_inline(found)}" for key, found in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {_inline(entry)}" for key, entry in value.items()) + " }"
     return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")

@@ -95,10 +95,10 @@ class Migration:
         self.refuse("*", because="no rule for this key")
 
     def _take_open(self, patterns: Iterable[str]) -> list[str]:
-        found = [key for key in self._matching(patterns) if key not in self._seen]
-        self._seen.update(found)
-        return found
+        keys = [key for key in self._matching(patterns) if key not in self._seen]
+        self._seen.update(keys)
+        return keys
 
     def _matching(self, patterns: Iterable[str]) -> Iterator[str]:
-        wanted = tuple(patterns)
-        return (key for key in self._old if any(fnmatchcase(key, pattern) for pattern in wanted))
+        globs = tuple(patterns)
+        return (key for key in self._old if any(fnmatchcase(key, pattern) for pattern in globs))

@@ -102,11 +102,11 @@ class MemoryPlan:
     @property
     def devices(self) -> tuple[int, ...]:
         """Maximum bytes on each kind of device, as far as known."""
-        held = [needs.device for needs in self.processes]
+        sizes = [needs.device for needs in self.processes]
         if self.in_turns:
             stays = [staying(needs) for needs in self.processes]
-            return (max(size + sum(stays) - own for size, own in zip(held, stays, strict=True)),)
-        return (sum(held),) if self.shared else tuple(held)
+            return (max(size + sum(stays) - own for size, own in zip(sizes, stays, strict=True)),)
+        return (sum(sizes),) if self.shared else tuple(sizes)
 
     @property
     def beside_policy(self) -> int:
@@ -164,18 +164,18 @@ class RunPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-like values."""
-        found = asdict(self)
+        values = asdict(self)
         if self.memory is not None:
             memory = self.memory
             rollout = 0 if memory.rollout is None else memory.rollout.device
-            found["memory"] |= {
+            values["memory"] |= {
                 "device": memory.policy.device,
                 "rollout_device": rollout,
                 "fits": memory.fits,
                 "unknown": memory.unknown,
                 "not_counted": NOT_COUNTED,
             }
-        return found
+        return values
 
     def __str__(self) -> str:
         """Tables of the roles, the amounts of one step, and the weights if known."""
@@ -258,7 +258,7 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> MemoryPlan | 
         return None
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     in_turns = config.run.colocate and gpu  # on a CPU nothing is freed
-    found = MemoryPlan(
+    memory_plan = MemoryPlan(
         rank=estimate_of(shape, config.policy, device_bytes=given, with_entropy=not config.is_sft),
         policy=policy_needs(shape, config, domain, device_bytes=given, gpu=gpu),
         rollout=rollout_needs(shape, config, domain, device_bytes=given, gpu=gpu),
@@ -274,11 +274,11 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> MemoryPlan | 
         ),
         given=given,
     )
-    room = None if given is None else given - found.beside_policy
-    if room is None or found.policy.device <= room:
-        return found
+    room = None if given is None else given - memory_plan.beside_policy
+    if room is None or memory_plan.policy.device <= room:
+        return memory_plan
     fitting = changes_that_fit(shape, config, domain, memory=room, device_bytes=given, gpu=gpu)
-    return replace(found, changes=tuple(fitting))
+    return replace(memory_plan, changes=tuple(fitting))
 
 
 def _weights(config: RunConfig) -> WeightsPlan | None:
@@ -358,8 +358,8 @@ def _memory_texts(memory: MemoryPlan) -> list[str]:
     return texts if memory.given is None else [*texts, _verdict(memory, memory.given)]
 
 
-def _traffic_table(found: Sequence[CollectiveCalls]) -> str:
-    rows = [(f"{one.kind} over {one.axis}: {one.content}", one.each, one.calls, _mebibytes(one.bytes)) for one in found]
+def _traffic_table(calls: Sequence[CollectiveCalls]) -> str:
+    rows = [(f"{one.kind} over {one.axis}: {one.content}", one.each, one.calls, _mebibytes(one.bytes)) for one in calls]
     return table(rows, header=("collectives of a policy rank, at most", "each", "calls", "bytes"))
 
 

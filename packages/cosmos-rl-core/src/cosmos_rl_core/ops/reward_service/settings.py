@@ -58,5 +58,5 @@ def load_settings(raw: Mapping[str, Any], *, file: str = "") -> ServerSettings:
     try:
         return ServerSettings.model_validate(dict(raw))
     except ValidationError as error:
-        found = problems(error, tables=known_tables(ServerSettings))
-        raise ConfigError(in_file_order(found, raw), file=file) from error
+        setting_problems = problems(error, tables=known_tables(ServerSettings))
+        raise ConfigError(in_file_order(setting_problems, raw), file=file) from error
