@@ -71,13 +71,13 @@ def build_source(config: RunConfig) -> PromptSource:
 
 def planned_steps(config: RunConfig, source: PromptSource) -> int:
     """Return the steps of the run: [run] max_steps, or the number of whole batches in [prompts] epochs."""
-    whole = None if source.total is None else source.total // config.policy.prompts_per_step
-    if whole == 0:
+    num_batches = None if source.total is None else source.total // config.policy.prompts_per_step
+    if num_batches == 0:
         raise UserError(
             f"{len(source)} rows are fewer than [policy] prompts_per_step = {config.policy.prompts_per_step}: "
             "too few for one step. Lower it, or raise [prompts] epochs."
         )
-    limits = [steps for steps in (config.run.max_steps, whole) if steps is not None]
+    limits = [steps for steps in (config.run.max_steps, num_batches) if steps is not None]
     assert limits, "the config asks for max_steps or epochs"
     return min(limits)
 
@@ -142,8 +142,8 @@ def build_reward(name: str, domain: DomainBase, *, options: Mapping[str, Any], g
     try:
         return cast(RewardFn, factory(**options))
     except ValidationError as error:
-        found = problems(error, tables=known_tables(cast(Any, factory), at="options"), at="options")
-        raise UserError(f"[reward] {name}: {', and '.join(map(str, found))}") from error
+        option_problems = problems(error, tables=known_tables(cast(Any, factory), at="options"), at="options")
+        raise UserError(f"[reward] {name}: {', and '.join(map(str, option_problems))}") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"[reward] {name} does not take options {dict(options)}: {error}") from error
     except OSError as error:  # a file it loads
@@ -450,8 +450,8 @@ def build_collate_sft(
 
 def build_sync(config: RunConfig) -> WeightSync:
     """The package that transfers the weights."""
-    found: Any = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
-    return cast(WeightSync, found() if inspect.isclass(found) else found)
+    backend: Any = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
+    return cast(WeightSync, backend() if inspect.isclass(backend) else backend)
 
 
 def sync_settings(config: RunConfig, *, token: bytes, tls: Tls | None = None) -> SyncSettings:

@@ -25,7 +25,7 @@ class RankTurn:
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._own, self._idle_file = _files(run_dir, ranks=rank + 1)[rank], run_dir / FOLDER / "idle"
-        self._held = self._idle = -1
+        self._lock = self._idle = -1
         self.is_waiting = False
         """Whether it waits for its turn."""
 
@@ -34,18 +34,18 @@ class RankTurn:
         self._idle = _unlock(self._idle)
         self.is_waiting = True
         try:
-            self._held = await _locked(self._own, fcntl.LOCK_EX)
+            self._lock = await _locked(self._own, fcntl.LOCK_EX)
         finally:
             self.is_waiting = False
 
     def give(self) -> None:
         """End the turn."""
         self._idle = _lock(self._idle_file, fcntl.LOCK_SH)  # rollouts hold this file for an instant at most
-        self._held = _unlock(self._held)
+        self._lock = _unlock(self._lock)
 
     def close(self) -> None:
         """Release all locks."""
-        self._held, self._idle = _unlock(self._held), _unlock(self._idle)
+        self._lock, self._idle = _unlock(self._lock), _unlock(self._idle)
 
 
 class RolloutTurn:
@@ -54,7 +54,7 @@ class RolloutTurn:
     def __init__(self, run_dir: Path, *, ranks: int) -> None:
         """ranks: number of the policy's."""
         self._files, self._idle_file = _files(run_dir, ranks=ranks), run_dir / FOLDER / "idle"
-        self._held: list[int] = []
+        self._locks: list[int] = []
         self.is_waiting = False
         """Whether it waits for its turn."""
 
@@ -69,7 +69,7 @@ class RolloutTurn:
 
     def give(self) -> None:
         """End the turn."""
-        self._held = [fd for fd in self._held if _unlock(fd) >= 0]
+        self._locks = [fd for fd in self._locks if _unlock(fd) >= 0]
 
     async def wanted(self) -> None:
         """Wait until no rank is idle: they want their turn, or they are gone."""
@@ -79,7 +79,7 @@ class RolloutTurn:
         """Lock all files, or none: then return one that a rank holds."""
         for file in self._files:
             try:
-                self._held.append(_lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB))
+                self._locks.append(_lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB))
             except BlockingIOError:
                 self.give()
                 return file
@@ -94,15 +94,15 @@ def _files(run_dir: Path, *, ranks: int) -> Sequence[Path]:
 async def _locked(file: Path, kind: int) -> int:
     """Wait for a lock in a thread of its own and return its descriptor. A cancelled wait leaves no lock behind."""
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[int] = loop.create_future()
+    lock: asyncio.Future[int] = loop.create_future()
 
     def deliver(fd: int, error: OSError | None) -> None:
-        if found.cancelled():
+        if lock.cancelled():
             _unlock(fd)
         elif error is None:
-            found.set_result(fd)
+            lock.set_result(fd)
         else:
-            found.set_exception(error)
+            lock.set_exception(error)
 
     def wait() -> None:
         fd, error = -1, None
@@ -116,7 +116,7 @@ async def _locked(file: Path, kind: int) -> int:
             _unlock(fd)
 
     threading.Thread(target=wait, name="turn", daemon=True).start()
-    return await found
+    return await lock
 
 
 def _lock(file: Path, kind: int) -> int:

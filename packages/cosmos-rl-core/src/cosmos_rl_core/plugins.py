@@ -111,18 +111,18 @@ def importing() -> str:
 
 def _targets(group: str) -> dict[str, str]:
     """Plug-ins by name: entry points first, then those of our packages that are importable without an installation."""
-    found: dict[str, str] = {}
+    targets: dict[str, str] = {}
     for point in metadata.entry_points(group=group):
-        other = found.setdefault(point.name, point.value)
+        other = targets.setdefault(point.name, point.value)
         if other != point.value:
             raise UserError(
                 f"two installed packages offer {point.name!r} in {group}: {other} and {point.value}; "
                 f"uninstall one, or write the one you mean as module:attribute"
             )
     for name, target in _SHIPPED.get(group, {}).items():
-        if name not in found and importlib.util.find_spec(_package(target)) is not None:
-            found[name] = target
-    return found
+        if name not in targets and importlib.util.find_spec(_package(target)) is not None:
+            targets[name] = target
+    return targets
 
 
 def _package(target: str) -> str:
@@ -162,15 +162,15 @@ def _resolve(where: str, *, kind: str, name: str) -> Any:
     add_folders()
     outer = _importing.set(module_name)
     try:
-        found = importlib.import_module(module_name)
+        value = importlib.import_module(module_name)
     except Exception as cause:  # importing runs the plug-in's own code, which may raise anything
         raise UserError(f"{kind} {name!r} ({where}) cannot be imported: {type(cause).__name__}: {cause}") from cause
     finally:
         _importing.reset(outer)
-    file = vars(found).get("__file__") or "built in"
+    file = vars(value).get("__file__") or "built in"
     for part in path.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError as cause:
             raise UserError(f"{kind} {name!r}: {module_name} ({file}) has no attribute {path!r}") from cause
-    return found
+    return value

@@ -84,8 +84,8 @@ def surrogate(
     loss = max(-ratio A, -clip(ratio, 1 - clip_low, 1 + clip_high) A), and at most -dual_clip A where A < 0.
     """
     free = -ratio * advantages
-    held = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    values, clipped = torch.maximum(free, held), held > free
+    bounded = -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    values, clipped = torch.maximum(free, bounded), bounded > free
     if dual_clip is not None:
         most = -dual_clip * advantages
         cut = (advantages < 0) & (values > most)
@@ -206,8 +206,8 @@ def value_loss(
     free = _half_square(values, returns, huber_delta)
     if clip is None:
         return free
-    held = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.maximum(free, _half_square(held, returns, huber_delta))
+    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(free, _half_square(clipped_values, returns, huber_delta))
 
 
 def _half_square(values: Tensor, returns: Tensor, huber_delta: float | None) -> Tensor:

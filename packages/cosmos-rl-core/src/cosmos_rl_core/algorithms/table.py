@@ -151,7 +151,7 @@ def find_algorithm(name: str) -> Algorithm:
     from cosmos_rl_core import plugins  # reads installed metadata: only when the name is not ours
 
     plugins.locate(GROUP, name, beside=tuple(TABLE))  # names those of the table among the known ones
-    found = plugins.load(GROUP, name)
-    if not isinstance(found, Algorithm):
-        raise UserError(f"algorithm {name!r} is a {type(found).__name__}; it has to be a cosmos_rl_core.Algorithm")
-    return found
+    algorithm = plugins.load(GROUP, name)
+    if not isinstance(algorithm, Algorithm):
+        raise UserError(f"algorithm {name!r} is a {type(algorithm).__name__}; it has to be a cosmos_rl_core.Algorithm")
+    return algorithm

@@ -47,7 +47,7 @@ class SnapshotPlanner:
     def __init__(self, ranks: RankGroup, *, weights_file: str) -> None:
         self._ranks = ranks
         self._weights_file = weights_file
-        self._held: list[TensorPiece] = []
+        self._pieces: list[TensorPiece] = []
         self._mine: list[TensorPiece] = []
         self._contents = Contents([], {})
         self._buffers: dict[str, Tensor] = {}
@@ -69,15 +69,15 @@ class SnapshotPlanner:
             files.setdefault(file, {})[key_of(name)] = box
         return Snapshot(state=state, contents=self._contents, files=files)
 
-    def _plan(self, held: list[TensorPiece]) -> None:
+    def _plan(self, pieces: list[TensorPiece]) -> None:
         """Assign the boxes anew if any rank holds others than last time (the optimizer's state comes with step 1)."""
-        changed = b"" if held == self._held else msgspec.msgpack.encode(held)
+        changed = b"" if pieces == self._pieces else msgspec.msgpack.encode(pieces)
         gathered = self._ranks.gather(changed)
         if not any(gathered):
             return
-        gathered = gathered if all(gathered) else self._ranks.gather(msgspec.msgpack.encode(held))
+        gathered = gathered if all(gathered) else self._ranks.gather(msgspec.msgpack.encode(pieces))
         written = assign([msgspec.msgpack.decode(text, type=list[TensorPiece]) for text in gathered])
-        self._held, self._mine = held, written[self._ranks.rank]
+        self._pieces, self._mine = pieces, written[self._ranks.rank]
         self._contents = Contents.of(written, weights_file=self._weights_file)
         self._buffers = {}
 

@@ -107,14 +107,14 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") 
             yield KeyChange(key=key, was=before, now=after)
 
 
-def refused(found: Iterable[KeyChange]) -> list[KeyChange]:
+def refused(key_changes: Iterable[KeyChange]) -> list[KeyChange]:
     """Return the changes with which the checkpoint cannot be resumed."""
-    return [change for change in found if change.effect == REFUSED]
+    return [change for change in key_changes if change.effect == REFUSED]
 
 
-def notes_of(found: Iterable[KeyChange]) -> Iterator[str]:
+def notes_of(key_changes: Iterable[KeyChange]) -> Iterator[str]:
     """Yield a note for each effect of the others, with its keys."""
-    changed = list(found)
+    changed = list(key_changes)
     for effect in dict.fromkeys((TRAINING, LENGTH, LAYOUT, MEASURED, BESIDE)):
         if keys := [str(change) for change in changed if change.effect == effect]:
             yield f"changed since the checkpoint: {', '.join(keys)} ({effect})"

@@ -62,8 +62,8 @@ class Contents(msgspec.Struct, frozen=True):
                 entry = tensors.setdefault(piece.name, SavedTensor(piece.dtype, piece.size, []))
                 entry.parts.append(SavedBox(file, piece.offset, piece.shape))
         for name, entry in tensors.items():
-            there = sum(torch.Size(part.shape).numel() for part in entry.parts)
-            assert there == torch.Size(entry.size).numel(), f"{name} {entry.size}: its parts do not add up"
+            num_elements = sum(torch.Size(part.shape).numel() for part in entry.parts)
+            assert num_elements == torch.Size(entry.size).numel(), f"{name} {entry.size}: its parts do not add up"
         return cls(list(files), tensors)
 
     @classmethod

@@ -54,18 +54,18 @@ def write_json(folder: Folder, name: str, value: object) -> str:
 def write_manifest(location: str | Path | Folder, digests: Mapping[str, str] | None = None) -> None:
     """Write the SHA-256 of a checkpoint's files; without `digests` the files are read and hashed."""
     folder = Folder.at(location)
-    found = _digests(folder, [name for name in folder.walk() if name != MANIFEST]) if digests is None else digests
-    write_json(folder, MANIFEST, {"files": dict(sorted(found.items()))})
+    files = _digests(folder, [name for name in folder.walk() if name != MANIFEST]) if digests is None else digests
+    write_json(folder, MANIFEST, {"files": dict(sorted(files.items()))})
 
 
 def verify(location: str | Path | Folder) -> None:
     """Compare every file with the manifest; raises UserError for the first that differs, or for a missing entry."""
     folder = Folder.at(location)
-    wanted = _listed(folder)
-    there = set(folder.walk())
-    found = _digests(folder, [name for name in wanted if name in there])
-    for name, digest in wanted.items():
-        if found.get(name) != digest:
+    digests = _listed(folder)
+    names = set(folder.walk())
+    actual = _digests(folder, [name for name in digests if name in names])
+    for name, digest in digests.items():
+        if actual.get(name) != digest:
             raise UserError(
                 f"checkpoint file {folder / name} is damaged or missing; resume from another one by --resume PATH"
             )
@@ -84,10 +84,10 @@ def _listed(folder: Folder) -> dict[str, str]:
     """Names and SHA-256 of a checkpoint's files. Raises UserError for a manifest that lists no state or no weights."""
     damaged = f"{folder} is not a complete checkpoint: its {MANIFEST}"
     try:
-        held = json.loads(folder.read(MANIFEST))
+        manifest = json.loads(folder.read(MANIFEST))
     except (*store_errors(), ValueError, RecursionError) as error:
         raise UserError(f"{damaged} cannot be read ({error})") from error
-    match held:
+    match manifest:
         case {"files": dict(files)} if all(isinstance(digest, str) for digest in files.values()):
             pass
         case _:
@@ -126,10 +126,10 @@ def read_origin(location: str | Path | Folder) -> Origin:
 
 def _state(folder: Folder) -> dict[str, Any]:
     try:
-        held = json.loads(folder.read(STATE))
+        state = json.loads(folder.read(STATE))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{folder / STATE} cannot be read ({error})") from error
-    return held if isinstance(held, dict) else {}
+    return state if isinstance(state, dict) else {}
 
 
 def mark_rolled_back(folder: Folder, *, to: int, reason: str) -> None:
@@ -140,9 +140,9 @@ def mark_rolled_back(folder: Folder, *, to: int, reason: str) -> None:
 def list_steps(root: str | Path | Folder, *, rolled_back: bool = False) -> list[int]:
     """Steps of the complete checkpoints under `root`, oldest first; with `rolled_back` also of those set aside."""
     folder = Folder.at(root)
-    found = {step_of(name): folder / name for name in folder.folders()}
-    whole = {step: at for step, at in found.items() if step is not None and at.has(MANIFEST)}
-    return sorted(step for step, at in whole.items() if rolled_back or not at.has(ROLLED_BACK))
+    folders = {step_of(name): folder / name for name in folder.folders()}
+    complete = {step: at for step, at in folders.items() if step is not None and at.has(MANIFEST)}
+    return sorted(step for step, at in complete.items() if rolled_back or not at.has(ROLLED_BACK))
 
 
 def step_of(name: str) -> int | None:

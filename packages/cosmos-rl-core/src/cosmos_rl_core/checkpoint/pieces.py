@@ -43,10 +43,10 @@ class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
 
 def dtype_of(name: str) -> torch.dtype:
     """Return torch's dtype of a name: "float32"."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
-    return found
+    return dtype
 
 
 def local_pieces(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
@@ -62,13 +62,13 @@ def local_pieces(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
     return pieces
 
 
-def assign(held: Sequence[Sequence[TensorPiece]]) -> list[list[TensorPiece]]:
+def assign(pieces_of_ranks: Sequence[Sequence[TensorPiece]]) -> list[list[TensorPiece]]:
     """Boxes held by each rank -> boxes written by each rank: every box once."""
-    plans = dedup_save_plans([SavePlan([_write_item(piece) for piece in pieces]) for pieces in held])
+    plans = dedup_save_plans([SavePlan([_write_item(piece) for piece in pieces]) for pieces in pieces_of_ranks])
     chosen = [{(item.index.fqn, item.index.offset) for item in plan.items} for plan in plans]
     return [
         [piece for piece in pieces if (piece.name, torch.Size(piece.offset)) in mine]
-        for pieces, mine in zip(held, chosen)
+        for pieces, mine in zip(pieces_of_ranks, chosen)
     ]
 
 

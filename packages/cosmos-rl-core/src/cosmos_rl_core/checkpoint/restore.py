@@ -54,8 +54,8 @@ def load(location: str | Path | Folder, *, policy: Policy, optimizer: Optimizer,
         reader.fill({**model, **entries, **random})
     for parameter, by_name in state.items():
         optimizer.state[parameter] = {name.rpartition("/")[2]: tensor for name, tensor in by_name.items()}
-    for name, found in random.items():
-        _set_rng(name.rpartition("/")[2], found)
+    for name, random_state in random.items():
+        _set_rng(name.rpartition("/")[2], random_state)
     return train_state(folder)
 
 
@@ -134,11 +134,11 @@ def _empty_state(contents: Contents, policy: Policy, optimizer: Optimizer) -> di
 def _empty_rng(contents: Contents, *, rank: int, saved_ranks: int) -> dict[str, Tensor]:
     """Empty tensors for this rank's random states; with more ranks than saved states, the states are used again."""
     ours = f"{RNG}{rank % saved_ranks}/"
-    there = {name: contents.tensors[name] for name in contents.names(ours)}
+    states = {name: contents.tensors[name] for name in contents.names(ours)}
     devices = set(_rng_states())
     return {
         name: torch.empty(entry.size, dtype=torch.uint8)
-        for name, entry in there.items()
+        for name, entry in states.items()
         if name.removeprefix(ours) in devices
     }
 

@@ -53,16 +53,16 @@ def find_resumption(config: RunConfig, run_dir: Path, resume: str) -> Resumption
     """
     root = checkpoint_root(config, run_dir)
     with _within_reach(root if resume == "auto" else resume):
-        found = _newest(root) if resume == "auto" else _named(root, resume)
-        if found is None:
+        checkpoint = _newest(root) if resume == "auto" else _named(root, resume)
+        if checkpoint is None:
             return None
-        changed = _changes(found.folder, config)
+        changed = _changes(checkpoint.folder, config)
     if fixed := refused(changed):
         raise UserError(
             f"the checkpoint was written with another recipe: {'; '.join(map(str, fixed))}. Restore that to resume "
             f"this run; {ELSE}."
         )
-    return Resumption(folder=found.folder, state=found.state, notes=(*found.notes, *notes_of(changed)))
+    return Resumption(folder=checkpoint.folder, state=checkpoint.state, notes=(*checkpoint.notes, *notes_of(changed)))
 
 
 def resume_problems(config: RunConfig, run_dir: Path, resume: str) -> list[Problem]:
@@ -82,13 +82,13 @@ def resume_problems(config: RunConfig, run_dir: Path, resume: str) -> list[Probl
             changed = _changes(folder, config)
     except UserError as error:
         return [Problem(key="", wrong=str(error))]
-    found = [_problem(change, folder) for change in refused(changed)]
+    problems = [_problem(change, folder) for change in refused(changed)]
     if (limit := config.run.max_steps) is not None and step > limit:
         wrong = f"is below the step of {folder}: there is nothing to do"
-        found.append(
+        problems.append(
             Problem(key="run.max_steps", given=str(limit), wrong=wrong, suggestion="raise it to train further")
         )
-    return found
+    return problems
 
 
 def _problem(change: KeyChange, folder: Folder) -> Problem:
@@ -173,8 +173,10 @@ def _place(root: Folder, resume: str) -> Folder:
     if folder.has(MANIFEST):
         return folder
     places = (folder, folder / "checkpoints", root)
-    there = next(([place / f"step_{step}" for step in steps] for place in places if (steps := list_steps(place))), [])
-    hint = f"; there are {', '.join(map(str, there))}" if there else ""
+    checkpoints = next(
+        ([place / f"step_{step}" for step in steps] for place in places if (steps := list_steps(place))), []
+    )
+    hint = f"; there are {', '.join(map(str, checkpoints))}" if checkpoints else ""
     raise UserError(f"--resume {resume}: no checkpoint there (a folder with a {MANIFEST}){hint}")
 
 

@@ -190,13 +190,13 @@ class CheckpointSaver:
         root, section = self._writer.root, self._section
         scores = self._scores() if section.keep_best else {}
         try:
-            there = list_steps(root)
-            if gone := sorted((self._kept | {newest}) - set(there)):
+            steps = list_steps(root)
+            if gone := sorted((self._kept | {newest}) - set(steps)):
                 self._on_failed(f"somebody has removed {', '.join(f'step_{step}' for step in gone)} from {root}")
             dropped = []
-            if newest in there:  # it is not where the run's directory was renamed right after the save
+            if newest in steps:  # it is not where the run's directory was renamed right after the save
                 dropped = surplus(
-                    there,
+                    steps,
                     newest=newest,
                     keep=section.keep,
                     keep_best=section.keep_best,
@@ -205,7 +205,7 @@ class CheckpointSaver:
                 )
             for step in dropped:
                 (root / f"step_{step}").remove()
-            self._kept = set(there) - set(dropped)
+            self._kept = set(steps) - set(dropped)
         except store_errors() as error:
             self._on_failed(f"an old checkpoint could not be removed: {error}")
 

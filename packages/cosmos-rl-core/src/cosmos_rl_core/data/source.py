@@ -149,7 +149,7 @@ class Faults:
         self._symptom = symptom
         self._reasons: dict[Hashable, str] = {}
         self._new: list[str] = []
-        self._wanted = self._missing = 0
+        self._num_rows = self._missing = 0
 
     def reason(self, row: Hashable) -> str | None:
         """Return why a row could not be read before; None where it could, or was not tried."""
@@ -157,7 +157,7 @@ class Faults:
 
     def want(self, count: int) -> None:
         """Count rows that are read."""
-        self._wanted += count
+        self._num_rows += count
 
     def take_new(self) -> tuple[str, ...]:
         """Return the reasons that were added since the last call."""
@@ -174,7 +174,7 @@ class Faults:
         if row not in self._reasons:
             self._reasons[row] = reason
             self._new.append(reason)
-            log.warning("left out, no. %d of %d rows so far: %s", self._missing, self._wanted, reason)
-        if self._missing > max(TOLERATED, self._wanted / 2):
+            log.warning("left out, no. %d of %d rows so far: %s", self._missing, self._num_rows, reason)
+        if self._missing > max(TOLERATED, self._num_rows / 2):
             shown = "; ".join(list(self._reasons.values())[:SHOWN]) + ("; ..." if len(self._reasons) > SHOWN else "")
-            raise UserError(f"{self._missing} of {self._wanted} rows so far {self._symptom}: {shown}")
+            raise UserError(f"{self._missing} of {self._num_rows} rows so far {self._symptom}: {shown}")

@@ -66,15 +66,15 @@ class FrameTable:
         before = after - 1
         after = np.minimum(after, len(self.seconds) - 1)
         nearer = np.abs(self.seconds[after] - seconds) < np.abs(self.seconds[before] - seconds)
-        found = np.where(nearer, after, before)
-        far = np.flatnonzero(np.abs(self.seconds[found] - seconds) > tolerance_s)
+        nearest = np.where(nearer, after, before)
+        far = np.flatnonzero(np.abs(self.seconds[nearest] - seconds) > tolerance_s)
         if len(far) and (last := seconds[far[-1]]) > self.seconds[-1] + tolerance_s:
             raise ValueError(f"it ends at {self.seconds[-1]:.4f} s, before the time {last:.4f} s")
         if len(far):
             raise ValueError(f"no frame within {1000 * tolerance_s:g} ms of the time {seconds[far[0]]:.4f} s")
-        if len(same := np.flatnonzero(np.diff(found) <= 0)):
-            raise ValueError(f"two times have the frame at {self.seconds[found[same[0]]]:.4f} s")
-        return found
+        if len(same := np.flatnonzero(np.diff(nearest) <= 0)):
+            raise ValueError(f"two times have the frame at {self.seconds[nearest[same[0]]]:.4f} s")
+        return nearest
 
     def run_of(self, place: int) -> int:
         """Return the index of a frame's run; -1 for a frame before the first keyframe."""
@@ -153,17 +153,17 @@ class VideoFile:
 
     def _decode(self, places: Sequence[int] | np.ndarray, take: Callable[[VideoFrame, int], None]) -> bool:
         """Return whether all frames were decoded."""
-        wanted = {int(self.table.pts[place]): int(place) for place in places}
-        last = max(wanted)
+        place_of = {int(self.table.pts[place]): int(place) for place in places}
+        last = max(place_of)
         for frame in self._frames():
-            if frame.pts is None or frame.pts not in wanted:
+            if frame.pts is None or frame.pts not in place_of:
                 if frame.pts is not None and frame.pts > last:
                     return False
                 continue
             if frame.is_corrupt:
                 return False
-            take(frame, wanted.pop(frame.pts))
-            if not wanted:
+            take(frame, place_of.pop(frame.pts))
+            if not place_of:
                 return True
         return False
 
@@ -317,8 +317,8 @@ def _missing_box(file: BinaryIO, length: int) -> str:
     return "" if indexed else "has no index (moov): the recording or the copy was ended before it was written"
 
 
-def _short(length: int, wanted: int) -> str:
-    return f"is cut off: it has {length:,} bytes of at least {wanted:,}" if length < wanted else ""
+def _short(length: int, least: int) -> str:
+    return f"is cut off: it has {length:,} bytes of at least {least:,}" if length < least else ""
 
 
 class _Sized(Protocol):
@@ -336,7 +336,7 @@ class ByteCache(Generic[V]):
         """evict: the least recently used make room; without it the first ones stay and later ones are not kept."""
         self._max_bytes = max_bytes
         self._evict = evict
-        self._held: OrderedDict[Hashable, V] = OrderedDict()
+        self._arrays: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
         """Held now."""
@@ -344,18 +344,18 @@ class ByteCache(Generic[V]):
     def get(self, key: Hashable) -> V | None:
         """Return what is held under a key."""
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-            return self._held.get(key)
+            if key in self._arrays:
+                self._arrays.move_to_end(key)
+            return self._arrays.get(key)
 
     def put(self, key: Hashable, array: V) -> None:
         """Keep an array, unless it is larger than all the memory it may use."""
         with self._lock:
             room = self._max_bytes if self._evict else self._max_bytes - self.num_bytes
-            if key in self._held or array.nbytes > room:
+            if key in self._arrays or array.nbytes > room:
                 return
-            self._held[key] = array
+            self._arrays[key] = array
             self.num_bytes += array.nbytes
             while self.num_bytes > self._max_bytes:
-                _, oldest = self._held.popitem(last=False)
+                _, oldest = self._arrays.popitem(last=False)
                 self.num_bytes -= oldest.nbytes

@@ -39,8 +39,8 @@ def export_episodes(directory: Path, out: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"{directory}: no {ROLLOUTS}; name the --out folder of cosmos-rl generate or eval") from error
     lines = [parse_json(line, where=f"{directory / ROLLOUTS}") for line in text.splitlines()]
-    found = [(line, directory / line["media"][0]) for line in lines if line.get("media")]
-    episodes = [(line, video) for line, video in found if video.with_suffix(".npz").is_file()]
+    videos = [(line, directory / line["media"][0]) for line in lines if line.get("media")]
+    episodes = [(line, video) for line, video in videos if video.with_suffix(".npz").is_file()]
     if not episodes:
         raise UserError(f"{directory}: no episodes; robot policies write them, without --no-media")
     out.mkdir(parents=True, exist_ok=True)

@@ -66,21 +66,21 @@ def read_prompts(
             "--image and --video belong to one prompt, --prompts TEXT; rows of a list name their files in the columns "
             "of data.image_column and data.video_column"
         )
-    found = Prompts(origin=path.name if listed else "--prompts")
+    prompts = Prompts(origin=path.name if listed else "--prompts")
     for place, (where, value) in enumerate(_listed(path) if listed else [("--prompts", given)]):
         try:
             columns = _columns(config, domain, value, where=where, folder=path.parent if listed else Path())
             if attached:
                 columns = domain.attach_files(config.data, columns, images=images, videos=videos)
         except UserError as error:
-            found.wrong[place] = str(error)
+            prompts.wrong[place] = str(error)
         else:
-            found.rows.append(PromptRow(sample=place, columns=dict(columns), origin=where))
-    if not len(found):
+            prompts.rows.append(PromptRow(sample=place, columns=dict(columns), origin=where))
+    if not len(prompts):
         raise UserError(f"{path}: contains no prompt")
-    if not listed and found.wrong:
-        raise UserError(found.wrong[0])
-    return found
+    if not listed and prompts.wrong:
+        raise UserError(prompts.wrong[0])
+    return prompts
 
 
 def _listed(path: Path) -> Iterator[tuple[str, Any]]:

@@ -39,10 +39,10 @@ async def score_real_rows(
                 return error
             return rollout.reward
 
-    found = await asyncio.gather(*(reward(place, row) for place, row in enumerate(rows)))
-    rewards = [value for value in found if isinstance(value, float)]
+    results = await asyncio.gather(*(reward(place, row) for place, row in enumerate(rows)))
+    rewards = [value for value in results if isinstance(value, float)]
     if not rewards:
-        raise next((value for value in found if isinstance(value, SampleError)), SampleError("there are no rows"))
+        raise next((value for value in results if isinstance(value, SampleError)), SampleError("there are no rows"))
     return {"data/reward_mean": float(np.mean(rewards)), BEST: max(rewards), "data/rows": float(len(rewards))}
 
 

@@ -125,11 +125,11 @@ class TrainingSteps:
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the finite values of each metric, and the fraction of skipped steps."""
-        found = {name: self._sums[name] / self._counts[name] for name in self.SOURCES if self._counts[name]}
+        means = {name: self._sums[name] / self._counts[name] for name in self.SOURCES if self._counts[name]}
         if self._num_steps:
-            found["skipped_steps"] = self._num_skipped / self._num_steps
+            means["skipped_steps"] = self._num_skipped / self._num_steps
         self._begin()
-        return found
+        return means
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

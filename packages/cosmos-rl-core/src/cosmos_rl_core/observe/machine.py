@@ -102,16 +102,16 @@ class _Log:
 
     def run(self, ended: threading.Event) -> None:
         """Sample until the event is set. A directory that is full or removed ends the samples, not the run."""
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as resources:
             self._folder.mkdir(exist_ok=True)
             path = self._folder / f"{self._process}.jsonl"
             log = ThinnedLog(path, every_s=EVERY_S, most_lines=MOST_LINES, most_bytes=MOST_BYTES)
             is_over = False
             while not is_over:
                 is_over = ended.wait(log.every_s)
-                log.add(msgspec.json.encode(self._sample(held)))
+                log.add(msgspec.json.encode(self._sample(resources)))
 
-    def _sample(self, held: contextlib.ExitStack) -> MachineSample:
+    def _sample(self, resources: contextlib.ExitStack) -> MachineSample:
         tree = self._tree()
         before, now = self._before, _Counts.now(tree)
         self._before = now
@@ -125,10 +125,10 @@ class _Log:
             cpu=round(cpu / elapsed, 3),
             memory=sum(map(resident_bytes, tree)),
             processes=len(tree),
-            machine=self._machine(before, now, elapsed) if self._holds_lock(held) else None,
+            machine=self._machine(before, now, elapsed) if self._holds_lock(resources) else None,
         )
 
-    def _holds_lock(self, held: contextlib.ExitStack) -> bool:
+    def _holds_lock(self, resources: contextlib.ExitStack) -> bool:
         """Return whether this process samples the machine; the first one that asks does, until it ends."""
         if self._lock is not None:
             return True
@@ -139,7 +139,7 @@ class _Log:
         except BlockingIOError:
             lock.close()
             return False
-        self._lock = held.enter_context(lock)
+        self._lock = resources.enter_context(lock)
         self._gpus = Gpus.open()
         return True
 

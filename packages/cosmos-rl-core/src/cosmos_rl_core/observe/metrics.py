@@ -55,8 +55,8 @@ def metric(name: str) -> Metric | None:
 
 def notes(names: Sequence[str]) -> dict[str, str]:
     """Return the meaning, and the range to expect, of those metrics that have an entry."""
-    found = {name: metric(name) for name in names}
-    return {name: _note(each) for name, each in found.items() if each is not None}
+    entries = {name: metric(name) for name in names}
+    return {name: _note(each) for name, each in entries.items() if each is not None}
 
 
 def _note(of: Metric) -> str:

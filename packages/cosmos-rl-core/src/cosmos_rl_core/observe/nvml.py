@@ -68,12 +68,12 @@ class Gpus:
 
     def read(self) -> tuple[Gpu, ...]:
         """Return the present state of each GPU; fields that it does not report keep their defaults."""
-        found = []
+        gpus = []
         for index, (handle, name) in enumerate(zip(self._handles, self._names)):
             memory, used = _Memory(), _Utilization()
             self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))  # zeros where it fails
             is_counted = self._library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0
-            found.append(
+            gpus.append(
                 Gpu(
                     index=index,
                     name=name,
@@ -82,7 +82,7 @@ class Gpus:
                     busy=used.gpu / 100 if is_counted else None,
                 )
             )
-        return tuple(found)
+        return tuple(gpus)
 
     def _name(self, handle: ctypes.c_void_p) -> str:
         name = ctypes.create_string_buffer(NAME_BYTES)

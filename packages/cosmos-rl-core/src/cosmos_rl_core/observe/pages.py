@@ -73,8 +73,10 @@ def enlarge(video: np.ndarray, factor: int) -> np.ndarray:
 def as_gif(pages: Sequence[Image.Image], *, fps: float) -> bytes:
     """Return a looping GIF; all frames share one palette, so that static parts do not flicker."""
     shown = [np.asarray(pages[i]) for i in np.linspace(0, len(pages) - 1, min(len(pages), 8)).round().astype(int)]
-    found = Image.fromarray(np.concatenate(shown)).quantize(252, method=Image.Quantize.MEDIANCUT).getpalette() or []
-    colours = np.asarray(found[: 252 * 3], int).reshape(-1, 3)
+    palette_bytes = (
+        Image.fromarray(np.concatenate(shown)).quantize(252, method=Image.Quantize.MEDIANCUT).getpalette() or []
+    )
+    colours = np.asarray(palette_bytes[: 252 * 3], int).reshape(-1, 3)
     own = np.asarray([PAPER, INK, FAINT, EDGE])
     near = np.abs(colours[:, None] - own).max(axis=-1).min(axis=-1) < 8  # Pillow would use them instead of own
     palette = Image.new("P", (1, 1))

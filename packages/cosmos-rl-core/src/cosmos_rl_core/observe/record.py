@@ -182,9 +182,9 @@ def failure(error: BaseException, run_dir: Path, *, worker: str = "") -> Recorde
 
 def last_checkpoint(run_dir: Path) -> str:
     """Return the newest whole checkpoint in a run's directory, by its step; empty if there is none."""
-    found = {path.parent.name[5:]: path.parent for path in (run_dir / "checkpoints").glob("step_*/manifest.json")}
-    steps = sorted((int(step) for step in found if step.isdecimal()), reverse=True)
-    return str(found[str(steps[0])]) if steps else ""
+    folders = {path.parent.name[5:]: path.parent for path in (run_dir / "checkpoints").glob("step_*/manifest.json")}
+    steps = sorted((int(step) for step in folders if step.isdecimal()), reverse=True)
+    return str(folders[str(steps[0])]) if steps else ""
 
 
 def resume_command(run_dir: Path, *, checkpoint: str) -> str:
@@ -247,21 +247,21 @@ def _last_traceback(log: Path) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _commit() -> str:
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False)
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
+    return git.stdout.strip() if git.returncode == 0 else ""
 
 
 def _read(path: Path, kind):  # noqa: ANN001, ANN202

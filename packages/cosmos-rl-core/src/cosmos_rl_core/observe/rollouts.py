@@ -153,5 +153,5 @@ def first_reasons(run_dir: Path, *, first_step: int, count: int) -> list[str]:
         return []
     with (run_dir / DROPPED).open(encoding="utf-8") as file:
         lines = (json.loads(line) for line in file if line.endswith("\n"))
-        found = (line["reason"] for line in lines if line["step"] >= first_step)
-        return [reason for _, reason in zip(range(count), found, strict=False)]
+        reasons = (line["reason"] for line in lines if line["step"] >= first_step)
+        return [reason for _, reason in zip(range(count), reasons, strict=False)]

@@ -117,8 +117,8 @@ class MLflow:
     def __init__(self, run_dir: Path, labels: RunLabels) -> None:
         self._mlflow: Any = _package("mlflow")
         self._client = self._mlflow.MlflowClient()
-        found = self._client.get_experiment_by_name(labels.project)
-        experiment = self._client.create_experiment(labels.project) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(labels.project)
+        experiment = self._client.create_experiment(labels.project) if existing is None else existing.experiment_id
         tags = {"directory": str(run_dir), **({"group": labels.group} if labels.group else {})}
         self._run = self._client.create_run(experiment, run_name=labels.name, tags=tags).info.run_id
 

@@ -125,7 +125,7 @@ def keep_earlier(path: Path, first_step: int | None) -> None:
     """
     if not path.exists():
         return
-    kept = [line for line in _whole(path) if first_step is None or json.loads(line)["step"] < first_step]
+    kept = [line for line in _complete_lines(path) if first_step is None or json.loads(line)["step"] < first_step]
     _rewrite(path, kept)
 
 
@@ -136,18 +136,18 @@ def set_damage_aside(path: Path) -> str:
     """
     if not path.exists():
         return ""
-    whole = [] if path.is_dir() else _whole(path)
-    kept = [line for line in whole if _as_step(line) is not None]
-    if path.is_file() and len(kept) == len(whole):
+    complete = [] if path.is_dir() else _complete_lines(path)
+    kept = [line for line in complete if _as_step(line) is not None]
+    if path.is_file() and len(kept) == len(complete):
         return ""
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
     aside = next(name for name in names if not name.exists())
     path.rename(aside)
     _rewrite(path, kept)
-    return f"{path} was damaged: {len(kept)} of {len(whole)} lines are kept; the original is {aside.name}"
+    return f"{path} was damaged: {len(kept)} of {len(complete)} lines are kept; the original is {aside.name}"
 
 
-def _whole(path: Path) -> list[bytes]:
+def _complete_lines(path: Path) -> list[bytes]:
     """The complete lines."""
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
@@ -155,10 +155,10 @@ def _whole(path: Path) -> list[bytes]:
 def _as_step(line: bytes) -> dict[str, Any] | None:
     """The object in a line; None for a damaged one and one without a step."""
     try:
-        held = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return held if isinstance(held, dict) and isinstance(held.get("step"), int) else None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
 
 
 def _rewrite(path: Path, lines: Sequence[bytes]) -> None:
@@ -210,10 +210,10 @@ class Grids:
 def _grid_of(line: bytes) -> tuple[str, int] | None:
     """The grid and step in a line of an index; None for a damaged line or one without a grid."""
     try:
-        held = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    match held:
+    match entry:
         case {"grid": str(grid), "step": int(step)}:
             return grid, step
     return None

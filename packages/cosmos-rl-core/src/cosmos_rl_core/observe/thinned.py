@@ -20,8 +20,8 @@ class ThinnedLog:
         self.every_s = every_s
         self._path = path
         self._most_lines, self._most_bytes = most_lines, most_bytes
-        found = path.read_bytes() if path.is_file() else b""
-        self._lines, self._bytes = found.count(b"\n"), len(found)
+        written = path.read_bytes() if path.is_file() else b""
+        self._lines, self._bytes = written.count(b"\n"), len(written)
 
     def add(self, line: bytes) -> None:
         """Append a line, due or not. Raises OSError if the file cannot be thinned; without room the line is lost."""

@@ -173,7 +173,7 @@ class _Span:
 
 def read_spans(lines: Iterable[bytes]) -> list[SpanLine]:
     """Return the spans of a file, each once; those without an end are `open`. Damaged lines are skipped."""
-    found: dict[tuple[str, float, str], SpanLine] = {}
+    spans: dict[tuple[str, float, str], SpanLine] = {}
     decode = msgspec.json.Decoder(SpanLine).decode
     for line in lines:
         try:
@@ -181,9 +181,9 @@ def read_spans(lines: Iterable[bytes]) -> list[SpanLine]:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue  # torn by a kill
         key = (span.name, span.at, span.track)
-        if not span.open or key not in found:
-            found[key] = span
-    return list(found.values())
+        if not span.open or key not in spans:
+            spans[key] = span
+    return list(spans.values())
 
 
 def merge(paths: Sequence[Path], out: Path) -> None:

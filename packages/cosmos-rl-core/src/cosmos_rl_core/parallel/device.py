@@ -84,18 +84,18 @@ def to_device(value: T, device: torch.device) -> T:
 
     To a GPU, all pageable tensors are one copy from pinned memory, which the host does not wait for.
     """
-    found: dict[int, Tensor] = {}
-    _collect(value, found)
-    there = {key: tensor for key, tensor in found.items() if tensor.device != device}
-    if not there:
+    tensors: dict[int, Tensor] = {}
+    _collect(value, tensors)
+    elsewhere = {key: tensor for key, tensor in tensors.items() if tensor.device != device}
+    if not elsewhere:
         return value
     if device.type == "cuda":
         # those of `to_host` are not read here: their copies may still be under way on the stream
-        host = {key: each for key, each in there.items() if each.device.type == "cpu" and not each.is_pinned()}
-        others = {key: each.to(device, non_blocking=True) for key, each in there.items() if key not in host}
+        host = {key: each for key, each in elsewhere.items() if each.device.type == "cpu" and not each.is_pinned()}
+        others = {key: each.to(device, non_blocking=True) for key, each in elsewhere.items() if key not in host}
         moved = (_upload(host, device) if host else {}) | others
     else:
-        moved = {key: tensor.to(device) for key, tensor in there.items()}
+        moved = {key: tensor.to(device) for key, tensor in elsewhere.items()}
     return _replaced(value, moved)
 
 
@@ -125,18 +125,18 @@ def _upload(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Te
     return {key: packed[ends[key]].view(tensor.dtype).view(tensor.shape) for key, tensor in tensors.items()}
 
 
-def _collect(value: Any, found: dict[int, Tensor]) -> None:
+def _collect(value: Any, tensors: dict[int, Tensor]) -> None:
     if isinstance(value, Tensor):
-        found[id(value)] = value
+        tensors[id(value)] = value
     elif is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
-            _collect(getattr(value, each.name), found)
+            _collect(getattr(value, each.name), tensors)
     elif isinstance(value, Mapping):
         for each in value.values():
-            _collect(each, found)
+            _collect(each, tensors)
     elif isinstance(value, list | tuple):
         for each in value:
-            _collect(each, found)
+            _collect(each, tensors)
 
 
 def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:

@@ -91,10 +91,10 @@ class MemoryEstimate:
 
         host: whether parameters are in the host's memory. A reference is filled after the policy.
         """
-        found = [MemoryPart(name="parameters, as they are filled", bytes=self.parameters, at=(START,), host=host)]
+        parts = [MemoryPart(name="parameters, as they are filled", bytes=self.parameters, at=(START,), host=host)]
         if self.reference:
-            found.append(MemoryPart(name="reference, as it is filled", bytes=self.reference, at=(START,), host=host))
-        return [*found, MemoryPart(name="the largest weight, as it is read", bytes=self.read, at=(START,))]
+            parts.append(MemoryPart(name="reference, as it is filled", bytes=self.reference, at=(START,), host=host))
+        return [*parts, MemoryPart(name="the largest weight, as it is read", bytes=self.read, at=(START,))]
 
 
 def logits_budget(device_bytes: int | None) -> int:
@@ -119,7 +119,7 @@ def estimate(
     """
     budget = logits_budget(device_bytes)
     ranks = ranks_of(shape, dims=dims, policy=policy, tokens=tokens, budget=budget, with_entropy=with_entropy)
-    return max((rank.estimate() for rank in ranks), key=lambda found: found.device)
+    return max((rank.estimate() for rank in ranks), key=lambda estimated: estimated.device)
 
 
 def ranks_of(
@@ -169,14 +169,14 @@ class Rank:
     def estimate(self) -> MemoryEstimate:
         policy = self.policy
         trained_bytes = BYTES[policy.precision.parameters]
-        held = sum(self.shard(spec) for spec in self.specs)
+        num_parameters = sum(self.shard(spec) for spec in self.specs)
         learning = [spec for spec in self.specs if spec.name not in self.shape.frozen]
         trained, num_tensors = sum(map(self.shard, learning)), len(learning)
         if self.shape.adapter_parameters:
             trained, num_tensors = -(-self.shape.adapter_parameters // self._ranks_of_weights), 0
-            held += trained
+            num_parameters += trained
         steps = _STEP_BYTES * num_tensors if policy.optimizer.name != "sgd" else 0
-        weights = trained_bytes * held
+        weights = trained_bytes * num_parameters
         gradients = trained_bytes * trained
         optimizer = trained_bytes * MOMENTS[policy.optimizer.name] * trained + steps
         kept, logits, backward = self._microbatch()
@@ -339,8 +339,8 @@ class Rank:
 
 def layer_of(name: str) -> int | None:
     """Return the layer a weight belongs to, the first number in its name; None outside of the layers."""
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def is_expert(name: str) -> bool:

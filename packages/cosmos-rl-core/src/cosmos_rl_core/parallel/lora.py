@@ -43,14 +43,14 @@ _FILED = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.(?P<matrix>lora_[AB])\
 
 def pick_layers(
     module: nn.Module,
-    wanted: Literal["all-linear"] | Sequence[str],
+    targets: Literal["all-linear"] | Sequence[str],
     *,
     leave_out: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
     """Return the full names of the linear layers to adapt, with or without adapters on them already.
 
     Args:
-        wanted: ends of their names, each in whole parts.
+        targets: ends of their names, each in whole parts.
         leave_out: whether the layer of this full name never gets one.
 
     Raises UserError for ends that no layer has.
@@ -61,9 +61,9 @@ def pick_layers(
         if isinstance(layer, nn.Linear) and ".lora_" not in name
     }
     linear = sorted(name for name in names if not leave_out(name))
-    if wanted == "all-linear" and linear:
+    if targets == "all-linear" and linear:
         return linear
-    ends = () if wanted == "all-linear" else wanted
+    ends = () if targets == "all-linear" else targets
     unknown = sorted(end for end in ends if not any(ends_in(name, [end]) for name in linear))
     if unknown or not ends:
         known = sorted({re.sub(r"^.*\.\d+\.(?=.*[a-z])", "", name) for name in linear})
@@ -129,9 +129,9 @@ def write_adapter_config(module: nn.Module, directory: Path) -> None:
 
 def initial_adapter(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
     """Return the first value of an adapter's parameter, float32: uniform within 1 / sqrt(in) for A, zero for B."""
-    found = _PARAMETER.fullmatch(name)
-    assert found is not None, f"{name} is no adapter"
-    if found["matrix"] == "lora_B":
+    match = _PARAMETER.fullmatch(name)
+    assert match is not None, f"{name} is no adapter"
+    if match["matrix"] == "lora_B":
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(shape[1])
@@ -152,9 +152,9 @@ def fill_adapters(module: nn.Module, *, seed: int) -> None:
 def adapter_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return live adapters under their names in peft's files; nothing for a module without."""
     return {
-        f"{_PREFIX}{found['layer']}.{found['matrix']}.weight": parameter.detach()
+        f"{_PREFIX}{match['layer']}.{match['matrix']}.weight": parameter.detach()
         for name, parameter in module.named_parameters()
-        if (found := _PARAMETER.fullmatch(name))
+        if (match := _PARAMETER.fullmatch(name))
     }
 
 
@@ -181,12 +181,12 @@ def base_name(parameter: str) -> str | None:
 
 def renamed(adapter: str, weight_name: Callable[[str], str]) -> str:
     """Return a name in peft's files after the weight of its layer was renamed; other names as they are."""
-    found = _FILED.fullmatch(adapter)
-    if found is None:
+    match = _FILED.fullmatch(adapter)
+    if match is None:
         name = adapter.removeprefix(_PREFIX)
         return adapter if name == adapter else f"{_PREFIX}{weight_name(name)}"
-    layer = weight_name(f"{found['layer']}.weight").removesuffix(".weight")
-    return f"{_PREFIX}{layer}.{found['matrix']}.weight"
+    layer = weight_name(f"{match['layer']}.weight").removesuffix(".weight")
+    return f"{_PREFIX}{layer}.{match['matrix']}.weight"
 
 
 def merge(
@@ -209,22 +209,22 @@ def merge(
     """
     pairs: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
-    whole: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
     for name, tensor in trained:
         if not name.startswith(_PREFIX):
-            whole[name] = tensor
-        elif (found := _FILED.fullmatch(name)) is not None:
-            pairs.setdefault(f"{found['layer']}.weight", {})[found["matrix"]] = tensor
+            plain[name] = tensor
+        elif (match := _FILED.fullmatch(name)) is not None:
+            pairs.setdefault(f"{match['layer']}.weight", {})[match["matrix"]] = tensor
         else:
             replaced[name.removeprefix(_PREFIX)] = tensor
     for name, weight in weights:
         pair = pairs.pop(name, None)
         weight = replaced.pop(name, weight).to(weight.dtype)
-        if (public := public_name(name)) not in whole:
+        if (public := public_name(name)) not in plain:
             yield public, weight if pair is None else _merged(weight, pair["lora_A"], pair["lora_B"], scaling)
     if left := [*pairs, *replaced]:
         raise UserError(f"the base model has no weight {min(left)} for an adapter: is it of another model?")
-    yield from whole.items()
+    yield from plain.items()
 
 
 @contextmanager

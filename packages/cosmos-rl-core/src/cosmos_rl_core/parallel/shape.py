@@ -80,8 +80,8 @@ class ModelShape:
 
 def check_fit(shape: ModelShape, section: ParallelSection, *, dims: ParallelDims) -> None:
     """Raise one UserError with every size of a model that does not fit `dims`."""
-    if found := list(misfits(shape, section, dims)):
-        raise UserError("; ".join(found))
+    if reasons := list(misfits(shape, section, dims)):
+        raise UserError("; ".join(reasons))
 
 
 def misfits(shape: ModelShape, section: ParallelSection, dims: ParallelDims) -> Iterator[str]:

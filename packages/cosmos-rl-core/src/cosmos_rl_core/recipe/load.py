@@ -96,20 +96,20 @@ def load(
     file = None if isinstance(source, Mapping) else Path(source)
     text = "" if file is None else _read_text(file)
     written = dict(source) if isinstance(source, Mapping) else _parsed(text, name=str(source))
-    raw, found = apply_overrides(written, overrides, values)
+    raw, all_problems = apply_overrides(written, overrides, values)
     _name_after_file(raw, "" if file is None else str(file))
     domain, domain_problems = _find_domain(raw)
-    found += domain_problems
+    all_problems += domain_problems
     tables = _all_tables(domain) | _algorithm_table(raw)
     parts, part_problems = _domain_parts(raw, domain, tables)
     unsound = {problem.section for problem in part_problems} | (set(_OF_DOMAIN) if domain is None else set())
     config, core_problems = _core(raw, tables, parts, unsound, generating=generating)
-    found += part_problems + core_problems
+    all_problems += part_problems + core_problems
     overridden = {override.partition("=")[0].strip() for override in overrides} | set(values or ())
     return LoadedRecipe(
         config=config,
         domain=domain,
-        problems=in_file_order(each_once(found), raw),
+        problems=in_file_order(each_once(all_problems), raw),
         source=None if file is None else RecipeSource(name=str(source), text=text, overridden=overridden),
     )
 
@@ -123,18 +123,20 @@ def apply_overrides(
     reward.functions.0.weight=2. `values`, by dotted key, are applied last and unparsed.
     """
     changed = copy.deepcopy(dict(raw))
-    found: list[Problem] = []
+    override_problems: list[Problem] = []
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = [part.strip() for part in key.split(".")]
         if not equals or not all(parts):
-            found.append(Problem(key=override, wrong="is not an override", suggestion="write section.key=value"))
+            override_problems.append(
+                Problem(key=override, wrong="is not an override", suggestion="write section.key=value")
+            )
         elif problem := _put(changed, parts, _toml_value(text.strip())):
-            found.append(problem)
+            override_problems.append(problem)
     for key, value in (values or {}).items():
         if problem := _put(changed, key.split("."), value):
-            found.append(problem)
-    return changed, found
+            override_problems.append(problem)
+    return changed, override_problems
 
 
 def _toml_value(text: str) -> Any:
@@ -302,16 +304,16 @@ def _domain_parts(
     if domain is None:
         return {}, []
     parts: dict[str, BaseModel] = {}
-    found: list[Problem] = []
+    part_problems: list[Problem] = []
     for at in _PLACES:
         given = _given(raw, at)
         if given is None and at not in _ALWAYS:
             continue
         part, wrong = _without_problems(_model_at(domain, at), {} if given is None else given, tables, at=at)
-        found += wrong
+        part_problems += wrong
         if part is not None:
             parts[at] = part
-    return parts, found
+    return parts, part_problems
 
 
 def _without_problems(
@@ -321,14 +323,14 @@ def _without_problems(
     try:
         return validated(model, given), []
     except ValidationError as error:
-        found = problems(error, tables=tables, at=at)
+        key_problems = problems(error, tables=tables, at=at)
         right = copy.deepcopy(given)
         for details in error.errors(include_url=False):
             _remove(right, details["loc"])
     try:
-        return validated(model, right), found
+        return validated(model, right), key_problems
     except ValidationError:
-        return None, found
+        return None, key_problems
 
 
 def _remove(here: Any, location: Sequence[int | str]) -> None:
@@ -382,24 +384,24 @@ def _core(
     complete if no problem is returned.
     """
     refused = SFT_SAMPLED if generating else RL_ONLY
-    config, found = _without_problems(RunConfig, raw, tables)
+    config, core_problems = _without_problems(RunConfig, raw, tables)
     if config is None:
-        broken = _broken_sections(found)
+        broken = _broken_sections(core_problems)
         sound = {name: section for name, section in raw.items() if name not in broken}
         config = validated(RunConfig, {"run": {"domain": "unknown"}} | sound)
     if config.is_sft:  # such a section must be removed: problems inside it do not matter
-        found = [problem for problem in found if problem.section not in refused]
+        core_problems = [problem for problem in core_problems if problem.section not in refused]
     config = _with_parts(config, parts)
-    broken = _broken_sections(found) | set(unsound) | ({"rollout"} - {at.partition(".")[0] for at in parts})
+    broken = _broken_sections(core_problems) | set(unsound) | ({"rollout"} - {at.partition(".")[0] for at in parts})
     given = raw.keys() - (set(RL_ONLY) - set(refused))
     clashes = [conflict for conflict in conflicts(config, given=given) if not broken & conflict.sections]
     if generating:
         clashes = [conflict for conflict in clashes if conflict.key not in ("reward.functions", "eval.held_out")]
-    return config, found + [conflict.problem(config) for conflict in clashes]
+    return config, core_problems + [conflict.problem(config) for conflict in clashes]
 
 
-def _broken_sections(found: Sequence[Problem]) -> set[str]:
+def _broken_sections(all_problems: Sequence[Problem]) -> set[str]:
     """Sections with a problem, and the likely intended section of a misspelt one."""
-    broken = {problem.section for problem in found}
+    broken = {problem.section for problem in all_problems}
     meant = {closest(name, list(RunConfig.model_fields)) for name in broken}
     return broken | {name for name in meant if name}

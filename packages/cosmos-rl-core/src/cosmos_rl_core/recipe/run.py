@@ -358,8 +358,8 @@ def _cut_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
         "algorithm.loss": config.algorithm.loss == "sequence_clipped",
         "algorithm.sequence_mask_delta": config.algorithm.sequence_mask_delta is not None,
     }
-    for key, whole in averages.items():
-        if whole:
+    for key, is_average in averages.items():
+        if is_average:
             yield KeyConflict(
                 key=key,
                 other="policy.microbatch_terms",

@@ -69,10 +69,14 @@ def keys_of(schema: Mapping[str, Any], section: str) -> list[tuple[str, str, str
 
 
 def _described(schema: Mapping[str, Any], each: Mapping[str, Any]) -> tuple[str, str, str]:
-    found = _resolved(schema, each)
-    is_table = "properties" in found
+    resolved = _resolved(schema, each)
+    is_table = "properties" in resolved
     default = as_toml(each["default"]) if "default" in each and not is_table else ""
-    return "table" if is_table else _type(schema, found), default, " ".join(str(found.get("description", "")).split())
+    return (
+        "table" if is_table else _type(schema, resolved),
+        default,
+        " ".join(str(resolved.get("description", "")).split()),
+    )
 
 
 def _resolved(schema: Mapping[str, Any], each: Mapping[str, Any]) -> Mapping[str, Any]:

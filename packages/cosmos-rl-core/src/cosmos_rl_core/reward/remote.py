@@ -125,7 +125,7 @@ class GroupRequests:
     others wait for its scores.
     """
 
-    wanted: dict[str, RewardSpec] = field(default_factory=dict)
+    rewards: dict[str, RewardSpec] = field(default_factory=dict)
     """Requested rewards by their names at the service, without parts."""
     _flights: dict[int, _Flight] = field(default_factory=dict)
 
@@ -138,14 +138,14 @@ class GroupRequests:
             requests = _SHARED[settings] = GroupRequests()
         for name in reward.weights:
             served = name.partition(".")[0]
-            requests.wanted[served] = RewardSpec(served, options=dict(reward.options))
+            requests.rewards[served] = RewardSpec(served, options=dict(reward.options))
         return requests
 
     async def scores(self, reward: RemoteReward, group: RolloutGroup) -> dict[str, list[float]]:
         """Return the scores of a group for all shared rewards."""
         flight = self._flights.get(id(group))
         if flight is None:
-            task = asyncio.create_task(_request(reward, group, list(self.wanted.values())))
+            task = asyncio.create_task(_request(reward, group, list(self.rewards.values())))
             flight = self._flights[id(group)] = _Flight(group, task)
             task.add_done_callback(lambda _: self._flights.pop(id(group)))
         flight.num_waiting += 1
@@ -161,13 +161,13 @@ _SHARED: WeakValueDictionary[str, GroupRequests] = WeakValueDictionary()
 """Shared requests by settings, while a reward with them is alive."""
 
 
-async def _request(reward: RemoteReward, group: RolloutGroup, wanted: list[RewardSpec]) -> dict[str, list[float]]:
+async def _request(reward: RemoteReward, group: RolloutGroup, rewards: list[RewardSpec]) -> dict[str, list[float]]:
     try:
         from cosmos_rl_core.reward.client import RewardClient
     except ModuleNotFoundError as error:
         raise UserError(f"a remote reward needs {error.name}: {pip_install('cosmos-rl-core[reward]')}") from error
 
-    header = _header(reward, group, wanted)
+    header = _header(reward, group, rewards)
     kinds = [kind for kind in (reward.media, *reward.beside) if kind != "none"]
     arrays = {kind: [_media(kind, rollout.media, group) for rollout in group.rollouts] for kind in kinds}
     if reward.media == "video":
@@ -176,7 +176,7 @@ async def _request(reward: RemoteReward, group: RolloutGroup, wanted: list[Rewar
         return await client.score(header, arrays)
 
 
-def _header(reward: RemoteReward, group: RolloutGroup, wanted: list[RewardSpec]) -> Header:
+def _header(reward: RemoteReward, group: RolloutGroup, rewards: list[RewardSpec]) -> Header:
     row = dict(group.prompt.row)
     if reward.columns is not None:
         absent = [name for name in reward.columns if name not in row]
@@ -187,13 +187,13 @@ def _header(reward: RemoteReward, group: RolloutGroup, wanted: list[RewardSpec])
     spec = GroupSpec(
         size=len(group.rollouts), row=row, prompt_text=group.prompt_text, texts=texts if any(texts) else []
     )
-    return Header(groups=[spec], rewards=wanted, media=reward.media, client=f"{socket.gethostname()}:{os.getpid()}")
+    return Header(groups=[spec], rewards=rewards, media=reward.media, client=f"{socket.gethostname()}:{os.getpid()}")
 
 
 def _media(kind: str, media: Mapping[str, Any], group: RolloutGroup) -> Any:
     if kind not in media:
-        found = ", ".join(media) or "none"
-        raise ValueError(f"rollouts of {group.prompt.origin or group.prompt.sample_id} have no media {kind!r}: {found}")
+        names = ", ".join(media) or "none"
+        raise ValueError(f"rollouts of {group.prompt.origin or group.prompt.sample_id} have no media {kind!r}: {names}")
     return media[kind]
 
 
@@ -203,8 +203,8 @@ def _of_one_length(videos: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
     longest = max(lengths)
     if min(lengths) == longest:
         return {"video": list(videos)}
-    held = [np.concatenate([video, np.repeat(video[-1:], longest - len(video), axis=0)]) for video in videos]
-    return {"video": held, NUM_FRAMES: [np.array(length, np.int32) for length in lengths]}
+    padded = [np.concatenate([video, np.repeat(video[-1:], longest - len(video), axis=0)]) for video in videos]
+    return {"video": padded, NUM_FRAMES: [np.array(length, np.int32) for length in lengths]}
 
 
 def _first(variables: tuple[str, ...]) -> str:

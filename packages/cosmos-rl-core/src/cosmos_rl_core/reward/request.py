@@ -108,8 +108,8 @@ class ScoreRequest:
         for number, group in enumerate(self.header.groups):
             media = [{name: array[first + i] for name, array in arrays.items()} for i in range(group.size)]
             if lengths is not None:
-                for i, held in enumerate(media):
-                    held["video"] = held["video"][: _length(lengths[first + i], of=len(held["video"]))]
+                for i, of_sample in enumerate(media):
+                    of_sample["video"] = of_sample["video"][: _length(lengths[first + i], of=len(of_sample["video"]))]
             groups.append(_as_group(group, media, number=number, header=self.header))
             first += group.size
         return groups
@@ -192,8 +192,8 @@ def _check_media(kind: str, place: ArrayLocation) -> None:
     if len(place.shape) != dims or 0 in place.shape or (pixels and place.shape[-1] != 3):
         raise MalformedBody(f"array {kind!r} is {list(place.shape)}; it must be {shape}")
     if place.dtype.kind != "f" and not (pixels and place.dtype == np.uint8):
-        wanted = "uint8, or floats in [0, 1]" if pixels else "float16 or float32"
-        raise MalformedBody(f"array {kind!r} is {place.dtype}; it must be {wanted}")
+        dtypes = "uint8, or floats in [0, 1]" if pixels else "float16 or float32"
+        raise MalformedBody(f"array {kind!r} is {place.dtype}; it must be {dtypes}")
 
 
 def _as_pixels(array: np.ndarray, *, name: str) -> np.ndarray:
@@ -223,9 +223,9 @@ def _as_group(
             versions=np.zeros(1, np.int32),
             loss_mask=np.ones(1, np.bool_),
             text=group.texts[i] if group.texts else "",
-            media=held,
+            media=arrays,
         )
-        for i, held in enumerate(media)
+        for i, arrays in enumerate(media)
     )
     prompt = Prompt(sample_id=number, row=row, origin=origin)
     return RolloutGroup(prompt=prompt, rollouts=rollouts, prompt_text=group.prompt_text)

@@ -105,10 +105,10 @@ def _safetensors_places(buffer: Buffer, start: int) -> dict[str, ArrayLocation]:
     try:
         entries = _decode_index(buffer[start + 8 : data])
         entries.pop("__metadata__", None)
-        found = {name: _decode_entry(raw) for name, raw in entries.items()}
+        decoded = {name: _decode_entry(raw) for name, raw in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedBody(f"the safetensors index is malformed: {error}") from error
-    places = {name: _place(name, entry, data) for name, entry in found.items()}
+    places = {name: _place(name, entry, data) for name, entry in decoded.items()}
     end = data
     for name, place in sorted(places.items(), key=lambda item: item[1].start):
         if place.start != end:
@@ -134,10 +134,10 @@ def _place(name: str, entry: _Entry, data: int) -> ArrayLocation:
 
 def _npy_place(buffer: Buffer, start: int) -> ArrayLocation:
     text, data = _npy_header(buffer, start)
-    found = _NPY_HEADER.fullmatch(text)
-    if found is None:
+    match = _NPY_HEADER.fullmatch(text)
+    if match is None:
         raise MalformedBody("the .npy header is malformed: numpy.save writes none like it for an array of numbers")
-    name, order, sizes = (group.decode() for group in found.groups())
+    name, order, sizes = (group.decode() for group in match.groups())
     if name == "|O":
         raise MalformedBody("the .npy file holds Python objects, which are not accepted; send numbers")
     dtype = _NPY_DTYPES.get(name)

@@ -42,13 +42,13 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
     Strings are read from the source when they are shown. pydantic would read them at import
     (`use_attribute_docstrings`), which takes a process of a run about 40 ms.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if issubclass(kind, BaseModel) and kind is not BaseModel:
-            inherited = {name: text for name, text in found.items() if name not in kind.__annotations__}
-            found = inherited | _strings_under_fields(kind)
+            inherited = {name: text for name, text in texts.items() if name not in kind.__annotations__}
+            texts = inherited | _strings_under_fields(kind)
     given = {name: field.description for name, field in section.model_fields.items()}
-    return {name: text for name in given if (text := given[name] or found.get(name))}
+    return {name: text for name in given if (text := given[name] or texts.get(name))}
 
 
 def _strings_under_fields(section: type) -> dict[str, str]:

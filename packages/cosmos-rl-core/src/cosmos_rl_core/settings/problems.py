@@ -114,9 +114,9 @@ def _python_as_toml(written: str) -> str:
         return written
 
 
-def each_once(found: Iterable[Problem]) -> list[Problem]:
+def each_once(all_problems: Iterable[Problem]) -> list[Problem]:
     """Drop duplicates that several checks report; the first one may have the better suggestion."""
-    return list({(problem.key, problem.wrong): problem for problem in reversed([*found])}.values())[::-1]
+    return list({(problem.key, problem.wrong): problem for problem in reversed([*all_problems])}.values())[::-1]
 
 
 def is_wrong(read: Iterable[str], wrong: Iterable[str]) -> bool:
@@ -134,9 +134,9 @@ def neighbour(path: Path, *, pattern: str = "*") -> str:
     return f'did you mean "{path.parent / near}"?' if near else ""
 
 
-def in_file_order(found: Sequence[Problem], raw: Mapping[str, Any]) -> list[Problem]:
+def in_file_order(all_problems: Sequence[Problem], raw: Mapping[str, Any]) -> list[Problem]:
     """Sort by the position of the keys in the file; a missing key comes after the others of its table."""
-    return sorted(found, key=lambda problem: _position(problem.key, raw))
+    return sorted(all_problems, key=lambda problem: _position(problem.key, raw))
 
 
 def as_toml(value: Any) -> str:

@@ -57,16 +57,16 @@ class RecipeSource:
 
         A missing key is placed at the table that lacks it.
         """
-        found = self._find(key, value=value)
-        if found is None:
+        span = self._find(key, value=value)
+        if span is None:
             return ""
-        line, column = self._line(found.start)
+        line, column = self._line(span.start)
         return f"{self.name}:{line}:{column}"
 
     def excerpt(self, key: str, *, value: bool) -> str:
         """Return the line of a dotted key, with carets under the key or its value; "" if the file does not have it."""
-        found = self._find(key, value=value)
-        return "" if found is None else self.underlined(found)
+        span = self._find(key, value=value)
+        return "" if span is None else self.underlined(span)
 
     def underlined(self, span: TextSpan) -> str:
         """Return the first line of `span`, with carets under the part of it that is in the span."""
@@ -87,8 +87,8 @@ class RecipeSource:
 
     def offset_of(self, key: str) -> int:
         """Return the offset of a dotted key, to sort by; the end of the text for one that the file does not have."""
-        found = self._find(key, value=False)
-        return len(self.text) if found is None else found.start
+        span = self._find(key, value=False)
+        return len(self.text) if span is None else span.start
 
     def _line(self, offset: int) -> tuple[int, int]:
         before = self.text[:offset]
@@ -166,10 +166,10 @@ class _Scanner:
         while True:
             self._skip_blank()
             quoted = _STRING.match(self._text, self._at)
-            found = quoted or _BARE_KEY.match(self._text, self._at)
-            assert found is not None, "tomllib has accepted this text"
-            parts.append(found[0][1:-1] if quoted else found[0])
-            self._at = end = found.end()
+            match = quoted or _BARE_KEY.match(self._text, self._at)
+            assert match is not None, "tomllib has accepted this text"
+            parts.append(match[0][1:-1] if quoted else match[0])
+            self._at = end = match.end()
             if self._text[self._skip_blank()] != ".":
                 return parts, end
             self._at += 1
@@ -183,9 +183,9 @@ class _Scanner:
             case "[":
                 inner = self._until("]", lambda number: self._value(f"{key}.{number}"))
             case _:
-                found = _STRING.match(self._text, start) or _SCALAR.match(self._text, start)
-                assert found is not None, "tomllib has accepted this text"
-                self._at = start + len(found[0].rstrip())
+                match = _STRING.match(self._text, start) or _SCALAR.match(self._text, start)
+                assert match is not None, "tomllib has accepted this text"
+                self._at = start + len(match[0].rstrip())
         value = TextSpan(start, self._at)
         yield key, RecipeEntry(named or value, value)
         yield from inner
@@ -196,15 +196,15 @@ class _Scanner:
     ) -> list[tuple[str, RecipeEntry]]:
         """Read the entries of an array or inline table, separated by commas."""
         self._at += 1
-        found: list[tuple[str, RecipeEntry]] = []
+        entries: list[tuple[str, RecipeEntry]] = []
         number = 0
         while self._text[self._skip_blank()] != end:
-            found += item(number)
+            entries += item(number)
             number += 1
             if self._text[self._skip_blank()] == ",":
                 self._at += 1
         self._at += 1
-        return found
+        return entries
 
     def _skip_blank(self) -> int:
         blank = _BLANK.match(self._text, self._at)

@@ -54,8 +54,8 @@ def deal(
     if share.count == share.multiple == 1:
         if groups is None:
             return _in_order(lengths, capacity)
-        whole = _first_fit(_cut(_pieces(groups), lengths, capacity), lengths, capacity)
-        return [[index for piece in part for index in piece] for part in whole]
+        uncut = _first_fit(_cut(_pieces(groups), lengths, capacity), lengths, capacity)
+        return [[index for piece in part for index in piece] for part in uncut]
     if costs is None:
         costs = [time_of(length) for length in lengths]
     pieces = _pieces(groups if groups is not None else range(len(lengths)))

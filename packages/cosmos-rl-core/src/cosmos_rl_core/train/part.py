@@ -47,10 +47,10 @@ class BatchPart:
         self._replicas = replicas
         self._samples = {group.prompt.sample_id for group in groups}
         mine = [encode_group(outline(group, with_text=with_text)) for group in groups]
-        found = replicas.gather(zlib.compress(msgspec.msgpack.encode(mine), _FASTEST))
+        outlines = replicas.gather(zlib.compress(msgspec.msgpack.encode(mine), _FASTEST))
         others = [
             decode_group(encoded)
-            for place, data in enumerate(found)
+            for place, data in enumerate(outlines)
             if place != replicas.place
             for encoded in _decode_outlines(zlib.decompress(data))
         ]

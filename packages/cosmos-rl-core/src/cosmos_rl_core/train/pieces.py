@@ -55,8 +55,8 @@ def room_for(piece: Sequence[Tensor], device: torch.device) -> Tensor:
 def unpack(data: Tensor, piece: Sequence[Tensor]) -> None:
     """Fill a piece from memory that `packed` made of another one of the same sizes."""
     sizes = [part.numel() for part in piece]
-    for part, found in zip(piece, data[: sum(sizes)].split(sizes)):
-        part.copy_(found)
+    for part, values in zip(piece, data[: sum(sizes)].split(sizes)):
+        part.copy_(values)
 
 
 class Checksum:
@@ -74,8 +74,8 @@ class Checksum:
             self._weights = torch.arange(words.numel(), device=words.device) * 2 + 1
         weights = self._weights[: words.numel()]
         # torch has `dot` of integers, which needs no second pass, on the CPU alone
-        found = torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
-        self._sum = (self._sum * _FACTOR + int(found)) % _MODULUS
+        product = torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
+        self._sum = (self._sum * _FACTOR + int(product)) % _MODULUS
 
     def digest(self) -> bytes:
         return self._sum.to_bytes(WORD_BYTES, "little")

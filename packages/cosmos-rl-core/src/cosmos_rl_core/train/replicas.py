@@ -248,8 +248,8 @@ class ReplicaGroup:
         self._finish([(_InThread(partial(_join, meetings)), store)])
         peers = (peer for peer in range(self.count) if peer != self.place)
         lost = [peer for peer, meeting in zip(peers, meetings) if meeting.failed]
-        if found := {place for places in self._agree(bytes(lost)) for place in places}:
-            raise PeersUnreachable(tuple(sorted(found)))
+        if unreachable := {place for places in self._agree(bytes(lost)) for place in places}:
+            raise PeersUnreachable(tuple(sorted(unreachable)))
         return meetings
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -265,12 +265,12 @@ class ReplicaGroup:
     def gather(self, data: bytes) -> list[bytes]:
         """Return the `data` of every replica, in the order of their places. Raises EpochOver."""
         sized = len(data).to_bytes(_SIZE_BYTES, "little") + data
-        found = self._gathered(sized[:_SHORT_BYTES], _SHORT_BYTES)
-        sizes = [_SIZE_BYTES + int.from_bytes(each[:_SIZE_BYTES], "little") for each in found]
+        gathered = self._gathered(sized[:_SHORT_BYTES], _SHORT_BYTES)
+        sizes = [_SIZE_BYTES + int.from_bytes(each[:_SIZE_BYTES], "little") for each in gathered]
         if max(sizes) > _SHORT_BYTES:
             rests = self._gathered(sized[_SHORT_BYTES:], max(sizes) - _SHORT_BYTES)
-            found = [first + rest for first, rest in zip(found, rests)]
-        return [each[_SIZE_BYTES:size] for each, size in zip(found, sizes)]
+            gathered = [first + rest for first, rest in zip(gathered, rests)]
+        return [each[_SIZE_BYTES:size] for each, size in zip(gathered, sizes)]
 
     def send(self, tensors: Sequence[Tensor], *, to: Sequence[int]) -> None:
         """Send tensors to the replicas at places `to`, which receive them at the same time. Raises EpochOver."""
@@ -297,9 +297,9 @@ class ReplicaGroup:
     def _gathered(self, data: bytes, size: int) -> list[bytes]:
         """Return `size` bytes of each replica: its data, filled up with zeros."""
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._device)
-        found = [torch.empty_like(mine) for _ in range(self.count)]
-        self._finish([(self._group.allgather([found], [mine]), mine)])
-        return [each.cpu().numpy().tobytes() for each in found]
+        buffers = [torch.empty_like(mine) for _ in range(self.count)]
+        self._finish([(self._group.allgather([buffers], [mine]), mine)])
+        return [each.cpu().numpy().tobytes() for each in buffers]
 
     def _finish(self, operations: Sequence[_Operation], *, timeout_s: float | None = None) -> None:
         """Wait until all operations are done in all ranks of this replica; raise EpochOver if that cannot be, or if
@@ -310,11 +310,11 @@ class ReplicaGroup:
             before, completed = completed, sum(_num_completed(work) for work, _ in operations)
             if completed > before:
                 deadline = time.monotonic() + timeout_s
-            found = self._agree(self._state(operations, deadline=deadline) + _MOVED * (completed > before))
-            moved = any(each.endswith(_MOVED) for each in found)
+            votes = self._agree(self._state(operations, deadline=deadline) + _MOVED * (completed > before))
+            moved = any(each.endswith(_MOVED) for each in votes)
             self._waiting.completed += max(completed - before, int(moved))
             self._waiting.polled_at = time.monotonic()
-            states = [each[:1] for each in found]
+            states = [each[:1] for each in votes]
             if _LOST in states:
                 self._give_up(operations)
                 raise EpochOver("a policy replica of the mesh was lost")

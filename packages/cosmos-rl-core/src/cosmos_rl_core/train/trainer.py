@@ -131,8 +131,8 @@ class Trainer:
         trained = [parameter for parameter, has in zip(parameters, has_gradient) if has]
         totals = group.sum([_local_gradient(parameter) for parameter in trained])
         metrics: Counter[str] = Counter()
-        for found in group.gather(msgspec.msgpack.encode({name: float(value) for name, value in self._sums.items()})):
-            metrics.update(msgspec.msgpack.decode(found, type=dict[str, float]))
+        for encoded in group.gather(msgspec.msgpack.encode({name: float(value) for name, value in self._sums.items()})):
+            metrics.update(msgspec.msgpack.decode(encoded, type=dict[str, float]))
 
         def put() -> None:
             for parameter, total in zip(trained, totals):

@@ -78,5 +78,5 @@ def _parsed(text: str, *, port: int) -> Address:
     """Parse "host", "host:port", "[v6]:port" or an IPv6 address; `port` is the default."""
     if text.count(":") > 1 and not text.startswith("["):
         return Address(host=text, port=port)
-    found = parse_address(f"tcp://{text}" if ":" in text.rpartition("]")[2] else f"tcp://{text}:{port}")
-    return found if found.port else Address(host=found.host, port=port)
+    address = parse_address(f"tcp://{text}" if ":" in text.rpartition("]")[2] else f"tcp://{text}:{port}")
+    return address if address.port else Address(host=address.host, port=port)

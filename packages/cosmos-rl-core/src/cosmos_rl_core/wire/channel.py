@@ -227,8 +227,8 @@ async def connect(
         async with asyncio.timeout(timeout_s):
             transport, _ = await loop.create_connection(lambda: layer, target.host, target.port)
             connected = True
-            if (found := transport.get_extra_info("socket")) is not None:  # uvloop has none after a reset
-                _probe(found, unacknowledged_s=UNACKNOWLEDGED_S)
+            if (sock := transport.get_extra_info("socket")) is not None:  # uvloop has none after a reset
+                _probe(sock, unacknowledged_s=UNACKNOWLEDGED_S)
             return await opened
     except TimeoutError as error:
         raise ConnectionClosed(f"{target} did not answer within {timeout_s:g} s") from error

@@ -103,8 +103,8 @@ class FrameOpener:
         """Raise `WrongTag` unless `body` is the next one of the key's owner."""
         if self._tags is None:
             return
-        wanted = self._tags.digest(_COUNTED.pack(self._sequence, len(body)), body)
-        if not hmac.compare_digest(tag, wanted[: len(tag)]):
+        expected = self._tags.digest(_COUNTED.pack(self._sequence, len(body)), body)
+        if not hmac.compare_digest(tag, expected[: len(tag)]):
             raise WrongTag("a frame's tag is wrong: it was changed, replayed or sealed with another token")
         self._sequence += 1
 

@@ -145,8 +145,8 @@ def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> S
 def _versions(preamble: bytes) -> str:
     """Return the versions in a preamble: "2 (cosmos-rl-core 0.1.0)"."""
     _, version, package, _ = _PREAMBLE.unpack(preamble)
-    if version >= _NAMED_SINCE and (found := re.fullmatch(rb"([0-9A-Za-z.+!-]+)\0*", package)):
-        return f"{version} (cosmos-rl-core {found[1].decode()})"
+    if version >= _NAMED_SINCE and (match := re.fullmatch(rb"([0-9A-Za-z.+!-]+)\0*", package)):
+        return f"{version} (cosmos-rl-core {match[1].decode()})"
     return str(version)
 
 

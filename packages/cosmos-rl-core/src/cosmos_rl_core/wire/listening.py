@@ -82,10 +82,10 @@ def listen(address: Address, *, allow_remote: bool) -> socket.socket:
     can reach unless `allow_remote`.
     """
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise UserError(f"{address}: the host has no address ({error.strerror}); check its name") from error
-    family, kind, protocol, _, endpoint = found[0]
+    family, kind, protocol, _, endpoint = candidates[0]
     if not allow_remote and not ipaddress.ip_address(endpoint[0]).is_loopback:
         raise UserError(
             f"{address} can be reached from other machines; listen on 127.0.0.1, or pass allow_remote=True "

@@ -202,7 +202,7 @@ def _without_tls(*, client: bool) -> str:
 
 def _blocks(tls: Tls) -> tuple[str, str, str]:
     """The key, the certificate and the CA. Raises ValueError."""
-    blocks = [found.group() for found in _BLOCK.finditer(tls.bundle)]
+    blocks = [match.group() for match in _BLOCK.finditer(tls.bundle)]
     if len(blocks) != 3:
         raise ValueError(f"it has {len(blocks)} PEM blocks, not a private key and two certificates")
     return blocks[0], blocks[1], blocks[2]

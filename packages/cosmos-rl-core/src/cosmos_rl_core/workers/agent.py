@@ -182,7 +182,7 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
             return 128 + error.sigval.value
         if not result.failures:
             return worker.left_code if left.exists() else 0
-    rank, failure = cause((rank, _failure(found)) for rank, found in result.failures.items())
+    rank, failure = cause((rank, _failure(process_failure)) for rank, process_failure in result.failures.items())
     failure = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
     print(failure.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
     if failure.refused or (failure.lost and (node.num_nodes == 1 or worker.launcher)):
@@ -233,16 +233,18 @@ def _rendezvous(worker: WorkerAddress, node: Node) -> RendezvousHandler:
     return MachineRendezvous(host, port, node.index, node.num_nodes, worker.name, JOIN_S)
 
 
-def _failure(found: ProcessFailure) -> Failure:
+def _failure(process_failure: ProcessFailure) -> Failure:
     """The failure that a rank wrote, or one made from its exit code."""
-    data = found.error_file_data
+    data = process_failure.error_file_data
     if isinstance(data, dict) and (written := Failure.read(data)) is not None:
         return written
-    if found.exitcode < 0:
-        name = signal.Signals(-found.exitcode).name
-        return Failure(message=f"died (signal {name})", consequence=name == "SIGTERM", died=True, at=found.timestamp)
-    text = f"ended (exit code {found.exitcode}) without an error message"
-    return Failure(message=text, died=True, at=found.timestamp)
+    if process_failure.exitcode < 0:
+        name = signal.Signals(-process_failure.exitcode).name
+        return Failure(
+            message=f"died (signal {name})", consequence=name == "SIGTERM", died=True, at=process_failure.timestamp
+        )
+    text = f"ended (exit code {process_failure.exitcode}) without an error message"
+    return Failure(message=text, died=True, at=process_failure.timestamp)
 
 
 async def _report(worker: WorkerAddress, failure: Failure, *, token: bytes, tls: Tls | None, delay_s: float) -> None:

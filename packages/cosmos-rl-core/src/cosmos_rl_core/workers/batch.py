@@ -175,11 +175,11 @@ class StepPayloads:
     async def __call__(self, message: p.Batch) -> Payloads | p.PayloadsUnreadable:
         """Return the bytes of all groups, or the groups that some rank could not read; equal on every rank."""
         started = time.perf_counter()
-        found = await asyncio.gather(*(self._read(payload) for payload in message.payloads))
+        contents = await asyncio.gather(*(self._read(payload) for payload in message.payloads))
         sizes = [payload.num_bytes for payload in message.payloads if isinstance(payload, Spooled)]
         if not sizes:
-            return Payloads(encoded=[data for data in found if not isinstance(data, PayloadGone)])
-        pairs = zip(message.given, found, strict=True)
+            return Payloads(encoded=[data for data in contents if not isinstance(data, PayloadGone)])
+        pairs = zip(message.given, contents, strict=True)
         gone = await self._agree({sample: str(data) for sample, data in pairs if isinstance(data, PayloadGone)})
         self._fetch_s += time.perf_counter() - started
         if gone:
@@ -188,7 +188,7 @@ class StepPayloads:
             return p.PayloadsUnreadable(
                 step=message.step, epoch=message.epoch, samples=samples, reason=gone[samples[0]]
             )
-        encoded = [data for data in found if not isinstance(data, PayloadGone)]
+        encoded = [data for data in contents if not isinstance(data, PayloadGone)]
         payloads = Payloads(encoded=encoded, spooled_bytes=sum(sizes), fetch_s=self._fetch_s, lost=self._lost)
         self._fetch_s, self._lost = 0.0, 0
         return payloads

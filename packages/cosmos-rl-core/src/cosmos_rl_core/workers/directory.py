@@ -234,14 +234,14 @@ class Removals:
         """Return a message for each removal since the last check."""
         if self.lost:
             return []
-        there = {name for name in WATCHED if _holds_anything(self._path / name)}
+        present = {name for name in WATCHED if _holds_anything(self._path / name)}
         try:
             self.lost = not os.path.samestat(os.stat(self._path / "run.lock"), self._lock)
         except FileNotFoundError:
             self.lost = True
         if self.lost:
             return [f"{self._path} was removed or renamed during the run; the current step is finished and saved"]
-        gone, self._seen = self._seen - there, there
+        gone, self._seen = self._seen - present, present
         return [f"{self._path / name} was removed during the run; the run continues" for name in sorted(gone)]
 
     def explain(self, *, step: int, checkpoint: str) -> str:

@@ -91,9 +91,9 @@ class Failure:
     @classmethod
     def of(cls, error: Exception, timeline: Timeline | None = None) -> Failure:
         """Return the failure that a worker reports for an error; `timeline`: with the span that failed."""
-        if (found := _out_of_memory(error)) is not None:
-            part = _PARTS.get(timeline.span_of(found) if timeline else "", "its work")
-            reason = str(found).partition(" If reserved ")[0]  # the rest is advice about torch's allocator
+        if (memory_error := _out_of_memory(error)) is not None:
+            part = _PARTS.get(timeline.span_of(memory_error) if timeline else "", "its work")
+            reason = str(memory_error).partition(" If reserved ")[0]  # the rest is advice about torch's allocator
             return cls(message=f"out of GPU memory in {part}: {reason}", user=True, out_of_memory=True)
         if isinstance(error, UserError):
             return cls(message=str(error), user=True, refused=isinstance(error, RefusedByController))
@@ -121,11 +121,11 @@ class Failure:
         partial.rename(path)
 
     @classmethod
-    def read(cls, found: Mapping[str, Any]) -> Failure | None:
+    def read(cls, written: Mapping[str, Any]) -> Failure | None:
         """Return the failure that a rank wrote, from the data that torch's agent read; None if it wrote nothing."""
-        if "at" not in found:
+        if "at" not in written:
             return None
-        return cls(**{one.name: found[one.name] for one in fields(cls)})
+        return cls(**{one.name: written[one.name] for one in fields(cls)})
 
 
 def _out_of_memory(error: BaseException | None) -> BaseException | None:

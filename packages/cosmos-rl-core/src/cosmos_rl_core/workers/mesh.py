@@ -130,22 +130,22 @@ class PolicyMesh:
     def _connect(self) -> BlockingConnection:
         context = self._context
         address = parse_address(self._controller())
-        found = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
-        connection = BlockingConnection(found, decode=p.ToWorker)
+        sock = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
+        connection = BlockingConnection(sock, decode=p.ToWorker)
         hello = Hello(name=f"{self._replica}.{self._ranks.rank}", role=STORE)
         deadline = time.monotonic() + CONNECT_S
         connection.open(context.token, hello=hello, client=True, deadline=deadline, tls=context.tls)
-        found.settimeout(CONNECT_S)
+        sock.settimeout(CONNECT_S)
         return connection
 
     def _catch_up(self, group: ReplicaGroup, *, version: int) -> bool:
         """Give the replicas that are behind the state of the first one that is not."""
         encoded = msgspec.msgpack.encode(self._outline(version))
-        outlines = [msgspec.msgpack.decode(found, type=Outline) for found in group.gather(encoded)]
-        current = [place for place, found in enumerate(outlines) if found.version == version]
+        outlines = [msgspec.msgpack.decode(each, type=Outline) for each in group.gather(encoded)]
+        current = [place for place, outline in enumerate(outlines) if outline.version == version]
         if not current:
-            found = [outline.version for outline in outlines]
-            raise WorkerFailed(f"no policy replica has the weights of step {version}: {found}")
+            versions = [outline.version for outline in outlines]
+            raise WorkerFailed(f"no policy replica has the weights of step {version}: {versions}")
         source = next((place for place in current if not outlines[place].state), current[0])
         behind = self._compared(outlines, source=source, version=version)
         if not behind:
@@ -178,14 +178,14 @@ class PolicyMesh:
         Raises RefusedByController if this one cannot, EpochOver if another one cannot.
         """
         ranks = self._ranks.gather(msgspec.msgpack.encode(_differences(outlines, source=source, version=version)))
-        found = [msgspec.msgpack.decode(each, type=tuple[list[int], dict[int, str]]) for each in ranks]
-        unlike = {place: text for _, texts in found for place, text in texts.items()}
+        differences = [msgspec.msgpack.decode(each, type=tuple[list[int], dict[int, str]]) for each in ranks]
+        unlike = {place: text for _, texts in differences for place, text in texts.items()}
         if text := unlike.get(self.place):
             raise RefusedByController(f"cannot train with {self.members[source]}: {text}")
         if unlike:
             names = ", ".join(self.members[place] for place in sorted(unlike))
             raise EpochOver(f"{names} cannot train with {self._replica}")
-        return sorted({place for places, _ in found for place in places})
+        return sorted({place for places, _ in differences for place in places})
 
 
 class ChannelStore(dist.Store):
@@ -296,10 +296,10 @@ def _differences(outlines: Sequence[Outline], *, source: int, version: int) -> t
     of_source = outlines[source]
     behind = [
         place
-        for place, found in enumerate(outlines)
-        if place != source and (found.version != version or found.state not in (b"", of_source.state))
+        for place, outline in enumerate(outlines)
+        if place != source and (outline.version != version or outline.state not in (b"", of_source.state))
     ]
-    texts = {place: first_difference(found, of_source) for place, found in enumerate(outlines) if place != source}
+    texts = {place: first_difference(outline, of_source) for place, outline in enumerate(outlines) if place != source}
     return behind, {place: text for place, text in texts.items() if text}
 
 
@@ -311,8 +311,8 @@ def first_difference(mine: Outline, other: Outline) -> str:
         where = "here" if missing[0] in weights else "there"
         return f"{missing[0]} is only {where}; {remedy}"
     for name, entry in weights.items():
-        if entry != (there := others[name]):
-            return f"{name} is {entry} here and {there} there; {remedy}"
+        if entry != (other_entry := others[name]):
+            return f"{name} is {entry} here and {other_entry} there; {remedy}"
     if missing := sorted(set(mine.trained) ^ set(other.trained)):
         where = "here" if missing[0] in mine.trained else "there"
         return f"{missing[0]} is trained only {where}; {remedy}"

@@ -76,7 +76,7 @@ class WorkerAddress:
 
     def resolved(self) -> WorkerAddress:
         """Return it with a name and the controller's address. Raises UserError."""
-        found = self
+        address = self
         if not self.controller:
             if self.run is None:
                 raise UserError("give --run DIR or --controller tcp://host:port")
@@ -85,20 +85,20 @@ class WorkerAddress:
             contact = wait_for_controller(self.run, timeout_s=self.wait_s)
             ours = None if TOKEN_VARIABLE in os.environ else self.run / "token"
             shared = self.run / TLS_FILE if contact.ca and TLS_VARIABLE not in os.environ else None
-            found = replace(
+            address = replace(
                 self,
                 wait_s=0.0,  # the address may be that of a controller that died: it is read anew after a restart
                 controller=contact.address,
                 token_file=self.token_file or ours,
                 tls_file=self.tls_file or shared,
             )
-            _must_be_of_the_run(found.tls(), contact.ca)
+            _must_be_of_the_run(address.tls(), contact.ca)
         if not self.name:
             host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
-            found = replace(found, name="policy-0" if self.role == "policy" else f"rollout-{host}-{os.getpid()}")
-        if NAME.fullmatch(found.name) is None:
-            raise UserError(f"--name {found.name!r}: a name has 1 to 100 letters, digits, '.', '-' and '_'")
-        return found
+            address = replace(address, name="policy-0" if self.role == "policy" else f"rollout-{host}-{os.getpid()}")
+        if NAME.fullmatch(address.name) is None:
+            raise UserError(f"--name {address.name!r}: a name has 1 to 100 letters, digits, '.', '-' and '_'")
+        return address
 
     def report_wait(self, reason: str) -> None:
         """Print that the worker waits for a controller, if it does: it may hold a GPU meanwhile."""
@@ -208,8 +208,8 @@ def from_arguments(arguments: Sequence[str], *, program: str) -> tuple[WorkerAdd
             required=one.default is MISSING,
             default=one.default,
         )
-    found = vars(parser.parse_args(arguments))
-    address, node = ({one.name: found[one.name] for one in fields(kind)} for kind in (WorkerAddress, Node))
+    values = vars(parser.parse_args(arguments))
+    address, node = ({one.name: values[one.name] for one in fields(kind)} for kind in (WorkerAddress, Node))
     return WorkerAddress(**address), Node(**node)
 
 

@@ -287,12 +287,12 @@ class PolicyRole:
 def _check_ranks(at: Assignment) -> None:
     """Raise UserError for another number of ranks than the recipe's: such a replica cannot join a mesh of others."""
     section, ranks = at.config.policy, at.context.ranks
-    wanted = ParallelDims.of(section.parallel, world_size=section.world_size).world_size
-    if (found := 1 if ranks is None else ranks.messages.size) != wanted:
+    expected = ParallelDims.of(section.parallel, world_size=section.world_size).world_size
+    if (actual := 1 if ranks is None else ranks.messages.size) != expected:
         nodes = f"--num-nodes {section.num_nodes} " if section.num_nodes > 1 else ""
         raise UserError(
-            f"this policy has {found} ranks, and that of the recipe {wanted}: start it with {nodes}--ranks-per-node "
-            f"{wanted // section.num_nodes}"
+            f"this policy has {actual} ranks, and that of the recipe {expected}: start it with {nodes}--ranks-per-node "
+            f"{expected // section.num_nodes}"
         )
 
 

@@ -85,9 +85,9 @@ class _PlaceTerms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, length: int, axis: DeviceMesh) -> Tensor:
         ctx.save_for_backward(places)
-        whole = values.new_zeros(length, *values.shape[1:]).index_copy_(0, places, values)
-        dist.all_reduce(whole, group=axis.get_group())
-        return whole
+        placed = values.new_zeros(length, *values.shape[1:]).index_copy_(0, places, values)
+        dist.all_reduce(placed, group=axis.get_group())
+        return placed
 
     @staticmethod
     @once_differentiable

@@ -63,8 +63,8 @@ class RaggedStage(PipelineStage):
         passed = self._run(hidden[0] if hidden else None, self._place)
         if self.is_last:
             return passed
-        found, wanted = (tuple(passed.shape), passed.dtype), (self._shapes[self._place], self._dtype)
-        assert found == wanted, f"stage {self.stage_index} gives {found}, the next stage expects {wanted}"
+        actual, expected = (tuple(passed.shape), passed.dtype), (self._shapes[self._place], self._dtype)
+        assert actual == expected, f"stage {self.stage_index} gives {actual}, the next stage expects {expected}"
         return passed.contiguous()
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:

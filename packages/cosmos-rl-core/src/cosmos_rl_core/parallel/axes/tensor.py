@@ -69,8 +69,8 @@ class TensorAxis:
 
     def cut(self, hidden: Tensor) -> Tensor:
         """Hidden states [1, L, hidden], the same on every rank -> this rank's slice [1, L/tp, hidden]."""
-        whole = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[Shard(1)]).to_local()
+        replicated = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        return replicated.redistribute(placements=[Shard(1)]).to_local()
 
     def bounds(self, size: int) -> tuple[int, int]:
         """First and one past the last index of this rank's part of a dim of `size`, by torch.chunk's rule."""
@@ -79,10 +79,10 @@ class TensorAxis:
 
     def place(self, module: nn.Module, name: str, placement: Placement) -> None:
         """Replace a parameter by a DTensor on this axis, cut from the rank's own copy; nothing is sent."""
-        whole = module._parameters[name]
-        assert whole is not None and not isinstance(whole, DTensor), f"{name} is placed already"
-        spread = distribute_tensor(whole.detach(), self.mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(spread, requires_grad=whole.requires_grad))
+        parameter = module._parameters[name]
+        assert parameter is not None and not isinstance(parameter, DTensor), f"{name} is placed already"
+        spread = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
 def region(module: nn.Module, axis: TensorAxis) -> None:
@@ -115,12 +115,12 @@ def replicate(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
     _place_all(module, axis, lambda _: Replicate())
     grad = Partial() if partial else Replicate()
 
-    def whole(parameter: DTensor) -> Tensor:
+    def local(parameter: DTensor) -> Tensor:
         return parameter.to_local(grad_placements=[grad])
 
-    run_on_local(module, dict.fromkeys(_own(module), whole))
+    run_on_local(module, dict.fromkeys(_own(module), local))
     if isinstance(module, nn.MultiheadAttention):  # its forward pass reads the parameters of its child
-        run_on_local(module, dict.fromkeys(_own(module.out_proj), whole), of=module.out_proj)
+        run_on_local(module, dict.fromkeys(_own(module.out_proj), local), of=module.out_proj)
 
 
 def cut_columns(module: nn.Module, axis: TensorAxis) -> None:
@@ -152,8 +152,8 @@ def cut_vocabulary(embedding: nn.Embedding, axis: TensorAxis) -> None:
 
     def forward(input: Tensor) -> Tensor:
         mine = (input >= start) & (input < stop)
-        found = inner(torch.where(mine, input - start, 0))
-        return axis.leave(found * mine[..., None])
+        embedded = inner(torch.where(mine, input - start, 0))
+        return axis.leave(embedded * mine[..., None])
 
     embedding.forward = forward
 
@@ -165,14 +165,14 @@ def run_on_local(module: nn.Module, views: Mapping[str, View], *, of: nn.Module 
     inner, owner = module.forward, of or module
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        held = {name: owner._parameters[name] for name in views}
+        parameters = {name: owner._parameters[name] for name in views}
         try:
-            for name, parameter in held.items():
+            for name, parameter in parameters.items():
                 assert isinstance(parameter, DTensor)
                 owner._parameters[name] = views[name](parameter)  # pyright: ignore[reportArgumentType]
             return inner(*args, **kwargs)
         finally:
-            owner._parameters.update(held)
+            owner._parameters.update(parameters)
 
     module.forward = forward
 

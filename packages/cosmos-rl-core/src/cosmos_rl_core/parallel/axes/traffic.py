@@ -69,7 +69,7 @@ def traffic(
     budget = logits_budget(device_bytes)
     ranks = ranks_of(shape, dims=dims, policy=policy, tokens=tokens, budget=budget)
     of_ranks = [tuple(_Traffic(rank, tokens, with_entropy).of_all_axes()) for rank in ranks]
-    return max(of_ranks, key=lambda found: sum(one.bytes for one in found))
+    return max(of_ranks, key=lambda calls: sum(one.bytes for one in calls))
 
 
 class _Traffic:
@@ -85,8 +85,8 @@ class _Traffic:
         self.sequence = rank.policy.parallel.sequence_parallel
 
     def of_all_axes(self) -> Iterator[CollectiveCalls]:
-        found = [*self._weights(), *self._tensors(), *self._context(), *self._experts(), *self._stages()]
-        yield from (one for one in found if one.calls)
+        calls = [*self._weights(), *self._tensors(), *self._context(), *self._experts(), *self._stages()]
+        yield from (one for one in calls if one.calls)
 
     def _weights(self) -> Iterator[CollectiveCalls]:
         """FSDP: each layer, each layer's experts and the rest of the model are gathered and reduced together."""

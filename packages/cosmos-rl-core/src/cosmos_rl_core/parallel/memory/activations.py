@@ -47,9 +47,9 @@ def layer_bytes(
 ) -> LayerBytes:
     """Return the bytes of one layer for each token of this rank; ranks along cp have 1 / cp of the tokens."""
     sizes = _Sizes.of(shape, dims, sequence_parallel=sequence_parallel, layer=layer)
-    whole = sizes.norms + sizes.attention + sizes.feed_forward
-    kept = {"none": whole, "selective": sizes.products, "full": stream_bytes(shape, dims) * sizes.along}
-    return LayerBytes(kept=kept[memory.activation_checkpointing], whole=whole, gradients=sizes.gradients)
+    everything = sizes.norms + sizes.attention + sizes.feed_forward
+    kept = {"none": everything, "selective": sizes.products, "full": stream_bytes(shape, dims) * sizes.along}
+    return LayerBytes(kept=kept[memory.activation_checkpointing], whole=everything, gradients=sizes.gradients)
 
 
 def stream_bytes(shape: ModelShape, dims: ParallelDims) -> int:

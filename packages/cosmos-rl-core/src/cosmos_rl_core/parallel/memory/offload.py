@@ -45,13 +45,13 @@ def offload_activations(blocks: Iterable[nn.Module], *, min_bytes: int = MIN_OFF
 def _offloaded(block: nn.Module, forward: Forward, min_bytes: int, copies: _Copies, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    held = {_address(parameter) for parameter in block.parameters()}
+    parameters = {_address(parameter) for parameter in block.parameters()}
     moved: dict[Any, tuple[Tensor, Tensor | _Moved]] = {}
     run = copies.begin()
 
     def pack(saved: Tensor) -> Callable[[], Tensor]:
         small = saved.numel() * saved.itemsize < min_bytes
-        if small or type(saved) not in _KINDS or _address(saved) in held:
+        if small or type(saved) not in _KINDS or _address(saved) in parameters:
             return lambda: saved
         key = (_address(saved), saved.storage_offset(), saved.shape, saved.stride(), saved._version)
         if key not in moved:
@@ -138,11 +138,11 @@ class _Run:
         return partial(self._get, left)  # keeps this object, which no tensor of it does: a cycle would outlive the pass
 
     def _get(self, moved: _Moved) -> Tensor:
-        found = moved.get()
+        tensor = moved.get()
         self.copies.free()
         if (before := self._before()) is not None:
             before.fetch()
-        return found
+        return tensor
 
     def fetch(self) -> None:
         """Queue the copies of all tensors to the GPU, once."""
@@ -160,29 +160,29 @@ class _Moved:
         self._host = torch.empty_like(here, device="cpu", pin_memory=True)
         with torch.cuda.stream(copies.side(here.device)):
             self._host.copy_(here, non_blocking=True)
-        self._there: tuple[Tensor, torch.cuda.Event] | None = None
+        self._on_gpu: tuple[Tensor, torch.cuda.Event] | None = None
         """The copy on the GPU, and the event after which it is complete."""
         self.uses = 0
         """Operators that saved the tensor and have not had it back."""
 
     def fetch(self) -> None:
         """Queue the copy to the GPU. Its memory belongs to the compute stream, which uses and frees it."""
-        if self._there is None:
-            there = torch.empty_like(self._host, device=self._device)
+        if self._on_gpu is None:
+            copy = torch.empty_like(self._host, device=self._device)
             with torch.cuda.stream(self._copies.side(self._device)):  # after the last use of that memory
-                there.copy_(self._host, non_blocking=True)
-            self._there = there, self._copies.mark()
+                copy.copy_(self._host, non_blocking=True)
+            self._on_gpu = copy, self._copies.mark()
 
     def get(self) -> Tensor:
         """Return it on the GPU; what this thread queues next waits for the copy. The last use frees it."""
         self.fetch()
-        assert self._there is not None
-        there, arrived = self._there
+        assert self._on_gpu is not None
+        copy, arrived = self._on_gpu
         torch.cuda.current_stream(self._device).wait_event(arrived)
         self.uses -= 1
         if self.uses <= 0:
-            self._there = None
-        return there
+            self._on_gpu = None
+        return copy
 
 
 def _like(saved: Tensor, back: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -49,21 +49,21 @@ class Swap:
     @torch.no_grad()
     def out(self) -> None:
         """Copy the tensors to the host and free their memory. Tensors that are out already stay."""
-        found: dict[int, Tensor] = {}
+        storages: dict[int, Tensor] = {}
         for tensor in self._tensors():
             local = local_part(tensor)
             if local.is_cuda and (size := local.untyped_storage().nbytes()):
-                found.setdefault(_key(local), local.as_strided((size // local.itemsize,), (1,), 0))
-        if not found:
+                storages.setdefault(_key(local), local.as_strided((size // local.itemsize,), (1,), 0))
+        if not storages:
             return
-        device = next(iter(found.values())).device
-        self._reserve({(key, here.nbytes) for key, here in found.items()}, device)
-        for key, here in found.items():
+        device = next(iter(storages.values())).device
+        self._reserve({(key, here.nbytes) for key, here in storages.items()}, device)
+        for key, here in storages.items():
             host = self._buffers[key, here.nbytes].view(here.dtype)
             host.copy_(here, non_blocking=True)
             self._swapped[key] = _Swapped(here, host)
         torch.cuda.current_stream(device).synchronize()
-        for key in found:
+        for key in storages:
             self._swapped[key].here.untyped_storage().resize_(0)
         torch.cuda.empty_cache()  # other processes may allocate it
 
@@ -88,11 +88,11 @@ class Swap:
         host = host.as_strided(local.size(), local.stride(), host.storage_offset() + local.storage_offset())
         return DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
 
-    def _reserve(self, wanted: set[tuple[int, int]], device: torch.device) -> None:
+    def _reserve(self, storages: set[tuple[int, int]], device: torch.device) -> None:
         """Allocate host memory for the storages that have none, in one block; free that of others."""
-        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in wanted}
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in storages}
         starts, total = {}, 0
-        for key in wanted - self._buffers.keys():
+        for key in storages - self._buffers.keys():
             starts[key] = total
             total += -(-key[1] // _ALIGNED) * _ALIGNED
         block = pinned(total, device)

@@ -154,8 +154,8 @@ def build(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _of_domain(name: str, reward: str) -> Callable[..., Any]:
-    found: Any = plugins.load("cosmos_rl.domains", name)
-    domain: Any = found() if inspect.isclass(found) else found
+    plugin: Any = plugins.load("cosmos_rl.domains", name)
+    domain: Any = plugin() if inspect.isclass(plugin) else plugin
     factory = domain.reward(reward)
     if factory is None:
         known = ", ".join(domain.rewards)
@@ -254,9 +254,9 @@ class Worker:
             except Exception as error:  # an error of this request only
                 results[i] = Result(error=f"{self._build.label}: {error}"[:MAX_ERROR_CHARS])
                 continue
-            _, indices, found = together.setdefault(id(served), (served, [], []))
+            _, indices, batched = together.setdefault(id(served), (served, [], []))
             indices.append(i)
-            found.append(groups)
+            batched.append(groups)
         for served, indices, requests in together.values():
             scored = served.score([group for groups in requests for group in groups])
             for i, groups in zip(indices, requests):

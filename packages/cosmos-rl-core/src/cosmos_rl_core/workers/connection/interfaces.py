@@ -79,17 +79,17 @@ def _when_reached(find: Callable[[], str], target: str, *, wait_s: float) -> str
 def interface_of(host: str) -> str:
     """Return the name of this machine's network interface with the address of `host`; empty if there is none."""
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)}
+        addresses = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)}
     except socket.gaierror:  # a name that only other machines resolve
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]) in found:
+                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]) in addresses:
                     return name
     with contextlib.suppress(FileNotFoundError), IPV6_ADDRESSES.open() as lines:
         for address, *_, name in map(str.split, lines):
-            if socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)) in found:
+            if socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)) in addresses:
                 return name
     return ""

@@ -201,7 +201,7 @@ class LastingConnection:
         if not (self._run_dir / NAME).exists():
             raise RemovedFromRun("the run has ended")
         with contextlib.suppress(UserError):  # removed in between
-            found = read_controller_file(self._run_dir)
-            if found.generation > known.generation:
-                return found.address
+            controller = read_controller_file(self._run_dir)
+            if controller.generation > known.generation:
+                return controller.address
         return ""

@@ -49,10 +49,10 @@ class Unanswered:
 
     def rejoin(self) -> p.Rejoin:
         """Return the first message on a new connection."""
-        held = self._leased | {(sample, evaluation) for sample, _, evaluation in self.groups}
+        samples = self._leased | {(sample, evaluation) for sample, _, evaluation in self.groups}
         return p.Rejoin(
-            holding=tuple(sorted(sample for sample, evaluation in held if not evaluation)),
-            rows=tuple(sorted(sample for sample, evaluation in held if evaluation)),
+            holding=tuple(sorted(sample for sample, evaluation in samples if not evaluation)),
+            rows=tuple(sorted(sample for sample, evaluation in samples if evaluation)),
         )
 
     def messages(self) -> list[p.ToController]:
