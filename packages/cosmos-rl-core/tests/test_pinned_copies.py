@@ -134,7 +134,7 @@ def test_the_block_before_is_on_its_way_while_a_block_runs_backward(offloaded, r
 
     def needed(moved):
         block = next(index for index, run in enumerate(runs) if moved in run.moved)
-        order.append((block, moved._there is not None))
+        order.append((block, moved._on_gpu is not None))
         return get(moved)
 
     monkeypatch.setattr(offload._Copies, "begin", noted)

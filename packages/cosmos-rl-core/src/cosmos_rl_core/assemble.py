@@ -112,11 +112,11 @@ def build_rubric(
     def function(section: RewardFunctionSection) -> RewardFn | ProcessReward:
         name, options = section.name, section.options
         if not section.own_process:  # a process makes the reward itself, which may load a model
-            made = build_reward(name, domain, options=options, given=(given or {}).get(section.title))
-            if section.own_process is False or not getattr(made, "own_process", False):
-                return made
+            reward = build_reward(name, domain, options=options, given=(given or {}).get(section.title))
+            if section.own_process is False or not getattr(reward, "own_process", False):
+                return reward
             if ":" not in name:  # its class, which is imported without the rest of the domain
-                name = f"{type(made).__module__}:{type(made).__qualname__}"
+                name = f"{type(reward).__module__}:{type(reward).__qualname__}"
         elif domain.reward(name) is not None:
             name = f"{config.run.domain}:{name}"
         return processes.reward(name, label=section.title, options=options)

@@ -216,16 +216,16 @@ def _row(name: Any) -> Algorithm | None:
         return None
 
 
-def _own_options(row: Algorithm, given: Any) -> Any:
+def _own_options(row: Algorithm, options: Any) -> Any:
     """[algorithm.options] as the row's model has them, with its defaults."""
-    if not isinstance(given, Mapping):
-        return given  # the field itself will be the error
+    if not isinstance(options, Mapping):
+        return options  # the field itself will be the error
     if row.Options is None:
-        if given:
-            raise _problems({"options": f"{row.name} has none; remove them"}, {"options": given})
+        if options:
+            raise _problems({"options": f"{row.name} has none; remove them"}, {"options": options})
         return {}
     try:
-        return validated(row.Options, given).model_dump(mode="json")
+        return validated(row.Options, options).model_dump(mode="json")
     except ValidationError as error:
         inside = [_inside(each) for each in error.errors()]
         raise ValidationError.from_exception_data("AlgorithmConfig", inside) from error

@@ -117,10 +117,10 @@ def read_origin(location: str | Path | Folder) -> Origin:
     folder = Folder.at(location)
     match _state(folder).get("origin", {}):
         case dict(origin):
-            known = {field.name: origin[field.name] for field in fields(Origin) if field.name in origin}
-            made = Origin(**known)
-            if isinstance(made.num_ranks, int) and made.num_ranks > 0 and isinstance(made.recipe, Mapping):
-                return made
+            entries = {field.name: origin[field.name] for field in fields(Origin) if field.name in origin}
+            saved = Origin(**entries)
+            if isinstance(saved.num_ranks, int) and saved.num_ranks > 0 and isinstance(saved.recipe, Mapping):
+                return saved
     raise UserError(f"{folder / STATE} has no valid origin (num_ranks, layout, recipe)")
 
 

@@ -92,9 +92,9 @@ def resume_problems(config: RunConfig, run_dir: Path, resume: str) -> list[Probl
 
 
 def _problem(change: KeyChange, folder: Folder) -> Problem:
-    given = "" if change.now is None or isinstance(change.now, Mapping) else as_toml(change.now)
+    value = "" if change.now is None or isinstance(change.now, Mapping) else as_toml(change.now)
     was = "was not set" if change.was is None else f"was {as_toml(change.was)}"
-    return Problem(key=change.key, given=given, wrong=f"{was} in {folder}", suggestion=f"restore that; {ELSE}")
+    return Problem(key=change.key, given=value, wrong=f"{was} in {folder}", suggestion=f"restore that; {ELSE}")
 
 
 def notes_of_resumption(resumption: Resumption | None, max_steps: int) -> tuple[str, ...]:

@@ -46,8 +46,8 @@ def run(
         check(file, overrides)
         plan(file, overrides)
         return
-    folders, given = import_from(file), overrides or []
-    elastic.train(file, given, folders, resume=resume, overwrite=overwrite, deep=not checked)
+    folders, arguments = import_from(file), overrides or []
+    elastic.train(file, arguments, folders, resume=resume, overwrite=overwrite, deep=not checked)
 
 
 app.command()(elastic.launch)

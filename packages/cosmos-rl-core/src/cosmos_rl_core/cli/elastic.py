@@ -40,8 +40,8 @@ def controller(
     overwrite: Overwrite = False,
 ) -> None:
     """Control a run whose workers join by `cosmos-rl worker`, from this and other machines."""
-    given = {"placement": "external", "port": port, "advertise": advertise}
-    flags = [f"run.{key}={value}" for key, value in given.items() if value is not None]
+    settings = {"placement": "external", "port": port, "advertise": advertise}
+    flags = [f"run.{key}={value}" for key, value in settings.items() if value is not None]
     train(file, [*(overrides or ()), *flags], import_from(file), resume=resume, overwrite=overwrite)
 
 

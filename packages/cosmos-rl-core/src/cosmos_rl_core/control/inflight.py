@@ -116,11 +116,11 @@ class Batches:
         """
         self._assigned[batch.step] = batch.samples
         part = None if self.supervised else self._part(batch.samples, policy)
-        given = batch.samples if part is None else part
+        samples = batch.samples if part is None else part
         upcoming = self.source.upcoming(max(batch.samples), len(batch.samples)) if self.supervised else []
         return msgspec.structs.replace(
             batch,
-            payloads=[self._payload(sample) for sample in given],
+            payloads=[self._payload(sample) for sample in samples],
             part=part,
             upcoming=[(prompt.sample_id, _encode_row(prompt)) for prompt in upcoming],
         )

@@ -98,20 +98,20 @@ def generate_rows(
     domain = load_domain(config.run.domain)
     config = _checked(config, domain, request)
     gpus = request.instances.allot(machine_gpus(os.environ))
-    given = _prompts(config, domain, request)
+    prompts = _prompts(config, domain, request)
     weights = GenerationWeights.find(request)
     directory = folder_of(config, request, weights, command="eval" if scored else "generate")
     file = RolloutsFile.open(
         directory,
-        request=identity(config, request, given, weights, scored=scored),
+        request=identity(config, request, prompts, weights, scored=scored),
         num_samples=request.num_samples,
         overwrite=request.overwrite,
     )
     try:
-        left = [row for row in given.rows if row.sample not in file.done]
+        left = [row for row in prompts.rows if row.sample not in file.done]
         if file.done:
-            say(f"{len(file.done)} of {len(given)} rows are already done")
-        for sample, reason in given.wrong.items():
+            say(f"{len(file.done)} of {len(prompts)} rows are already done")
+        for sample, reason in prompts.wrong.items():
             file.add([{"sample": sample, "error": reason}])
         pool = Pool(logs=directory / "logs", python_path=tuple(python_path))
         task = _task(config, request, weights, directory, scored=scored)
@@ -132,10 +132,10 @@ def generate_rows(
         directory=directory,
         weights=weights,
         lines=lines,
-        num_rows=len(given),
+        num_rows=len(prompts),
         failed=failed,
         interrupted=interrupted,
-        labels={row.sample: row_labels(row.columns, config.eval.by) for row in given.rows},
+        labels={row.sample: row_labels(row.columns, config.eval.by) for row in prompts.rows},
     )
 
 

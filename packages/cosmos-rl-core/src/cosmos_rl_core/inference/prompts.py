@@ -51,23 +51,23 @@ def evaluation_prompts(config: RunConfig, domain: DomainBase) -> Prompts:
 
 
 def read_prompts(
-    config: RunConfig, domain: DomainBase, given: str, *, images: Sequence[Path] = (), videos: Sequence[Path] = ()
+    config: RunConfig, domain: DomainBase, text: str, *, images: Sequence[Path] = (), videos: Sequence[Path] = ()
 ) -> Prompts:
-    """Return the prompts of a list, or `given` itself as a prompt. An invalid line is kept with its reason.
+    """Return the prompts of a list, or `text` itself as a prompt. An invalid line is kept with its reason.
 
     images, videos: files of a prompt that is given itself. Raises UserError for a list that cannot be read or is empty,
     and for files that cannot be attached.
     """
-    path = Path(given)
+    path = Path(text)
     listed = path.suffix in LISTS
     attached = bool(images or videos)
-    if attached and (listed or not given):
+    if attached and (listed or not text):
         raise UserError(
             "--image and --video belong to one prompt, --prompts TEXT; rows of a list name their files in the columns "
             "of data.image_column and data.video_column"
         )
     prompts = Prompts(origin=path.name if listed else "--prompts")
-    for place, (where, value) in enumerate(_listed(path) if listed else [("--prompts", given)]):
+    for place, (where, value) in enumerate(_listed(path) if listed else [("--prompts", text)]):
         try:
             columns = _columns(config, domain, value, where=where, folder=path.parent if listed else Path())
             if attached:
@@ -104,7 +104,7 @@ class _Json:
 def _columns(
     config: RunConfig, domain: DomainBase, value: str | _Json, *, where: str, folder: Path
 ) -> Mapping[str, Any]:
-    given: Any = parse_json(value.line, where=where) if isinstance(value, _Json) else value
-    if not isinstance(given, str | dict):
-        raise UserError(f"{where}: a prompt is an object or a text, not a {type(given).__name__}")
-    return domain.prompt_row(config.data, given, where=where, folder=folder)
+    prompt: Any = parse_json(value.line, where=where) if isinstance(value, _Json) else value
+    if not isinstance(prompt, str | dict):
+        raise UserError(f"{where}: a prompt is an object or a text, not a {type(prompt).__name__}")
+    return domain.prompt_row(config.data, prompt, where=where, folder=folder)

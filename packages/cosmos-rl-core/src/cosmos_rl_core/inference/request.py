@@ -150,11 +150,11 @@ def folder_of(config: RunConfig, request: Request, weights: GenerationWeights, *
 
 
 def identity(
-    config: RunConfig, request: Request, given: Prompts, weights: GenerationWeights, *, scored: bool
+    config: RunConfig, request: Request, prompts: Prompts, weights: GenerationWeights, *, scored: bool
 ) -> dict[str, Any]:
     """Return everything that determines the content of rollouts.jsonl; the number of instances does not."""
     recipe = recipe_of(config)
-    rows = hashlib.sha256(msgspec.json.encode([given.rows, given.wrong])).hexdigest()
+    rows = hashlib.sha256(msgspec.json.encode([prompts.rows, prompts.wrong])).hexdigest()
     return {
         "checkpoint": [weights.folder, weights.digest, request.averaged],
         "prompts": rows,

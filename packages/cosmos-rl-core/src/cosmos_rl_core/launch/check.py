@@ -327,16 +327,16 @@ def _reward_problems(config: RunConfig, domain: DomainBase, rewards: Mapping[str
     for place, function in enumerate(config.reward.functions):
         if function.title in rewards:
             continue
-        key, given = f"reward.functions.{place}.name", as_toml(function.name)
+        key, written = f"reward.functions.{place}.name", as_toml(function.name)
         try:
             if domain.reward(function.name) is None:
                 plugins.locate("cosmos_rl.rewards", function.name, beside=domain.rewards)
             reward = build_reward(function.name, domain, options=function.options)
         except UserError as error:
-            problems.append(Problem(key=key, given=given, wrong=str(error)))
+            problems.append(Problem(key=key, given=written, wrong=str(error)))
         else:
             if not callable(reward):
-                problems.append(Problem(key=key, given=given, wrong="is not a function"))
+                problems.append(Problem(key=key, given=written, wrong="is not a function"))
     return problems
 
 

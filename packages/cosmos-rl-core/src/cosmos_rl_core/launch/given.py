@@ -143,16 +143,16 @@ def _rows_in_files(loaded: LoadedRecipe, rows: Mapping[str, Rows]) -> Iterator[t
 
     A ConfigError names the files alone.
     """
-    valid = {name: given for name, given in rows.items() if name.partition(".")[0] not in loaded.broken}
+    valid = {name: data for name, data in rows.items() if name.partition(".")[0] not in loaded.broken}
     if loaded.domain is None or not valid:
         yield loaded, loaded.config
         return
     with TemporaryDirectory() as folder:
-        given = Given(config=loaded.config, python_path=(), rows=valid)
-        given.write_rows(Path(folder))
+        with_rows = Given(config=loaded.config, python_path=(), rows=valid)
+        with_rows.write_rows(Path(folder))
         try:
-            readable = replace(loaded, config=given.placed_in(Path(folder)).config)
-            yield readable, given.placed_in(loaded.config.run.directory).config
+            readable = replace(loaded, config=with_rows.placed_in(Path(folder)).config)
+            yield readable, with_rows.placed_in(loaded.config.run.directory).config
         except ConfigError as error:
             problems = [replace(each, wrong=each.wrong.replace(f"{folder}/", "")) for each in error.problems]
             raise ConfigError(problems, source=loaded.source) from error

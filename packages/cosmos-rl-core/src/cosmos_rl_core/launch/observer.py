@@ -341,7 +341,7 @@ class Watch:
         self._is_evaluated = partial(config.eval.due, last=config.run.max_steps)
         self._needs_loss = config.eval.loss_data is not None
         self._checks_rewards = config.eval.data is not None and not config.is_sft
-        self._known: dict[int, dict[str, float]] = {}
+        self._measured: dict[int, dict[str, float]] = {}
         """Version -> metrics of an evaluation that is not complete."""
 
     def phase(self, text: str) -> None:
@@ -384,26 +384,26 @@ class Watch:
         self._observer.evaluated(version, metrics, groups)
         if not self._checks_rewards:
             return
-        known = self._known.setdefault(version, {})
-        known.update(metrics)
-        if REWARD in known and (LOSS in known or not self._needs_loss):
-            self._check(version, self._known.pop(version))
+        measured = self._measured.setdefault(version, {})
+        measured.update(metrics)
+        if REWARD in measured and (LOSS in measured or not self._needs_loss):
+            self._check(version, self._measured.pop(version))
 
     def rolled_back(self, version: int) -> None:
         self._observer.rolled_back(version)
         self._history.roll_back(version + 1)
         self._monitor.state = self._history.state
         self._training = TrainingSteps()
-        self._known = {each: metrics for each, metrics in self._known.items() if each <= version}
+        self._measured = {each: metrics for each, metrics in self._measured.items() if each <= version}
 
-    def _check(self, version: int, known: Mapping[str, float]) -> None:
+    def _check(self, version: int, measured: Mapping[str, float]) -> None:
         metrics = CheckMetrics(
             step=version,
-            reward=known[REWARD],
-            judges={name: known[f"eval/reward/{name}"] for name in self._judges},
-            held_out_loss=known.get(LOSS),
+            reward=measured[REWARD],
+            judges={name: measured[f"eval/reward/{name}"] for name in self._judges},
+            held_out_loss=measured.get(LOSS),
             diversity=self._diversity,
-            beyond=known.get(BEYOND),
+            beyond=measured.get(BEYOND),
             training=self._training.metrics(),
         )
         self._observe(metrics)

@@ -45,7 +45,7 @@ def make_secrets(directory: Path, section: TlsSection) -> Secrets:
     """Make the secrets of a new run, or take those of the environment, and write them. Raises UserError."""
     if not section.enabled:
         return Secrets(token=make_token(directory / "token"))
-    controller, workers = _given() or make_bundles(valid_days=section.valid_days)
+    controller, workers = _environment_bundles() or make_bundles(valid_days=section.valid_days)
     _write(directory, controller, workers)
     return Secrets(token=make_token(directory / "token"), controller=controller, workers=workers)
 
@@ -55,15 +55,15 @@ def read_secrets(directory: Path, section: TlsSection) -> Secrets:
     token = read_token(directory / "token")
     if not section.enabled:
         return Secrets(token=token)
-    if (given := _given()) is not None:
-        _write(directory, *given)
-        return Secrets(token=token, controller=given[0], workers=given[1])
+    if (bundles := _environment_bundles()) is not None:
+        _write(directory, *bundles)
+        return Secrets(token=token, controller=bundles[0], workers=bundles[1])
     return Secrets(
         token=token, controller=read_tls(directory / CONTROLLER_TLS_FILE), workers=read_tls(directory / TLS_FILE)
     )
 
 
-def _given() -> tuple[Tls, Tls] | None:
+def _environment_bundles() -> tuple[Tls, Tls] | None:
     """Return the bundles of the controller and of workers that a platform has put into the environment, or None."""
     if (controller := environment_tls(CONTROLLER_TLS_VARIABLE)) is None:
         return None

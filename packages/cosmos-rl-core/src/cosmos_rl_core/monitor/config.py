@@ -20,8 +20,8 @@ WATCHED = ("reward", "held_out_loss", "diversity", "beyond", "judges", *TRAINING
 
 def strongest(actions: Iterable[Action]) -> Action | None:
     """Return the strongest action: rollback (a stop with better weights), then stop, then warn; None for none."""
-    given = set(actions)
-    return "rollback" if "rollback" in given else "stop" if "stop" in given else "warn" if given else None
+    kinds = set(actions)
+    return "rollback" if "rollback" in kinds else "stop" if "stop" in kinds else "warn" if kinds else None
 
 
 class Rule(Strict):

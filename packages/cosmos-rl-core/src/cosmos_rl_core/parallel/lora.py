@@ -66,10 +66,10 @@ def pick_layers(
     ends = () if targets == "all-linear" else targets
     unknown = sorted(end for end in ends if not any(ends_in(name, [end]) for name in linear))
     if unknown or not ends:
-        known = sorted({re.sub(r"^.*\.\d+\.(?=.*[a-z])", "", name) for name in linear})
+        choices = sorted({re.sub(r"^.*\.\d+\.(?=.*[a-z])", "", name) for name in linear})
         raise UserError(
             f"[model.lora] target_modules: {type(module).__name__} has no linear layer whose name ends in "
-            f"{', '.join(unknown) or 'anything'}; it has {', '.join(known) or 'none'}"
+            f"{', '.join(unknown) or 'anything'}; it has {', '.join(choices) or 'none'}"
         )
     return [name for name in linear if ends_in(name, ends)]
 

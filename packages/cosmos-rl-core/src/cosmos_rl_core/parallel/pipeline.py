@@ -87,7 +87,9 @@ class Pipeline:
             return
         any_stage = next(iter(self._stages.values()))
         inputs = [any_stage.prepare(microbatch) for microbatch in microbatches]
-        step = _Step(microbatches, inputs, [any_stage.hidden_shape(given) for given in inputs], loss, with_entropy)
+        step = _Step(
+            microbatches, inputs, [any_stage.hidden_shape(prepared) for prepared in inputs], loss, with_entropy
+        )
         stages = [self._ragged(index, stage, step) for index, stage in self._stages.items()]
         unused = torch.empty(len(microbatches))  # torch calls a loss with its part of a target
         self._schedule(stages, len(microbatches)).step(target=unused, return_outputs=False)

@@ -86,12 +86,12 @@ def check_fit(shape: ModelShape, section: ParallelSection, *, dims: ParallelDims
 
 def misfits(shape: ModelShape, section: ParallelSection, dims: ParallelDims) -> Iterator[str]:
     """Yield a message for each size of a model that does not fit `dims`."""
-    known = ["dp", *sorted(shape.axes)]
+    axes = ["dp", *sorted(shape.axes)]
     others = " and cp for activations that do not" if "cp" in shape.axes else ""
     for axis in ("tp", "pp", "ep", "cp"):
         if (size := getattr(section, axis)) > 1 and axis not in shape.axes:
             yield (
-                f"[policy.parallel] {axis} = {size}: this model is spread over {' and '.join(known)} alone; use "
+                f"[policy.parallel] {axis} = {size}: this model is spread over {' and '.join(axes)} alone; use "
                 f"dp_shard for parameters that do not fit{',' if others else ''}{others}"
             )
     try:

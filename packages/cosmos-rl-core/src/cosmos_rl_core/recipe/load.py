@@ -277,7 +277,7 @@ def _all_tables(domain: DomainBase | None) -> dict[str, list[str]]:
 
 def _algorithm_table(raw: Mapping[str, Any]) -> dict[str, list[str]]:
     """Known keys of [algorithm.options]."""
-    name = _given(raw, "algorithm.name")
+    name = _value_at(raw, "algorithm.name")
     try:
         options = find_algorithm(name).Options if isinstance(name, str) else None
     except UserError:
@@ -306,10 +306,10 @@ def _domain_parts(
     parts: dict[str, BaseModel] = {}
     part_problems: list[Problem] = []
     for at in _PLACES:
-        given = _given(raw, at)
-        if given is None and at not in _ALWAYS:
+        section = _value_at(raw, at)
+        if section is None and at not in _ALWAYS:
             continue
-        part, wrong = _without_problems(_model_at(domain, at), {} if given is None else given, tables, at=at)
+        part, wrong = _without_problems(_model_at(domain, at), {} if section is None else section, tables, at=at)
         part_problems += wrong
         if part is not None:
             parts[at] = part
@@ -317,14 +317,14 @@ def _domain_parts(
 
 
 def _without_problems(
-    model: type[AnyModel], given: Any, tables: Mapping[str, Sequence[str]], *, at: str = ""
+    model: type[AnyModel], values: Any, tables: Mapping[str, Sequence[str]], *, at: str = ""
 ) -> tuple[AnyModel | None, list[Problem]]:
     """Validate a part of the recipe, and if that fails once more without its wrong keys; None if they are needed."""
     try:
-        return validated(model, given), []
+        return validated(model, values), []
     except ValidationError as error:
         key_problems = problems(error, tables=tables, at=at)
-        right = copy.deepcopy(given)
+        right = copy.deepcopy(values)
         for details in error.errors(include_url=False):
             _remove(right, details["loc"])
     try:
@@ -346,7 +346,7 @@ def _remove(here: Any, location: Sequence[int | str]) -> None:
         here.pop(last, None)
 
 
-def _given(raw: Mapping[str, Any], at: str) -> Any:
+def _value_at(raw: Mapping[str, Any], at: str) -> Any:
     """The recipe's value at a dotted key, or None."""
     here: Any = raw
     for name in at.split("."):
@@ -393,8 +393,8 @@ def _core(
         core_problems = [problem for problem in core_problems if problem.section not in refused]
     config = _with_parts(config, parts)
     broken = _broken_sections(core_problems) | set(unsound) | ({"rollout"} - {at.partition(".")[0] for at in parts})
-    given = raw.keys() - (set(RL_ONLY) - set(refused))
-    clashes = [conflict for conflict in conflicts(config, given=given) if not broken & conflict.sections]
+    sections = raw.keys() - (set(RL_ONLY) - set(refused))
+    clashes = [conflict for conflict in conflicts(config, sections=sections) if not broken & conflict.sections]
     if generating:
         clashes = [conflict for conflict in clashes if conflict.key not in ("reward.functions", "eval.held_out")]
     return config, core_problems + [conflict.problem(config) for conflict in clashes]

@@ -111,15 +111,15 @@ class KeyConflict:
 
     def problem(self, config: RunConfig) -> Problem:
         """Return the conflict as a `Problem`, with both values."""
-        given, other = _written(config, self.key), _written(config, self.other)
+        value, other = _written(config, self.key), _written(config, self.other)
         is_section = isinstance(reduce(getattr, self.other.split("."), config), Strict)
         wrong = f"{self.wrong} {self.other}" + (f" = {other}" if other else "" if is_section else " (not set)")
-        return Problem(key=self.key, given=given, wrong=wrong, suggestion=self.suggestion)
+        return Problem(key=self.key, given=value, wrong=wrong, suggestion=self.suggestion)
 
 
-def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[KeyConflict]:
-    """Yield every pair of conflicting keys; `given` names the sections that the recipe contains."""
-    yield from _sft_conflicts(config, given=given) if config.is_sft else _rl_conflicts(config)
+def conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyConflict]:
+    """Yield every pair of conflicting keys; `sections` names the sections that the recipe contains."""
+    yield from _sft_conflicts(config, sections=sections) if config.is_sft else _rl_conflicts(config)
     yield from _length_conflicts(config)
     yield from _autoscale_conflicts(config)
     yield from _tls_conflicts(config)
@@ -181,7 +181,7 @@ def _never_measured(config: RunConfig) -> bool:
     return config.is_sft and "reward" in metric
 
 
-def _sft_conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[KeyConflict]:
+def _sft_conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyConflict]:
     if config.teacher is not None and config.teacher.loss == "advantage":
         yield KeyConflict(
             key="teacher.loss",
@@ -190,7 +190,7 @@ def _sft_conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Key
             suggestion='set it to "divergence"',
         )
     for section in RL_ONLY:
-        if section in given:
+        if section in sections:
             yield KeyConflict(
                 key=section,
                 other="algorithm.name",

@@ -58,12 +58,12 @@ def keys_of(schema: Mapping[str, Any], section: str) -> list[tuple[str, str, str
     """
     here, path = schema, ""
     for name in section.split(".") if section else ():
-        known = _resolved(schema, here).get("properties", {})
-        if name not in known:
-            near = closest(name, list(known))
-            hint = f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+        keys = _resolved(schema, here).get("properties", {})
+        if name not in keys:
+            near = closest(name, list(keys))
+            hint = f"did you mean {near!r}?" if near else f"known: {', '.join(keys)}"
             raise UserError(f"[{path}] has no {name!r}; {hint}" if path else f"no section is called {name!r}; {hint}")
-        here, path = known[name], f"{path}.{name}" if path else name
+        here, path = keys[name], f"{path}.{name}" if path else name
     properties: Mapping[str, Any] = _resolved(schema, here).get("properties", {})
     return [(name, *_described(schema, each)) for name, each in properties.items()]
 

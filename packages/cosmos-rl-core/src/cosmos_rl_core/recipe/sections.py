@@ -329,8 +329,8 @@ class EvalSection(Strict):
     @property
     def of_tokens(self) -> dict[str, float]:
         """The keys that are set and apply to tokens alone."""
-        given = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
-        return {key: value for key, value in given.items() if value is not None}
+        settings = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
+        return {key: value for key, value in settings.items() if value is not None}
 
     def sampling(self, of_rollouts: SamplingConfig) -> Any:
         """Return the sampling parameters of an evaluation: those of [rollout.sampling], with the keys set here."""

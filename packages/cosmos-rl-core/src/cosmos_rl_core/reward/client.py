@@ -245,10 +245,10 @@ def _checked(reply: Fetched, header: Header) -> dict[str, list[float]]:
     """Return the scores after a check of names and lengths. They are finite: JSON has no NaN and no infinity."""
     if reply.status == "failed":
         raise RewardServiceError(reply.error or "the service failed without a reason")
-    asked = {reward.name for reward in header.rewards}
+    requested = {reward.name for reward in header.rewards}
     scored = {name.partition(".")[0] for name in reply.scores}
-    if scored != asked:
-        raise RewardServiceError(f"requested {_listed(asked)}, the service scored {_listed(scored)}")
+    if scored != requested:
+        raise RewardServiceError(f"requested {_listed(requested)}, the service scored {_listed(scored)}")
     for name, values in reply.scores.items():
         if len(values) != header.size:
             raise RewardServiceError(f"{name}: the service returned {len(values)} scores for {header.size} samples")

@@ -93,8 +93,8 @@ class RemoteReward(Strict):
                     f"the reward service's {option} is {url!r}: give the option url, such as "
                     f'"http://127.0.0.1:8300", or set {variable}'
                 )
-        given = self.token.get_secret_value()
-        token = checked_token(given, origin="the option") if given else client_token(self.token_file)
+        secret = self.token.get_secret_value()
+        token = checked_token(secret, origin="the option") if secret else client_token(self.token_file)
         return ServiceAddress(enqueue_url=enqueue_url, fetch_url=fetch_url, token=token)
 
     async def __call__(self, group: RolloutGroup) -> list[float]:

@@ -320,9 +320,9 @@ def _kind(media_type: str | None, place: ArrayLocation) -> MediaKind:
 
 def _rows(prompts: Sequence[str], keys: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row per sample: its prompt, and its entry of each other list of the same length."""
-    known = set(_Metadata.__struct_fields__)
+    own_keys = set(_Metadata.__struct_fields__)
     extras = {
-        name: v for name, v in keys.items() if name not in known and isinstance(v, list) and len(v) == len(prompts)
+        name: v for name, v in keys.items() if name not in own_keys and isinstance(v, list) and len(v) == len(prompts)
     }
     return [{"caption": prompt, **{name: v[i] for name, v in extras.items()}} for i, prompt in enumerate(prompts)]
 

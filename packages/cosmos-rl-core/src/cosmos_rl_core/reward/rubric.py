@@ -90,8 +90,8 @@ class Rubric:
         """Return the weighted sum of step rewards [S]; a single value for the episode is added to its last step."""
         total = np.zeros(num_steps)
         for reward in self._rewards:
-            given = values[reward.name]
-            total[-len(given) :] += reward.weight * given
+            rewards = values[reward.name]
+            total[-len(rewards) :] += reward.weight * rewards
         return total.astype(np.float32)
 
     async def _values(self, reward: WeightedReward, group: RolloutGroup) -> list[np.ndarray]:

@@ -47,8 +47,8 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
         if issubclass(kind, BaseModel) and kind is not BaseModel:
             inherited = {name: text for name, text in texts.items() if name not in kind.__annotations__}
             texts = inherited | _strings_under_fields(kind)
-    given = {name: field.description for name, field in section.model_fields.items()}
-    return {name: text for name in given if (text := given[name] or texts.get(name))}
+    described = {name: field.description for name, field in section.model_fields.items()}
+    return {name: text for name in described if (text := described[name] or texts.get(name))}
 
 
 def _strings_under_fields(section: type) -> dict[str, str]:

@@ -32,9 +32,9 @@ RENAMED = {
 """Current names of renamed keys, by the dotted name of earlier versions."""
 
 
-def validated(model: type[AnyModel], given: Any) -> AnyModel:
+def validated(model: type[AnyModel], value: Any) -> AnyModel:
     """Validate in pydantic's strict JSON mode: no "8" for 8, no true for 1, but a list for a tuple."""
-    return model.model_validate_json(json.dumps(given, default=_as_text), strict=True)
+    return model.model_validate_json(json.dumps(value, default=_as_text), strict=True)
 
 
 def _as_text(value: object) -> str:
@@ -47,11 +47,11 @@ def _as_text(value: object) -> str:
     return str(value)
 
 
-def engine_options(model: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
+def engine_options(model: type[AnyModel], options: Mapping[str, Any]) -> AnyModel:
     """Return [rollout.options] validated by an engine's model. Raises ConfigError with every problem."""
     at = "rollout.options"
     try:
-        return validated(model, given)
+        return validated(model, options)
     except ValidationError as error:
         raise ConfigError(problems(error, tables=known_tables(model, at=at), at=at)) from error
 
@@ -92,11 +92,11 @@ def problems_of(error: Exception, *, key: str, section: str = "") -> list[Proble
     dotted = named["dotted"] or f"{named['table']}.{named['name']}"
     if section and dotted.startswith("data."):
         dotted = f"{section}.{dotted.removeprefix('data.')}"
-    given = "" if named["given"] is None else _python_as_toml(named["given"])
+    value = "" if named["given"] is None else _python_as_toml(named["given"])
     wrong, _, suggestion = text[named.end() :].partition("; ")
     if not re.match(r"(did you mean|set it|give|choose|remove|raise|lower|use|write) ", suggestion):
         wrong, suggestion = text[named.end() :], ""
-    return [Problem(key=dotted, given=given, wrong=wrong, suggestion=suggestion)]
+    return [Problem(key=dotted, given=value, wrong=wrong, suggestion=suggestion)]
 
 
 _LEADING_KEY = re.compile(
@@ -159,37 +159,37 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 def _problem(details: ErrorDetails, *, tables: Tables, at: str) -> Problem:
     key = ".".join([*([at] if at else []), *(str(part) for part in details["loc"])])
-    given = as_toml(details["input"])
+    value = as_toml(details["input"])
     match details["type"]:
         case "missing":
             return Problem(key=key, wrong="is required")
         case "extra_forbidden":
             return Problem(
-                key=key, given=given, wrong="unknown key", suggestion=_did_you_mean(key, tables), of_key=True
+                key=key, given=value, wrong="unknown key", suggestion=_did_you_mean(key, tables), of_key=True
             )
         case "literal_error":
             expected = str(details.get("ctx", {}).get("expected", "")).replace("'", '"')
             near = closest(str(details["input"]), re.findall(r'"([^"]*)"', expected))
             suggestion = f'did you mean "{near}"?' if near else ""
-            return Problem(key=key, given=given, wrong=f"must be {expected}", suggestion=suggestion)
+            return Problem(key=key, given=value, wrong=f"must be {expected}", suggestion=suggestion)
         case "value_error":
-            where = "" if isinstance(details["input"], Mapping) else given
+            where = "" if isinstance(details["input"], Mapping) else value
             return Problem(key=key, given=where, wrong=details["msg"].removeprefix("Value error, "))
         case "string_type" if isinstance(details["input"], int | float):
-            quotes = f"""write it in quotes: "{given}", or '"{given}"' on a command line"""
-            return Problem(key=key, given=given, wrong="must be a string", suggestion=quotes)
+            quotes = f"""write it in quotes: "{value}", or '"{value}"' on a command line"""
+            return Problem(key=key, given=value, wrong="must be a string", suggestion=quotes)
         case "int_type" | "float_type" | "bool_type" if _meant(details) is not None:
             kind = details["type"].removesuffix("_type").replace("int", "integer").replace("bool", "boolean")
             return Problem(
                 key=key,
-                given=given,
+                given=value,
                 wrong=f"must be {'an' if kind == 'integer' else 'a'} {kind}, and is a string",
                 suggestion=f"write it without quotes: {_meant(details)}",
             )
         case "model_type" | "dict_type":
-            return Problem(key=key, given=given, wrong=f"must be a table: [{key}]")
+            return Problem(key=key, given=value, wrong=f"must be a table: [{key}]")
         case _:
-            return Problem(key=key, given=given, wrong=details["msg"].replace("Input should be", "must be"))
+            return Problem(key=key, given=value, wrong=details["msg"].replace("Input should be", "must be"))
 
 
 _WRITTEN = {"int_type": r"[+-]?\d+", "float_type": r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?", "bool_type": "true|false"}
@@ -197,8 +197,8 @@ _WRITTEN = {"int_type": r"[+-]?\d+", "float_type": r"[+-]?\d+(\.\d+)?([eE][+-]?\
 
 def _meant(details: ErrorDetails) -> str | None:
     """The number or boolean in a string that was given for one; None for anything else."""
-    given = details["input"]
-    return given if isinstance(given, str) and re.fullmatch(_WRITTEN[details["type"]], given) else None
+    text = details["input"]
+    return text if isinstance(text, str) and re.fullmatch(_WRITTEN[details["type"]], text) else None
 
 
 def _did_you_mean(key: str, tables: Tables) -> str:

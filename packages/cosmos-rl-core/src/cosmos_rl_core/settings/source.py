@@ -96,7 +96,7 @@ class RecipeSource:
 
     def _find(self, key: str, *, value: bool) -> TextSpan | None:
         """The key or its value; for a key that the file lacks, the nearest table around it."""
-        if any(key == given or key.startswith(f"{given}.") for given in self.overridden):
+        if any(key == override or key.startswith(f"{override}.") for override in self.overridden):
             return None
         if (entry := self.entries.get(key)) is not None:
             return entry.value if value else entry.key

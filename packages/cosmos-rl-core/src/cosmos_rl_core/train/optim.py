@@ -35,10 +35,10 @@ def parameter_groups(
             rate = learning_rate if pattern is None else rates[pattern]
             groups.setdefault((parameter.ndim >= 2, rate, mesh), []).append(parameter)
     if unused:
-        known = sorted({f"{name.partition('.')[0]}.*" for name in named})
+        patterns = sorted({f"{name.partition('.')[0]}.*" for name in named})
         raise UserError(
             f"[policy.optimizer] rates: no trained parameter is called {' or '.join(sorted(unused))}; "
-            f"there are {', '.join(known)}"
+            f"there are {', '.join(patterns)}"
         )
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0, "lr": rate}

@@ -167,9 +167,9 @@ async def serve(
     """
     _check_token(token)
     decoder = _decoder(decode)
-    asked = parse_address(address)
-    listener = listen(asked, allow_remote=allow_remote)
-    server = ChannelServer(bound_address(listener, asked=asked), on_connect=on_connect)
+    requested = parse_address(address)
+    listener = listen(requested, allow_remote=allow_remote)
+    server = ChannelServer(bound_address(listener, requested=requested), on_connect=on_connect)
 
     def protocol() -> WireProtocol:
         return WireProtocol(

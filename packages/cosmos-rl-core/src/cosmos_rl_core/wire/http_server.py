@@ -120,11 +120,11 @@ class HttpServer(uvicorn.Server):
         for gone in self._idle.keys() - here:
             self._idle.leave(gone)
         for connection in list(here):
-            asked = connection.cycle is not None
+            has_requested = connection.cycle is not None
             if connection.cycle is not None and not connection.cycle.response_complete:
                 self._idle.leave(connection)
             elif connection not in self._idle:
                 self._idle.enter(connection, drop=connection.transport.abort)
-            elif self._idle.age(connection) > (KEEP_ALIVE_S + self._head_s if asked else self._head_s):
+            elif self._idle.age(connection) > (KEEP_ALIVE_S + self._head_s if has_requested else self._head_s):
                 self._idle.leave(connection)
                 connection.transport.abort()

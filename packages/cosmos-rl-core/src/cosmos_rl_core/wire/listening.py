@@ -108,9 +108,9 @@ def listen(address: Address, *, allow_remote: bool) -> socket.socket:
     return listener
 
 
-def bound_address(listener: socket.socket, *, asked: Address) -> Address:
+def bound_address(listener: socket.socket, *, requested: Address) -> Address:
     """Return the address a listening socket really has: the system's port in place of 0."""
-    return Address(host=asked.host, port=listener.getsockname()[1])
+    return Address(host=requested.host, port=listener.getsockname()[1])
 
 
 def raise_descriptor_limit() -> int:

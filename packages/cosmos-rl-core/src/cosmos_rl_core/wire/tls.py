@@ -168,8 +168,8 @@ class TlsSession:
     def _explained(self, error: ssl.SSLError) -> Exception:
         if isinstance(error, ssl.SSLCertVerificationError):
             return TlsRefused(self._wrong_certificate(error.verify_code))
-        if (known := _REFUSED.get(error.reason or "")) is not None:
-            return TlsRefused(f"{known} ({self._authority})")
+        if (reason := _REFUSED.get(error.reason or "")) is not None:
+            return TlsRefused(f"{reason} ({self._authority})")
         return Violation(f"TLS failed: {error.reason or error}")
 
     def _wrong_certificate(self, code: int) -> str:

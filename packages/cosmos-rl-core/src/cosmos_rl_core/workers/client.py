@@ -176,14 +176,14 @@ class RemoteLeases:
         self._client = client
         self._spool = spool
         self._shared_by = shared_by
-        self._asked: p.RequestLeases | None = None
+        self._requested: p.RequestLeases | None = None
 
     def request(self, *, version: int, capacity: int, lineage: int) -> None:
-        asked = p.RequestLeases(version=version, capacity=capacity, lineage=lineage)
+        message = p.RequestLeases(version=version, capacity=capacity, lineage=lineage)
         ending = self._client.stopped.is_set() or self._client.leaving.is_set()
-        if capacity > 0 and asked != self._asked and not ending:
-            self._asked = asked
-            self._client.post(asked)
+        if capacity > 0 and message != self._requested and not ending:
+            self._requested = message
+            self._client.post(message)
 
     async def granted(self) -> Sequence[PromptLease] | None:
         grant = await self._client.grants.get()
@@ -192,7 +192,7 @@ class RemoteLeases:
             grant = await self._client.grants.get()
         if grant is None or self._client.stopped.is_set():
             return None
-        self._asked = None
+        self._requested = None
         if grant.rollouts:
             self._shared_by(grant.rollouts)
         return [

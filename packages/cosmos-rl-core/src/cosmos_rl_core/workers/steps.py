@@ -208,12 +208,12 @@ class PolicySteps:
         """Epoch of the mesh that this replica has joined."""
         self._requested = (-1, -1)
         """Epoch and step of the last requested batch."""
-        self._given = (-1, -1)
+        self._last_batch = (-1, -1)
         """Epoch and step of the last batch that was returned."""
         self._committed: p.Committed | None = None
 
     async def next_batch(self, step: int) -> TrainBatch | None:
-        if self._given == (self._epoch, step):  # the step could not be computed together
+        if self._last_batch == (self._epoch, step):  # the step could not be computed together
             self._link.peers_lost(self._epoch, f"no sum of the gradients of step {step} over the policy replicas")
         while (message := await self._next(step)) is not None:
             if isinstance(message, p.Remesh):
@@ -226,7 +226,7 @@ class PolicySteps:
                     self._link.peers_lost(message.epoch, str(error))
                     continue
                 if not isinstance(batch, p.PayloadsUnreadable):
-                    self._given = self._epoch, step
+                    self._last_batch = self._epoch, step
                     return batch
                 await self._link.send(batch)
         return None

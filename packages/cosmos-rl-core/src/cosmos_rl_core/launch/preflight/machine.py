@@ -60,16 +60,16 @@ def caught(
 
 def directory_problems(config: RunConfig, *, resume: bool, overwrite: bool | None) -> Iterator[Problem]:
     """Yield the problems that a run would have with its directory. overwrite: None if no run is started now."""
-    path, key, given = config.run.directory, "run.output_dir", as_toml(config.run.output_dir)
+    path, key, written = config.run.directory, "run.output_dir", as_toml(config.run.output_dir)
     if text := why_unusable(path):
-        yield Problem(key=key, given=given, wrong=text, suggestion="choose another folder")
+        yield Problem(key=key, given=written, wrong=text, suggestion="choose another folder")
     elif (holder := lock_holder(path)) is not None and holder.is_alive:
         wrong, remedy = f"{path} is in use by a live run ({holder})", "wait for it, stop it, or choose another folder"
-        yield Problem(key=key, given=given, wrong=wrong, suggestion=remedy, is_note=overwrite is None)
+        yield Problem(key=key, given=written, wrong=wrong, suggestion=remedy, is_note=overwrite is None)
     elif not resume and not overwrite and holds_earlier_run(path, continues=config.run.placement == "external"):
         wrong = f"{path} contains an earlier run"
         remedy = "continue it with --resume auto, replace it with --overwrite, or choose another folder"
-        yield Problem(key=key, given=given, wrong=wrong, suggestion=remedy, is_note=overwrite is None)
+        yield Problem(key=key, given=written, wrong=wrong, suggestion=remedy, is_note=overwrite is None)
 
 
 def sink_problems(config: RunConfig, _domain: DomainBase | None = None) -> Iterator[Problem]:

@@ -33,10 +33,10 @@ def operator_of(
     if run_dir is not None and not (controller or (run_dir / CONTROLLER_FILE).exists()):
         cause = "the run has not started, or has ended" if run_dir.is_dir() else "there is no such directory"
         raise UserError(f"{run_dir}: {cause} (no {CONTROLLER_FILE} in it)")
-    given = WorkerAddress(
+    address = WorkerAddress(
         role=OPERATOR, name=OPERATOR, run=run_dir, controller=controller, token_file=token_file, tls_file=tls_file
     )
-    return given.resolved()
+    return address.resolved()
 
 
 async def request_workers(

@@ -339,8 +339,8 @@ def _address(run: ClusterRun) -> str:
 
 def _resources(run: ClusterRun, role: str, *, gpus: int) -> dict[str, float]:
     amounts: dict[str, float] = {"CPU": 1.0, "GPU": float(gpus)}
-    for one, given in run.config.cluster.ray.resources.items():
-        amounts |= given if one == role else {}
+    for one, resources in run.config.cluster.ray.resources.items():
+        amounts |= resources if one == role else {}
     return {name: amount for name, amount in amounts.items() if amount}
 
 

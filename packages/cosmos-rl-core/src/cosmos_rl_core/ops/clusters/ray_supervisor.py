@@ -70,14 +70,14 @@ class ReplicaAddress:
         """restart: ends the replica's part of this machine, which then calls `open` again."""
         self._restart = restart
         self._address = ""
-        self._given: set[int] = set()
+        self._machines: set[int] = set()
         self._changed = threading.Condition()
 
     def open(self, address: str) -> None:
         """Begin a start of the replica."""
         with self._changed:
             self._address = address
-            self._given.clear()
+            self._machines.clear()
             self._changed.notify_all()
 
     def address(self, machine: int) -> str:
@@ -86,12 +86,12 @@ class ReplicaAddress:
         Waits for the next start then, as a replica without one of its parts has failed.
         """
         with self._changed:
-            if machine in self._given:
+            if machine in self._machines:
                 self._address = ""
-                self._given.clear()
+                self._machines.clear()
                 self._restart()
             self._changed.wait_for(lambda: self._address)
-            self._given.add(machine)
+            self._machines.add(machine)
             return self._address
 
 

@@ -192,14 +192,14 @@ def _head(
     options += [f"--output={run.directory / FOLDER}/%x-%j.log"]
     options += [f"--gpus-per-node={gpus}"] if gpus else []
     options += [f"--signal=B:USR1@{slurm.save_before_s}"] if slurm.save_before_s else []
-    given = {
+    by_option = {
         "partition": partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "time": slurm.time,
         "cpus-per-task": cpus,
     }
-    options += [f"--{name}={value}" for name, value in given.items() if value]
+    options += [f"--{name}={value}" for name, value in by_option.items() if value]
     srun = ["srun", "--overlap", "--kill-on-bad-exit=0", "--wait=0", "--no-kill"]
     if slurm.container_image:
         own = [f"{folder}:{folder}" for folder in _own_folders(run)]

@@ -47,8 +47,8 @@ def host_name(name: str = "") -> Iterator[Check]:
     looking.join(LOOK_UP_S)  # a look-up has no time limit of its own
     address, back, reason = (*answers, "", "", "")[:3]
     if len(answers) < 3:
-        known = f"{name} is {address}, and the look-up of its name" if address else f"the look-up of {name}"
-        yield Check("note", "host name", f"{known} takes more than {LOOK_UP_S:g} s", fix)
+        subject = f"{name} is {address}, and the look-up of its name" if address else f"the look-up of {name}"
+        yield Check("note", "host name", f"{subject} takes more than {LOOK_UP_S:g} s", fix)
     elif not address:
         yield Check("note", "host name", f"{name} has no address ({reason})", fix)
     elif not back:

@@ -251,7 +251,7 @@ def _ranks(config: RunConfig) -> PolicyRanks:
     )
 
 
-def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> MemoryPlan | None:
+def _memory(config: RunConfig, device_bytes: int | None, *, gpu: bool) -> MemoryPlan | None:
     domain = load_domain(config.run.domain)
     shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     if shape is None:
@@ -259,9 +259,9 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> MemoryPlan | 
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     in_turns = config.run.colocate and gpu  # on a CPU nothing is freed
     memory_plan = MemoryPlan(
-        rank=estimate_of(shape, config.policy, device_bytes=given, with_entropy=not config.is_sft),
-        policy=policy_needs(shape, config, domain, device_bytes=given, gpu=gpu),
-        rollout=rollout_needs(shape, config, domain, device_bytes=given, gpu=gpu),
+        rank=estimate_of(shape, config.policy, device_bytes=device_bytes, with_entropy=not config.is_sft),
+        policy=policy_needs(shape, config, domain, device_bytes=device_bytes, gpu=gpu),
+        rollout=rollout_needs(shape, config, domain, device_bytes=device_bytes, gpu=gpu),
         shared=config.run.placement == "inline" and not in_turns,
         in_turns=in_turns,
         traffic=traffic(
@@ -270,14 +270,14 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> MemoryPlan | 
             policy=config.policy,
             tokens=config.policy.microbatch_terms * shape.tokens_per_term,
             with_entropy=not config.is_sft,
-            device_bytes=given,
+            device_bytes=device_bytes,
         ),
-        given=given,
+        given=device_bytes,
     )
-    room = None if given is None else given - memory_plan.beside_policy
+    room = None if device_bytes is None else device_bytes - memory_plan.beside_policy
     if room is None or memory_plan.policy.device <= room:
         return memory_plan
-    fitting = changes_that_fit(shape, config, domain, memory=room, device_bytes=given, gpu=gpu)
+    fitting = changes_that_fit(shape, config, domain, memory=room, device_bytes=device_bytes, gpu=gpu)
     return replace(memory_plan, changes=tuple(fitting))
 
 
@@ -377,15 +377,15 @@ def _row_name(part: MemoryPart) -> str:
     return f"{part.name}{when}{' (host)' if part.host else ''}"
 
 
-def _verdict(memory: MemoryPlan, given: int) -> str:
-    size, needed = _mebibytes(given), max(memory.devices)
-    if needed <= given:
-        left = f"{_mebibytes(given - needed)} left for what is not"
+def _verdict(memory: MemoryPlan, device_bytes: int) -> str:
+    size, needed = _mebibytes(device_bytes), max(memory.devices)
+    if needed <= device_bytes:
+        left = f"{_mebibytes(device_bytes - needed)} left for what is not"
         return f"what is counted fits into {size}, with {left}"
     if memory.changes:
         fitting = "\n".join(f"  {written(change)}" for change in memory.changes)
         return f"does not fit into {size}; a policy rank would with one of\n{fitting}"
-    if memory.policy.device + memory.beside_policy <= given and not memory.shared:
+    if memory.policy.device + memory.beside_policy <= device_bytes and not memory.shared:
         return f"a rollout replica does not fit into {size}"
     return f"does not fit into {size}, nor after any change that was tried"
 

@@ -107,8 +107,8 @@ class RewardApp:
         @functools.wraps(endpoint)
         async def guarded(request: Request) -> Response:
             try:
-                given = request.headers.get("authorization", "").encode("latin-1", errors="replace")
-                if not hmac.compare_digest(given, self._expected):
+                header = request.headers.get("authorization", "").encode("latin-1", errors="replace")
+                if not hmac.compare_digest(header, self._expected):
                     raise _Refusal(401, "the token is missing or wrong: Authorization: Bearer TOKEN")
                 self._refuse_when_closed()
                 response = await endpoint(request)
@@ -157,11 +157,11 @@ class RewardApp:
 
     async def _fetch(self, request: Request) -> Response:
         try:
-            asked = _decode_fetch(await self._small(request))
+            fetch = _decode_fetch(await self._small(request))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _Refusal(422, f'fetch takes {{"uuid": ..., "wait_s": ...}}: {error}') from error
-        job = self._find(asked.uuid)
-        wait_s = min(asked.wait_s, self._settings.max_wait_s)
+        job = self._find(fetch.uuid)
+        wait_s = min(fetch.wait_s, self._settings.max_wait_s)
         if wait_s and not job.done.is_set():
             await _wait(job.done, wait_s)
             self._refuse_when_closed()

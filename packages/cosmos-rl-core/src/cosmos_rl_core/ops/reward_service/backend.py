@@ -112,8 +112,8 @@ class Backend:
         allowed = pool.settings.request_options
         for option in reward.options:
             if option not in allowed:
-                known = ", ".join(allowed) or "none"
-                raise Unserved(f"header: option {option!r} is not for requests to set; those are: {known} - at `{at}`")
+                names = ", ".join(allowed) or "none"
+                raise Unserved(f"header: option {option!r} is not for requests to set; those are: {names} - at `{at}`")
 
     async def _sweep(self) -> None:
         while True:

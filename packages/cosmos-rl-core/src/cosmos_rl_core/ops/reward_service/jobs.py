@@ -95,12 +95,12 @@ class Jobs:
         Raises Conflict for an id that was used with another body.
         """
         key = (header.client, header.id)
-        known = self._by_id.get(key) if header.id else None
-        if known is not None and known.expires_at > self._clock():
-            if (known.spool.crc, known.num_bytes) != (spool.crc, spool.num_bytes):
+        earlier = self._by_id.get(key) if header.id else None
+        if earlier is not None and earlier.expires_at > self._clock():
+            if (earlier.spool.crc, earlier.num_bytes) != (spool.crc, spool.num_bytes):
                 raise RequestConflict(f"request id {header.id!r} was used for another request; give each its own")
             spool.close()
-            return known, False
+            return earlier, False
         waiting_for = set(range(len(header.rewards)))
         job = RewardJob(
             header=header, spool=spool, num_bytes=spool.num_bytes, uuid=uuid.uuid4().hex, waiting_for=waiting_for

@@ -161,8 +161,8 @@ class LastingConnection:
     async def _rejoin(self) -> p.ToWorker | None:
         """Connect once. Raises ConnectionClosed and TimeoutError, after which another attempt may succeed."""
         assert self._connect is not None and self._welcome is not None
-        known = self._welcome
-        connection = await self._connect(self._address(known), known.incarnation)
+        previous = self._welcome
+        connection = await self._connect(self._address(previous), previous.incarnation)
         try:
             await connection.send(self.unanswered.rejoin())
             welcome = await asyncio.wait_for(connection.receive(), ANSWER_S)
@@ -175,7 +175,7 @@ class LastingConnection:
         if isinstance(welcome, p.Refused):
             connection.close()
             raise RemovedFromRun(welcome.reason)
-        if not isinstance(welcome, p.Welcome) or welcome.generation < known.generation:
+        if not isinstance(welcome, p.Welcome) or welcome.generation < previous.generation:
             connection.close()
             raise ConnectionClosed("the controller is of an earlier generation than the last one")
         await self._send_again(connection, welcome)
@@ -194,7 +194,7 @@ class LastingConnection:
         if self.unanswered.goodbye is not None:
             connection.post(self.unanswered.goodbye)
 
-    def _address(self, known: p.Welcome) -> str:
+    def _address(self, welcome: p.Welcome) -> str:
         """Return the address of a later controller; empty if there is none. Raises Removed if the run has ended."""
         if self._run_dir is None:
             return ""
@@ -202,6 +202,6 @@ class LastingConnection:
             raise RemovedFromRun("the run has ended")
         with contextlib.suppress(UserError):  # removed in between
             controller = read_controller_file(self._run_dir)
-            if controller.generation > known.generation:
+            if controller.generation > welcome.generation:
                 return controller.address
         return ""
