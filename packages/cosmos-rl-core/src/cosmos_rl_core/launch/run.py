@@ -327,12 +327,10 @@ class _Run:
         """Raise UserError if the run's directory or its last checkpoint was removed."""
         self._check_removals(controller)
         last = controller.checkpoint
-        is_complete = not last or "://" in last or has_all_files(last)
+        exists = not last or "://" in last or has_all_files(last)
         if self._removals.lost:
-            raise UserError(
-                self._removals.explain(step=controller.ledger.version, checkpoint=last if is_complete else "")
-            )
-        if not is_complete:
+            raise UserError(self._removals.explain(step=controller.ledger.version, checkpoint=last if exists else ""))
+        if not exists:
             raise UserError(f"the checkpoint {last}, the last of the run, was removed; its weights are gone")
 
     def _make_ledger(self) -> Ledger:
