@@ -300,7 +300,7 @@ class Rank:
         hidden, stream = self.shape.hidden, stream_bytes(self.shape, self.dims)
         kept = sum(layer.kept for layer in layers) * self.tokens * self._in_flight()
         kept += (2 * 4 * self.shape.head_dim + _PLACES_BYTES) * self.tokens
-        in_layer = self.tokens * max(layer.whole - layer.kept + layer.gradients for layer in layers)
+        in_layer = self.tokens * max(layer.activations - layer.kept + layer.gradients for layer in layers)
         if not self.last:
             return round(kept), 0, round(in_layer)
         # The head: the last norm, and the hidden states that predict a term. Its backward pass precedes the layers'.

@@ -36,7 +36,7 @@ class LayerBytes:
 
     kept: float
     """From the forward to the backward pass."""
-    whole: float
+    activations: float
     """Without recomputation: held while the layer's own backward pass runs."""
     gradients: float
     """Gradients that flow through the layer, at its widest."""
@@ -47,9 +47,9 @@ def layer_bytes(
 ) -> LayerBytes:
     """Return the bytes of one layer for each token of this rank; ranks along cp have 1 / cp of the tokens."""
     sizes = _Sizes.of(shape, dims, sequence_parallel=sequence_parallel, layer=layer)
-    everything = sizes.norms + sizes.attention + sizes.feed_forward
-    kept = {"none": everything, "selective": sizes.products, "full": stream_bytes(shape, dims) * sizes.along}
-    return LayerBytes(kept=kept[memory.activation_checkpointing], whole=everything, gradients=sizes.gradients)
+    activations = sizes.norms + sizes.attention + sizes.feed_forward
+    kept = {"none": activations, "selective": sizes.products, "full": stream_bytes(shape, dims) * sizes.along}
+    return LayerBytes(kept=kept[memory.activation_checkpointing], activations=activations, gradients=sizes.gradients)
 
 
 def stream_bytes(shape: ModelShape, dims: ParallelDims) -> int:
@@ -95,7 +95,7 @@ class _Sizes:
             along=along,
             norms=norms,
             attention=attention,
-            feed_forward=inner.whole,
+            feed_forward=inner.activations,
             products=stream * along + c * (along + 2 * query + 2 * value) + 4 * heads + inner.kept,
             gradients=2 * stream * along + inner.gradients,
         )
@@ -106,13 +106,13 @@ def _feed_forward(shape: ModelShape, dims: ParallelDims, *, layer: int) -> Layer
     c, hidden, copies = BYTES[shape.compute_dtype], shape.hidden, shape.gate_copies
     if not shape.has_experts(layer):
         width = shape.intermediate / dims.tp
-        return LayerBytes(whole=copies * c * width, kept=c * (hidden + 2 * width), gradients=3 * c * width)
+        return LayerBytes(activations=copies * c * width, kept=c * (hidden + 2 * width), gradients=3 * c * width)
     chosen = shape.experts_per_token / dims.tp  # the tokens of a tp group are split over its ranks
     e, width = stream_bytes(shape, dims), shape.expert_intermediate
     shared = shape.shared_intermediate / dims.tp
     routes = 4 * shape.experts + 4 * _INDEX_BYTES * shape.experts_per_token
     return LayerBytes(
-        whole=routes + chosen * (e * (2 * hidden + copies * width) + 4) + copies * c * shared,
+        activations=routes + chosen * (e * (2 * hidden + copies * width) + 4) + copies * c * shared,
         kept=c * shape.experts + e * chosen * (hidden + 2 * width) + 2 * c * shared,
         gradients=e * chosen * (hidden + 3 * width),
     )
