@@ -57,7 +57,7 @@ async def moved(trained, engines, *, versions=(1, 2), staging="shadow", **option
         assert set(staged) == {version}
         for subscriber in subscribers:
             in_compute_thread(subscriber.apply)
-        buckets += len(subscribers[0]._made.stream(0, 0))
+        buckets += len(subscribers[0]._plan.stream(0, 0))
     for subscriber in subscribers:
         await subscriber.close()
     await publisher.close()
@@ -139,7 +139,7 @@ def test_a_fence_takes_its_copies_without_waiting_for_readers(record):
         subscriber = Subscriber(publisher.address, live, token=TOKEN, timeout_s=10)
         await publisher.publish(1, trained)
         feed = subscriber._sources.feeds()[0]
-        lease = feed.borrow(1, keep=True, held=-1)
+        lease = feed.borrow(1, keep=True, base=-1)
         fenced = await publisher.fence()
         for tensor in trained.values():
             tensor.held.zero_()

@@ -93,7 +93,7 @@ async def moved(trained, live, publishing, reading, *, staging):
         await publisher.publish(version, trained)
         await subscriber.stage(after=version - 1)
         subscriber.apply()
-    pulled, buckets = subscriber.pulled, subscriber._made.stream(0, 0)
+    pulled, buckets = subscriber.pulled, subscriber._plan.stream(0, 0)
     await subscriber.close()
     await publisher.close()
     return pulled, len(buckets)
@@ -219,7 +219,7 @@ def test_a_bucket_that_a_fence_copied_is_loaded_into_a_slot(record, shared):
         subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=CudaIpc(), timeout_s=10, serve=False)
         await publisher.publish(1, trained)
         feed = subscriber._sources.feeds()[0]
-        lease = feed.borrow(1, keep=True, held=-1)
+        lease = feed.borrow(1, keep=True, base=-1)
         await publisher.fence()
         for tensor in trained.values():
             tensor.held.zero_()

@@ -233,7 +233,7 @@ def test_a_plan_has_bytes_bounds_and_the_reason_why_nothing_is_relayed():
 
 def test_streams_are_made_when_asked_for_and_only_once():
     made = plan(Manifest.whole([spec()]), Manifest.whole([spec()], rank=1), bucket_bytes=64)
-    assert not made.replicas[0].made
+    assert not made.replicas[0].streams
     assert made.stream(0, 1) is made.streams[0, 1]
     assert made.stream(0, 7) == () and (0, 7) not in made.streams
 

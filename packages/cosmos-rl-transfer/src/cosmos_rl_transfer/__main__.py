@@ -48,7 +48,7 @@ def plan(
     from cosmos_rl_transfer.layout.spread import parse_side
     from cosmos_rl_transfer.planning.forecast import forecast
 
-    found = forecast(
+    estimate = forecast(
         read_shapes(shapes),
         parse_side(source),
         parse_side(target),
@@ -58,7 +58,7 @@ def plan(
         ranks_per_host=ranks_per_host,
         gbit=gbit,
     )
-    typer.echo(json.dumps(found.as_json(), indent=2) if as_json else found)
+    typer.echo(json.dumps(estimate.as_json(), indent=2) if as_json else estimate)
 
 
 @app.command()

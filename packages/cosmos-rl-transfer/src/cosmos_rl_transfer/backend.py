@@ -76,7 +76,7 @@ class TransferSync:
             trainers = spread.mesh(specs, **axes)
         except LayoutError as error:
             raise UserError(f"[policy.parallel]: {error}") from error
-        made = plan(
+        transfer = plan(
             trainers,
             spread.replicas(Manifest.whole(specs), replicas),
             relay=settings.relay,
@@ -84,10 +84,10 @@ class TransferSync:
             wire_dtype=settings.dtype,
         )
         return SyncCost(
-            received_bytes=made.total_bytes,
-            lower_bound_bytes=made.lower_bound,
-            busiest_bytes=max(made.bytes_out.values(), default=0),
-            busiest_bound_bytes=made.egress_bound,
-            extra_bytes=made.peak_extra_bytes,
-            relay=f"{'yes' if made.relay else 'no'}, {made.relay_reason}",
+            received_bytes=transfer.total_bytes,
+            lower_bound_bytes=transfer.lower_bound,
+            busiest_bytes=max(transfer.bytes_out.values(), default=0),
+            busiest_bound_bytes=transfer.egress_bound,
+            extra_bytes=transfer.peak_extra_bytes,
+            relay=f"{'yes' if transfer.relay else 'no'}, {transfer.relay_reason}",
         )

@@ -74,7 +74,7 @@ class TransportResult:
 
 def diagnose(*, mib: int = 64, rounds: int = 5) -> list[TransportResult]:
     """Try every transport; some twenty seconds. One that does not work is a finding, not an error."""
-    found = [
+    results = [
         _measured(MEMCPY, "one thread", mib, rounds),
         _measured(RAW_STREAM, "one connection over loopback, nothing around it", mib, rounds),
         _measured("shm", "a copy out of the publisher's slot", mib, rounds),
@@ -82,14 +82,16 @@ def diagnose(*, mib: int = 64, rounds: int = 5) -> list[TransportResult]:
         _measured("nixl", "", mib, rounds),
         _measured(NIXL_OVER_TCP, "what NIXL does where reading another process is forbidden", mib, rounds),
     ]
-    return [*found, _collective(), *_hardware(), _versions()]
+    return [*results, _collective(), *_hardware(), _versions()]
 
 
 def checks() -> Iterator[Check]:
     """Yield the lines of `cosmos-rl doctor`: transports that "auto" chooses from, measured for a few seconds."""
-    found = [_measured(name, how, 16, 3) for name, how in (("shm", "one copy"), ("tcp", "over loopback"), ("nixl", ""))]
-    works = {one.name for one in found if one.works}
-    for one in found:
+    results = [
+        _measured(name, how, 16, 3) for name, how in (("shm", "one copy"), ("tcp", "over loopback"), ("nixl", ""))
+    ]
+    works = {one.name for one in results if one.works}
+    for one in results:
         if one.works:
             text = f"{one.gigabytes_per_s:.1f} GB/s, {one.latency_us:.0f} us, {one.reason}"
             yield Check("ok", f"transport {one.name}", text)
@@ -106,15 +108,15 @@ def render(findings: Sequence[TransportResult]) -> str:
     """Return a table, and the transport that "auto" chooses."""
     rows = [
         (
-            found.name,
-            "yes" if found.works else "no",
-            "-" if found.gigabytes_per_s is None else f"{found.gigabytes_per_s:.1f}",
-            "-" if found.latency_us is None else f"{found.latency_us:.0f}",
-            found.reason,
+            finding.name,
+            "yes" if finding.works else "no",
+            "-" if finding.gigabytes_per_s is None else f"{finding.gigabytes_per_s:.1f}",
+            "-" if finding.latency_us is None else f"{finding.latency_us:.0f}",
+            finding.reason,
         )
-        for found in findings
+        for finding in findings
     ]
-    works = {found.name for found in findings if found.works}
+    works = {finding.name for finding in findings if finding.works}
     choice = next(name for name in preference() if name in works or name == preference()[-1])
     listing = table(rows, header=("transport", "works", "GB/s", "latency us", "how, or why not"))
     return f'{listing}\n\ntransport = "auto" offers {choice} here'
@@ -149,7 +151,7 @@ def _collective() -> TransportResult:
     if not dist.is_available():
         return TransportResult("collective", False, "this build of torch has no torch.distributed")
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    has = ", ".join(name for name, there in built.items() if there) or "no backend"
+    has = ", ".join(name for name, is_built in built.items() if is_built) or "no backend"
     return TransportResult("collective", any(built.values()), f"needs a process group of your own; torch has {has}")
 
 
@@ -372,8 +374,8 @@ def _send(port: int, bucket_bytes: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as link:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         turn = 0
-        while asked := link.recv(1):
-            link.sendall(buckets[turn % WINDOW][: None if asked == b"f" else 1].data)
+        while request := link.recv(1):
+            link.sendall(buckets[turn % WINDOW][: None if request == b"f" else 1].data)
             turn += 1
 
 

@@ -79,7 +79,7 @@ class Arena:
 
     def runs(self, bucket: Bucket) -> list[ByteRun] | None:
         """Return the bucket's bytes in place, or None where they have to be packed."""
-        found = []
+        runs = []
         for piece in bucket.pieces:
             place = self.places[piece.name]
             if piece.dtype != place.dtype:
@@ -89,8 +89,8 @@ class Arena:
             if num_bytes < DIRECT_BYTES or not inside.is_contiguous(place.box.shape):
                 return None
             first = place.at + inside.start(place.box.shape) * place.item_bytes
-            found.append(ByteRun(self.memory[first : first + num_bytes], piece.at))
-        return found
+            runs.append(ByteRun(self.memory[first : first + num_bytes], piece.at))
+        return runs
 
     def run(self, bucket: Bucket) -> Raw | None:
         """View the bucket's packed bytes where the arena has them as one run, with padding; None if nowhere."""
@@ -116,10 +116,10 @@ class Arena:
 
     def _cast(self, piece: BucketPiece) -> Raw:
         """Return a piece's elements in the dtype in which it travels."""
-        held, dtype = self.piece(piece), self.places[piece.name].dtype
+        elements, dtype = self.piece(piece), self.places[piece.name].dtype
         if piece.dtype == dtype:
-            return held
-        return same_width(as_torch(held, dtype).to(getattr(torch, piece.dtype)))
+            return elements
+        return same_width(as_torch(elements, dtype).to(getattr(torch, piece.dtype)))
 
     def scatter(self, data: Raw, bucket: Bucket) -> Proof:
         """Write a bucket's packed bytes to their places in the arena; return the hashes of what is there."""

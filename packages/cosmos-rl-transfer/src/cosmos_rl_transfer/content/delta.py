@@ -54,14 +54,14 @@ class PieceDelta:
 def widen(positions: Raw, extent: Extent) -> Raw:
     """List all elements of the blocks that are shorter to send whole: int64 [n], n >= k, for `positions` int64 [k]."""
     counts, sizes = _counts(positions, extent.numel), _block_sizes(extent.numel)
-    whole = (counts < sizes) & (counts * (_OFFSET_BYTES + extent.item_bytes) >= sizes * extent.item_bytes)
-    whole &= counts > 0
-    if not whole.any():
+    dense = (counts < sizes) & (counts * (_OFFSET_BYTES + extent.item_bytes) >= sizes * extent.item_bytes)
+    dense &= counts > 0
+    if not dense.any():
         return positions
     starts = np.concatenate(([0], np.cumsum(counts)))
     return np.concatenate(
         [
-            np.arange(b * BLOCK, b * BLOCK + sizes[b]) if whole[b] else positions[starts[b] : starts[b + 1]]
+            np.arange(b * BLOCK, b * BLOCK + sizes[b]) if dense[b] else positions[starts[b] : starts[b + 1]]
             for b in range(len(counts))
         ]
     )
@@ -103,10 +103,10 @@ def decode(data: Raw, extents: Sequence[Extent]) -> tuple[PieceDelta, ...]:
     positions = form.positions(form.offsets_of(data))
     ends = np.cumsum(form.num_changes)
     changes = []
-    for index, (extent, found) in enumerate(zip(extents, np.split(positions, ends[:-1]))):
-        if found.size and not (found[-1] < extent.numel and (found[1:] > found[:-1]).all()):
+    for index, (extent, changed) in enumerate(zip(extents, np.split(positions, ends[:-1]))):
+        if changed.size and not (changed[-1] < extent.numel and (changed[1:] > changed[:-1]).all()):
             raise TransferError(f"a delta's offsets of piece {index} do not ascend within the piece")
-        changes.append(PieceDelta(found, form.values_of(data, index)))
+        changes.append(PieceDelta(changed, form.values_of(data, index)))
     return tuple(changes)
 
 
@@ -118,7 +118,7 @@ class _Form:
     """int64 [B]."""
     bases: Raw
     """int64 [B]: position of each block's first element in its piece."""
-    whole: Raw
+    is_dense: Raw
     """bool [B]: blocks without offsets."""
     num_changes: tuple[int, ...]
     """By piece."""
@@ -132,10 +132,10 @@ class _Form:
     @classmethod
     def of(cls, counts: Sequence[Raw], extents: Sequence[Extent]) -> _Form:
         flat = np.concatenate(counts) if counts else np.zeros(0, np.int64)
-        whole = flat == _sizes(extents)
+        dense = flat == _sizes(extents)
         num_changes = tuple(int(c.sum()) for c in counts)
         end, values_at, offsets_at = -(-4 * len(flat) // 8) * 8, [0] * len(extents), 0
-        num_offsets = int(flat[~whole].sum())
+        num_offsets = int(flat[~dense].sum())
         for width in (8, 4, 2, 1):
             if width == 1:
                 offsets_at, end = end, end + num_offsets * _OFFSET_BYTES
@@ -146,7 +146,7 @@ class _Form:
         return cls(
             counts=flat,
             bases=np.concatenate(bases) if bases else np.zeros(0, np.int64),
-            whole=whole,
+            is_dense=dense,
             num_changes=num_changes,
             item_bytes=tuple(e.item_bytes for e in extents),
             values_at=tuple(values_at),
@@ -163,7 +163,7 @@ class _Form:
     @property
     def listed(self) -> Raw:
         """Which changed elements have an offset: bool [all changes]."""
-        return np.repeat(~self.whole, self.counts)
+        return np.repeat(~self.is_dense, self.counts)
 
     def counts_of(self, data: Raw) -> Raw:
         """View the table uint32 [B]."""
@@ -180,14 +180,14 @@ class _Form:
 
     def positions(self, offsets: Raw) -> Raw:
         """Return the positions in their pieces of all changed elements, pieces one after the other: int64 [n]."""
-        found = np.repeat(self.bases, self.counts)
+        positions = np.repeat(self.bases, self.counts)
         if self.lists_all:
-            found += offsets
-            return found
+            positions += offsets
+            return positions
         starts = np.cumsum(self.counts) - self.counts
-        within = np.arange(len(found)) - np.repeat(starts, self.counts)  # the whole blocks' offsets
+        within = np.arange(len(positions)) - np.repeat(starts, self.counts)  # the whole blocks' offsets
         within[self.listed] = offsets
-        return found + within
+        return positions + within
 
 
 def _num_blocks(numel: int) -> int:

@@ -55,9 +55,9 @@ class Box:
     def run_length(self, shape: Sequence[int]) -> int:
         """Return how many elements lie side by side in a row-major tensor of `shape` before the first gap."""
         run = 1
-        for mine, whole in zip(reversed(self.shape), reversed(shape)):
+        for mine, full in zip(reversed(self.shape), reversed(shape)):
             run *= mine
-            if mine != whole:
+            if mine != full:
                 break
         return run
 
@@ -115,32 +115,32 @@ class Overlay:
         self._owners = [tuple(sorted(ranks)) for ranks in owners.values()]
         self._low = np.array([box.offset for box in owners], np.int64)  # [distinct boxes, dims]
         self._high = np.array([box.end for box in owners], np.int64)
-        self._found: dict[Box, list[tuple[Box, Owners]]] = {}
+        self._units: dict[Box, list[tuple[Box, Owners]]] = {}
 
-    def units(self, wanted: Box) -> list[tuple[Box, Owners]]:
-        """Return disjoint parts that cover `wanted`, row-major, each with the ranks that hold all of it, maybe none."""
-        if wanted not in self._found:
-            self._found[wanted] = list(self._cut(wanted))
-        return self._found[wanted]
+    def units(self, box: Box) -> list[tuple[Box, Owners]]:
+        """Return disjoint parts that cover `box`, row-major, each with the ranks that hold all of it, maybe none."""
+        if box not in self._units:
+            self._units[box] = list(self._cut(box))
+        return self._units[box]
 
-    def _cut(self, wanted: Box) -> Iterator[tuple[Box, Owners]]:
+    def _cut(self, box: Box) -> Iterator[tuple[Box, Owners]]:
         if not self._owners:
-            yield wanted, ()
+            yield box, ()
             return
-        low, high = np.maximum(self._low, wanted.offset), np.minimum(self._high, wanted.end)
+        low, high = np.maximum(self._low, box.offset), np.minimum(self._high, box.end)
         touching = np.flatnonzero((low < high).all(axis=1))
         low, high = low[touching], high[touching]
         intervals = [
             list(pairwise(sorted({first, last, *low[:, dim].tolist(), *high[:, dim].tolist()})))
-            for dim, (first, last) in enumerate(zip(wanted.offset, wanted.end))
+            for dim, (first, last) in enumerate(zip(box.offset, box.end))
         ]
         cells = [Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in product(*intervals)]
         first = np.array([cell.offset for cell in cells], np.int64)[:, None]  # [cells, 1, dims]
         last = np.array([cell.end for cell in cells], np.int64)[:, None]
         holds = np.logical_and.reduce((low <= first) & (high >= last), axis=2)  # [cells, boxes that touch]
         for cell, row in zip(cells, holds):
-            found = touching[row].tolist()
-            if len(found) == 1:
-                yield cell, self._owners[found[0]]
+            overlapping = touching[row].tolist()
+            if len(overlapping) == 1:
+                yield cell, self._owners[overlapping[0]]
             else:
-                yield cell, tuple(sorted(rank for i in found for rank in self._owners[i]))
+                yield cell, tuple(sorted(rank for i in overlapping for rank in self._owners[i]))

@@ -38,23 +38,23 @@ def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
     A rank that holds nothing of a tensor sees by its empty storage what the others see by their parts.
     """
-    found = {name: (tensor, local(tensor)) for name, tensor in weights.items()}
+    tensors = {name: (tensor, local(tensor)) for name, tensor in weights.items()}
     kinds: dict[int, set[object]] = {}  # of the tensors in a storage
-    for whole, part in found.values():
-        kinds.setdefault(_storage(part), set()).add((whole.shape, part.dtype))
+    for tensor, part in tensors.values():
+        kinds.setdefault(_storage(part), set()).add((tensor.shape, part.dtype))
     first: dict[object, str] = {}
-    owners = {name: first.setdefault(_memory(name, *pair, kinds), name) for name, pair in found.items()}
+    owners = {name: first.setdefault(_memory(name, *pair, kinds), name) for name, pair in tensors.items()}
     return {name: owner for name, owner in owners.items() if name != owner}
 
 
-def _memory(name: str, whole: Tensor, part: Tensor, kinds: Mapping[int, set[object]]) -> object:
+def _memory(name: str, tensor: Tensor, part: Tensor, kinds: Mapping[int, set[object]]) -> object:
     """Return a key that is equal for tensors in the same memory; a tensor without memory, or in a pool, has its own.
 
     Storages whose memory is freed for a while, as those of an engine that sleeps, have no address.
     """
     if not part.is_meta and part.numel() and part.untyped_storage().nbytes():
         return part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
-    if not whole.numel() or len(kinds[_storage(part)]) > 1:
+    if not tensor.numel() or len(kinds[_storage(part)]) > 1:
         return name
     return _storage(part), part.storage_offset(), part.shape, part.stride()
 

@@ -102,19 +102,19 @@ class Manifest:
         """
         coordinates = list(product(*(range(n) for n in mesh_shape)))
         everywhere = (Replicate(),) * len(mesh_shape)
-        made: dict[tuple[object, ...], dict[int, Box]] = {}
+        boxes: dict[tuple[object, ...], dict[int, Box]] = {}
         layouts = []
         for spec in specs:
             chosen = tuple(placements.get(spec.name, everywhere))
             if len(chosen) != len(mesh_shape):
                 raise LayoutError(f"{spec.name}: {len(chosen)} placements for a mesh of shape {tuple(mesh_shape)}")
             key = (spec.shape, chosen)
-            if key not in made:
-                found = (
+            if key not in boxes:
+                shards = (
                     shard_box(spec.shape, mesh_shape=mesh_shape, placements=chosen, coordinate=at) for at in coordinates
                 )
-                made[key] = {first_rank + i: box for i, box in enumerate(found) if box.numel}
-            layouts.append(TensorLayout(spec, made[key]))
+                boxes[key] = {first_rank + i: box for i, box in enumerate(shards) if box.numel}
+            layouts.append(TensorLayout(spec, boxes[key]))
         return cls(tuple(layouts))
 
     @classmethod

@@ -111,7 +111,7 @@ def stages(specs: Sequence[WeightSpec], count: int) -> list[list[WeightSpec]]:
 
     Raises LayoutError for fewer layers than stages.
     """
-    layers = [int(found[1]) if (found := _LAYER.search(s.name)) else None for s in specs]
+    layers = [int(match[1]) if (match := _LAYER.search(s.name)) else None for s in specs]
     known = [layer for layer in layers if layer is not None]
     num_layers = max(known, default=-1) + 1
     if count > max(num_layers, 1):
@@ -149,22 +149,22 @@ def _experts(specs: Sequence[WeightSpec], shape: tuple[int, int, int], *, first_
     copies, parts, ep = shape
     groups: defaultdict[int, list[WeightSpec]] = defaultdict(list)
     stacked: list[WeightSpec] = []
-    numbers = [int(found[1]) for s in specs if (found := _EXPERT.search(s.name)) and found[1]]
+    numbers = [int(match[1]) for s in specs if (match := _EXPERT.search(s.name)) and match[1]]
     count = max(numbers, default=-1) + 1
     for spec in specs:
-        found = _EXPERT.search(spec.name)
-        assert found is not None
-        if found[1]:
-            groups[int(found[1]) * ep // count].append(spec)
+        match = _EXPERT.search(spec.name)
+        assert match is not None
+        if match[1]:
+            groups[int(match[1]) * ep // count].append(spec)
         else:
             stacked.append(spec)
     cut = {s.name: (Replicate(), StridedShard(0, ep), Shard(0)) for s in stacked}
-    made = [Manifest.sharded(stacked, mesh_shape=shape, placements=cut, first_rank=first_rank)]
+    manifests = [Manifest.sharded(stacked, mesh_shape=shape, placements=cut, first_rank=first_rank)]
     for place, members in groups.items():
-        whole = {s.name: (Replicate(), Shard(0)) for s in members}
-        part = Manifest.sharded(members, mesh_shape=(copies, parts), placements=whole)
-        made.append(Manifest(_mapped(part, _strided(first_rank + place, ep))))
-    return Manifest(tuple(layout for part in made for layout in part.layouts))
+        placements = {s.name: (Replicate(), Shard(0)) for s in members}
+        part = Manifest.sharded(members, mesh_shape=(copies, parts), placements=placements)
+        manifests.append(Manifest(_mapped(part, _strided(first_rank + place, ep))))
+    return Manifest(tuple(layout for part in manifests for layout in part.layouts))
 
 
 def _strided(first: int, step: int) -> Callable[[dict[int, Box]], dict[int, Box]]:
@@ -180,9 +180,9 @@ def _mapped(manifest: Manifest, change: Callable[[dict[int, Box]], dict[int, Box
 
 def _in_order(specs: Sequence[WeightSpec], parts: Iterable[Manifest]) -> Manifest:
     """All tensors of the parts, which share none, in the order of `specs`."""
-    found = {layout.spec.name: layout for part in parts for layout in part.layouts}
-    assert len(found) == len(specs), "names are unique, and every tensor is in one stage"
-    return Manifest(tuple(found[spec.name] for spec in specs))
+    layouts = {layout.spec.name: layout for part in parts for layout in part.layouts}
+    assert len(layouts) == len(specs), "names are unique, and every tensor is in one stage"
+    return Manifest(tuple(layouts[spec.name] for spec in specs))
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -239,10 +239,10 @@ class Side:
 
 def parse_side(text: str) -> Side:
     """Read "pp2 fsdp4 tp2 x 3". Raises LayoutError that says what is known."""
-    found = re.fullmatch(r"\s*(.*?)(?:\s+x\s*(\d+))?\s*", text.lower())
-    assert found is not None  # the first group takes anything
+    match = re.fullmatch(r"\s*(.*?)(?:\s+x\s*(\d+))?\s*", text.lower())
+    assert match is not None  # the first group takes anything
     sizes: dict[str, int] = {}
-    for word in found[1].split():
+    for word in match[1].split():
         for axis, size in _read(word, text):
             if axis in sizes:
                 raise LayoutError(f"{text!r}: {axis} is given twice")
@@ -250,21 +250,21 @@ def parse_side(text: str) -> Side:
     if not sizes:
         raise LayoutError(f"{text!r} names no axis; known: {_KNOWN}")
     try:
-        return Side(**sizes, replicas=int(found[2] or 1))
+        return Side(**sizes, replicas=int(match[2] or 1))
     except LayoutError as error:
         raise LayoutError(f"{text!r}: {error}") from error
 
 
 def _read(word: str, text: str) -> Iterator[tuple[str, int]]:
     """Yield the axes that one word sets."""
-    found = re.fullmatch(r"([a-z_]+)(\d+(?:x\d+)?)", word)
-    name, numbers = (found[1], found[2].split("x")) if found else (word.rstrip("0123456789x") or word, [])
+    match = re.fullmatch(r"([a-z_]+)(\d+(?:x\d+)?)", word)
+    name, numbers = (match[1], match[2].split("x")) if match else (word.rstrip("0123456789x") or word, [])
     axes = _MEANING.get(name)
     if axes is None:
         close = difflib.get_close_matches(name, _MEANING, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise LayoutError(f"{text!r}: {word!r} is no axis{hint}; known: {_KNOWN}")
     if len(numbers) != len(axes):
-        wanted = name + "x".join("NM"[: len(axes)])
-        raise LayoutError(f"{text!r}: write {word!r} as {wanted}, and replicas as 'x N' after a space")
+        example = name + "x".join("NM"[: len(axes)])
+        raise LayoutError(f"{text!r}: write {word!r} as {example}, and replicas as 'x N' after a space")
     return zip(axes, map(int, numbers))

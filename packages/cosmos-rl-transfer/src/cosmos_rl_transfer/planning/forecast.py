@@ -24,7 +24,7 @@ class Forecast:
     shapes: Shapes
     source: Side
     target: Side
-    made: TransferPlan
+    plan: TransferPlan
     gbit: float
     """Speed of a rank's network card, each way."""
     planning_s: float
@@ -32,16 +32,16 @@ class Forecast:
     @property
     def transfer_s(self) -> float:
         """Seconds of the busiest network card in one direction, without anything else on the way."""
-        made = self.made
-        relayed = made.relay_bytes_out.values() if made.relay else ()
-        most = max((*made.bytes_out.values(), *made.bytes_in.values(), *relayed), default=0)
+        plan = self.plan
+        relayed = plan.relay_bytes_out.values() if plan.relay else ()
+        most = max((*plan.bytes_out.values(), *plan.bytes_in.values(), *relayed), default=0)
         return most * 8 / (self.gbit * 1e9)
 
     def as_json(self) -> dict[str, Any]:
         """Return the forecast as JSON-like values; bytes are those of all ranks unless a key names one."""
-        made = self.made
-        busiest_trainer, sent = _busiest(made.bytes_out)
-        busiest_rollout, received = _busiest(made.bytes_in)
+        plan = self.plan
+        busiest_trainer, sent = _busiest(plan.bytes_out)
+        busiest_rollout, received = _busiest(plan.bytes_in)
         return {
             "model": self.shapes.name,
             "parameters": self.shapes.num_parameters,
@@ -50,41 +50,41 @@ class Forecast:
             "source_ranks": self.source.ranks * self.source.replicas,
             "target": str(self.target),
             "target_ranks": self.target.ranks * self.target.replicas,
-            "received_bytes": made.total_bytes,
-            "lower_bound_bytes": made.lower_bound,
-            "trainer_bytes": sum(made.bytes_out.values()),
+            "received_bytes": plan.total_bytes,
+            "lower_bound_bytes": plan.lower_bound,
+            "trainer_bytes": sum(plan.bytes_out.values()),
             "busiest_trainer": busiest_trainer,
             "busiest_trainer_bytes": sent,
-            "egress_bound_bytes": made.egress_bound,
+            "egress_bound_bytes": plan.egress_bound,
             "busiest_rollout": busiest_rollout,
             "busiest_rollout_bytes": received,
-            "relay": made.relay,
-            "relay_reason": made.relay_reason,
-            "extra_bytes": made.peak_extra_bytes,
+            "relay": plan.relay,
+            "relay_reason": plan.relay_reason,
+            "extra_bytes": plan.peak_extra_bytes,
             "gbit": self.gbit,
             "transfer_s": self.transfer_s,
             "planning_s": self.planning_s,
-            "ratio": sent / made.egress_bound if made.egress_bound else 1.0,
+            "ratio": sent / plan.egress_bound if plan.egress_bound else 1.0,
         }
 
     def __str__(self) -> str:
         """Return a table for people."""
-        found = self.as_json()
-        arrives, bound = found["received_bytes"], found["lower_bound_bytes"]
-        sent, received = readable(found["busiest_trainer_bytes"]), readable(found["busiest_rollout_bytes"])
+        numbers = self.as_json()
+        arrives, bound = numbers["received_bytes"], numbers["lower_bound_bytes"]
+        sent, received = readable(numbers["busiest_trainer_bytes"]), readable(numbers["busiest_rollout_bytes"])
         rows = [
-            ("model", f"{found['model']}: {found['parameters']:,} parameters in {found['tensors']:,} tensors"),
-            ("from", f"{found['source']}, {_counted(found['source_ranks'], 'rank')}"),
-            ("to", f"{found['target']}, {_counted(found['target_ranks'], 'rank')}"),
+            ("model", f"{numbers['model']}: {numbers['parameters']:,} parameters in {numbers['tensors']:,} tensors"),
+            ("from", f"{numbers['source']}, {_counted(numbers['source_ranks'], 'rank')}"),
+            ("to", f"{numbers['target']}, {_counted(numbers['target_ranks'], 'rank')}"),
             ("arrives", f"{readable(arrives)}, {arrives / bound if bound else 1.0:.3f} x the lower bound"),
-            ("trainers send", f"{readable(found['trainer_bytes'])} in all"),
+            ("trainers send", f"{readable(numbers['trainer_bytes'])} in all"),
             (
                 "busiest trainer",
-                f"rank {found['busiest_trainer']} sends {sent}, {found['ratio']:.3f} x the lower bound",
+                f"rank {numbers['busiest_trainer']} sends {sent}, {numbers['ratio']:.3f} x the lower bound",
             ),
-            ("busiest rollout", f"rank {found['busiest_rollout']} receives {received}"),
-            ("relay", f"{'yes' if found['relay'] else 'no'}: {found['relay_reason']}"),
-            ("extra memory", f"at most {readable(found['extra_bytes'])} a rank and direction"),
+            ("busiest rollout", f"rank {numbers['busiest_rollout']} receives {received}"),
+            ("relay", f"{'yes' if numbers['relay'] else 'no'}: {numbers['relay_reason']}"),
+            ("extra memory", f"at most {readable(numbers['extra_bytes'])} a rank and direction"),
             ("time", f"at least {self.transfer_s:.3g} s at {self.gbit:g} Gbit/s a rank"),
             ("planned in", f"{self.planning_s:.3g} s"),
         ]
@@ -113,7 +113,7 @@ def forecast(
         return [f"{role}-{rank // ranks_per_host}" for rank in range(side.ranks * side.replicas)]
 
     speed = int(gbit * 1e9 / 8)
-    made = plan(
+    transfer = plan(
         manifest_of(shapes, source),
         manifest_of(shapes, target),
         Topology.from_hosts(hosts("trainer", source), hosts("rollout", target), egress=speed, ingress=speed),
@@ -122,7 +122,7 @@ def forecast(
         wire_dtype=wire_dtype,
     )
     planning_s = time.perf_counter() - started
-    return Forecast(shapes=shapes, source=source, target=target, made=made, gbit=gbit, planning_s=planning_s)
+    return Forecast(shapes=shapes, source=source, target=target, plan=transfer, gbit=gbit, planning_s=planning_s)
 
 
 def manifest_of(shapes: Shapes, side: Side) -> Manifest:

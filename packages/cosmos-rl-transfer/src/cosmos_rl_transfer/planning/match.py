@@ -25,7 +25,7 @@ class TensorClass:
     """Index among the source's `cuts`."""
     dtype: str
     """Wire dtype of the tensors."""
-    wanted: Mapping[int, Box]
+    boxes: Mapping[int, Box]
     """Box of each target rank."""
     tensors: Ints
     """[n]: indices into `Match.names`, ascending."""
@@ -59,7 +59,8 @@ class Match:
         pairs = [(source.specs[origin].dtype, target.specs[name].dtype) for name, origin in zip(names, origins)]
         samples = dict(zip(pairs, origins))
         travels = {
-            pair: wire_dtype_of(source.specs[origin], wire_dtype, wanted=pair[1]) for pair, origin in samples.items()
+            pair: wire_dtype_of(source.specs[origin], wire_dtype, target_dtype=pair[1])
+            for pair, origin in samples.items()
         }
         dtypes = list(dict.fromkeys(travels.values()))
         place = {pair: dtypes.index(wire) for pair, wire in travels.items()}
@@ -90,19 +91,19 @@ class Match:
             values.setdefault(tuple((r, cut[r]) for r in chosen if r in cut and cut[r].numel), len(values))
             for cut in self.target.cuts
         ]
-        wanted = [dict(value) for value in values]
+        boxes = [dict(value) for value in values]
         number = np.array(numbers, np.int64)[self.tensors[:, 1]]
-        keys = (self.tensors[:, 0] * len(wanted) + number) * len(self.dtypes) + self.tensors[:, 2]
+        keys = (self.tensors[:, 0] * len(boxes) + number) * len(self.dtypes) + self.tensors[:, 2]
         first, sizes, order = _groups(keys)
         return [
             TensorClass(
                 source_cut=int(self.tensors[i, 0]),
                 dtype=self.dtypes[self.tensors[i, 2]],
-                wanted=wanted[number[i]],
+                boxes=boxes[number[i]],
                 tensors=members,
             )
             for i, members in sorted(zip(first.tolist(), np.split(order, np.cumsum(sizes)[:-1])))
-            if wanted[number[i]]
+            if boxes[number[i]]
         ]
 
     def held_by(self, rank: int) -> object:
@@ -122,13 +123,13 @@ def _groups(keys: Ints) -> tuple[Ints, Ints, Ints]:
     return order[starts], np.diff(starts, append=len(keys)), order
 
 
-def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None, *, wanted: str | None = None) -> str:
+def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None, *, target_dtype: str | None = None) -> str:
     """Return a tensor's wire dtype: `wire_dtype` if that makes a floating tensor narrower, else its own.
 
-    wanted: the target's dtype, which takes the place of a `wire_dtype` that is not set.
+    target_dtype: takes the place of a `wire_dtype` that is not set.
     """
-    if wire_dtype is None and wanted is not None and is_floating(wanted):
-        wire_dtype = wanted
+    if wire_dtype is None and target_dtype is not None and is_floating(target_dtype):
+        wire_dtype = target_dtype
     for dtype in (spec.dtype, wire_dtype or spec.dtype):
         if dtype not in ITEM_BYTES:
             raise LayoutError(f"{spec.name}: dtype {dtype} cannot be transferred; known: {', '.join(ITEM_BYTES)}")

@@ -60,13 +60,13 @@ class TransferPlan:
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """(source rank, target rank) of the streams that exist, ascending."""
-        found = (
+        pairs = (
             (source, rank)
             for part in self.replicas
             for rank, slot in part.slot_of.items()
             for source in part.sources.get(slot, ())
         )
-        return tuple(sorted(found))
+        return tuple(sorted(pairs))
 
     @property
     def streams(self) -> Mapping[tuple[int, int], tuple[Bucket, ...]]:
@@ -122,7 +122,7 @@ class TransferPlan:
             box.numel * kind.item_bytes * len(kind.tensors) * len(part.members[slot])
             for part in self.replicas
             for kind in part.classes
-            for slot, box in kind.wanted.items()
+            for slot, box in kind.boxes.items()
             if slot in part.members
         )
 
@@ -130,9 +130,9 @@ class TransferPlan:
     def egress_bound(self) -> int:
         """Lower bound of the busiest source's bytes: the maximum over sets of ranks of the bytes that only they hold,
         divided by their number. For different NICs, at the speed of the fastest. A ring counts as one target."""
-        wanted = sum((demand(part.live) for part in self.replicas), Counter[Owners]())
+        demands = sum((demand(part.live) for part in self.replicas), Counter[Owners]())
         speeds = {rank: self.topology.source(rank).egress for rank in self.source.ranks}
-        return ceil(balance(wanted, speeds).busiest * max(speeds.values(), default=1))
+        return ceil(balance(demands, speeds).busiest * max(speeds.values(), default=1))
 
     @property
     def ingress_bound(self) -> int:
@@ -196,17 +196,17 @@ class TransferPlan:
 class _Streams(Mapping[tuple[int, int], tuple[Bucket, ...]]):
     """A plan's streams, built one by one."""
 
-    def __init__(self, made: TransferPlan) -> None:
-        self._made = made
-        self._pairs = frozenset(made.pairs)
+    def __init__(self, plan: TransferPlan) -> None:
+        self._plan = plan
+        self._pairs = frozenset(plan.pairs)
 
     def __getitem__(self, pair: tuple[int, int]) -> tuple[Bucket, ...]:
         if pair not in self._pairs:
             raise KeyError(pair)
-        return self._made.stream(*pair)
+        return self._plan.stream(*pair)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._made.pairs)
+        return iter(self._plan.pairs)
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -270,9 +270,9 @@ def _into_rings(
     for part in parts:
         members = dict(part.members)
         for slot, ring in part.members.items():
-            found = [rank for rank in left if match.held_by(rank) == part.match.held_by(slot)]
-            members[slot] = (*ring, *found)
-            left = [rank for rank in left if rank not in found]
+            alike = [rank for rank in left if match.held_by(rank) == part.match.held_by(slot)]
+            members[slot] = (*ring, *alike)
+            left = [rank for rank in left if rank not in alike]
         changed.append(part.with_members(members) if members != part.members else part)
     return tuple(changed), tuple(left)
 

@@ -54,7 +54,7 @@ class ReplicaPlan:
     position: int
     members: Mapping[int, tuple[int, ...]]
     """By slot: the target ranks that get its bytes. Several are a ring that relays; a slot alone is its own member."""
-    made: dict[tuple[int, int], tuple[Bucket, ...]] = field(default_factory=dict)
+    streams: dict[tuple[int, int], tuple[Bucket, ...]] = field(default_factory=dict)
     """Streams built so far, by source and target rank."""
 
     @classmethod
@@ -69,12 +69,12 @@ class ReplicaPlan:
     ) -> ReplicaPlan:
         """Plan for the slots of `members`. Raises LayoutError if no source has a box of a slot."""
         classes = match.classes(members)
-        whole = cut_lots(match, classes)
-        wanted = demand(whole)
-        speed = {rank: topology.source(rank).egress for owners in wanted for rank in owners}
-        fair = balance(wanted, speed)
-        sole, shared = [lot for lot in whole if lot.counts], [lot for lot in whole if not lot.counts]
-        forced, lots = loads(sole), whole
+        uncut = cut_lots(match, classes)
+        demands = demand(uncut)
+        speed = {rank: topology.source(rank).egress for owners in demands for rank in owners}
+        fair = balance(demands, speed)
+        sole, shared = [lot for lot in uncut if lot.counts], [lot for lot in uncut if not lot.counts]
+        forced, lots = loads(sole), uncut
         for most_bytes in _limits(shared):
             parts = list(split_shared(shared, most_bytes))
             _deal_all(parts, fair, topology, position)
@@ -104,18 +104,18 @@ class ReplicaPlan:
     @cached_property
     def bytes_in(self) -> dict[int, int]:
         """By target rank."""
-        wanted = Counter[int]()
+        num_bytes = Counter[int]()
         for lot in self.live:
-            wanted[lot.slot] += lot.num_bytes * lot.copies
-        return {rank: wanted[slot] for rank, slot in self.slot_of.items()}
+            num_bytes[lot.slot] += lot.num_bytes * lot.copies
+        return {rank: num_bytes[slot] for rank, slot in self.slot_of.items()}
 
     @cached_property
     def sources(self) -> dict[int, list[int]]:
         """By slot: the source ranks it reads from, ascending."""
-        found: defaultdict[int, set[int]] = defaultdict(set)
+        owners: defaultdict[int, set[int]] = defaultdict(set)
         for lot in self.live:
-            found[lot.slot].update(owner for owner, n in zip(lot.owners, lot.counts) if n)
-        return {slot: sorted(ranks) for slot, ranks in found.items()}
+            owners[lot.slot].update(owner for owner, n in zip(lot.owners, lot.counts) if n)
+        return {slot: sorted(ranks) for slot, ranks in owners.items()}
 
     def with_members(self, members: Mapping[int, tuple[int, ...]]) -> ReplicaPlan:
         """Return the same plan for other members of its slots; built streams are kept."""
@@ -128,9 +128,9 @@ class ReplicaPlan:
 
     def stream(self, source: int, target: int) -> tuple[Bucket, ...]:
         """Return the buckets of one stream, built once."""
-        if (source, target) not in self.made:
-            self.made[source, target] = self._make(source, target)
-        return self.made[source, target]
+        if (source, target) not in self.streams:
+            self.streams[source, target] = self._make(source, target)
+        return self.streams[source, target]
 
     def _make(self, source: int, target: int) -> tuple[Bucket, ...]:
         parts, tensors, places = list[Box](), list[Ints](), list[Ints]()
@@ -164,12 +164,12 @@ class ReplicaPlan:
 
     @cached_property
     def _by_pair(self) -> dict[tuple[int, int], list[Lot]]:
-        found: defaultdict[tuple[int, int], list[Lot]] = defaultdict(list)
+        lots: defaultdict[tuple[int, int], list[Lot]] = defaultdict(list)
         for lot in self.lots:
             for owner, count in zip(lot.owners, lot.counts):
                 if count:
-                    found[owner, lot.slot].append(lot)
-        return dict(found)
+                    lots[owner, lot.slot].append(lot)
+        return dict(lots)
 
     @cached_property
     def digest(self) -> str:

@@ -176,8 +176,8 @@ def cut_lots(match: Match, classes: Sequence[TensorClass]) -> list[Lot]:
     for number, kind in enumerate(classes):
         copies = len(kind.tensors)
         alone = (copies,)
-        for slot, wanted in kind.wanted.items():
-            for box, owners in match.source.overlays[kind.source_cut].units(wanted):
+        for slot, target_box in kind.boxes.items():
+            for box, owners in match.source.overlays[kind.source_cut].units(target_box):
                 if not owners:
                     name, holders = match.names[kind.tensors[0]], sorted(match.source.cuts[kind.source_cut])
                     raise LayoutError(

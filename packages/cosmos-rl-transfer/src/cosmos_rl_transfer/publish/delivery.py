@@ -186,15 +186,15 @@ class Delivery:
     def _delta(self, lease: VersionLease, index: int) -> Delta | None:
         """Return a bucket as a delta on the version the subscriber has, if there is one and it is shorter."""
         outgoing = self._supply.outgoing
-        if outgoing is None or lease.held < 0:
+        if outgoing is None or lease.base < 0:
             return None
         if index not in self._deltas:
             with self._supply.versions.reading(lease, index) as copied:
-                bucket, base, version = self._buckets[index], lease.held, lease.version
-                made = outgoing.delta(bucket, base=base, version=version) if copied is None else None
-            if made is None:
+                bucket, base, version = self._buckets[index], lease.base, lease.version
+                delta = outgoing.delta(bucket, base=base, version=version) if copied is None else None
+            if delta is None:
                 return None
-            self._deltas[index] = made
+            self._deltas[index] = delta
         return self._deltas[index]
 
     def _serve_own(self, lease: VersionLease, index: int) -> bool:
@@ -227,7 +227,7 @@ class Delivery:
         num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
         out = self._supply.outlet.slots[hold.slot][:num_bytes]
         try:
-            found = self._fill(out, lease, index, delta)
+            known = self._fill(out, lease, index, delta)
         except Superseded:
             self._supply.slots.free(hold)
             raise
@@ -235,10 +235,10 @@ class Delivery:
         if self._outlet.keeps_slot:
             self._being_read[index] = lease, hold
         if isinstance(out, Tensor):
-            proof = found or Proof(NOT_HASHED, ())
+            proof = known or Proof(NOT_HASHED, ())
         elif delta is None:
             bucket = self._buckets[index]
-            proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out), found=found)
+            proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out), known=known)
         else:
             proof = Proof(bucket_hash(out), delta.sums)
         self._supply.slots.start_reading(hold)

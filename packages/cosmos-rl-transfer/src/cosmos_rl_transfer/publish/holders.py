@@ -51,11 +51,11 @@ class Directory:
             version = max((version for version, _ in self._known.values()), default=-1)
             if version <= after:
                 return Holders(-1, ())
-            found = [holder for held, holder in self._known.values() if held == version]
-            found.sort(key=lambda holder: self._asked[holder])
-            first = {(holder.layout, holder.rank): holder for holder in reversed(found)}
+            holders = [holder for served, holder in self._known.values() if served == version]
+            holders.sort(key=lambda holder: self._asked[holder])
+            first = {(holder.layout, holder.rank): holder for holder in reversed(holders)}
             self._asked.update(first.values())
-            return Holders(version, tuple(found))
+            return Holders(version, tuple(holders))
 
     def ring(self, owner: object, version: int) -> tuple[str, ...]:
         """Return who passes a version on to one another, addresses in order; () if nobody does, or `owner` does not.
@@ -94,7 +94,7 @@ class Partial:
         self._version = -1
         self._is_whole = False
         self._landed: set[tuple[int, int]] = set()
-        self._made: TransferPlan | None = None
+        self._plan: TransferPlan | None = None
         self._rank = 0
 
     @property
@@ -105,24 +105,24 @@ class Partial:
     @property
     def plan_digest(self) -> str:
         """Of the plan by which publishers send to this rank, "" before there is one."""
-        return "" if self._made is None else self._made.digest
+        return "" if self._plan is None else self._plan.digest
 
     @property
     def wire_dtypes(self) -> Mapping[str, str]:
         """Wire dtype by tensor."""
-        return {} if self._made is None else self._made.wire_dtypes
+        return {} if self._plan is None else self._plan.wire_dtypes
 
-    def set_plan(self, made: TransferPlan, rank: int) -> None:
+    def set_plan(self, plan: TransferPlan, rank: int) -> None:
         """Set the plan by which the publishers send to this rank."""
         with self._changed:
-            self._made, self._rank = made, rank
+            self._plan, self._rank = plan, rank
 
     def stream(self, plan_digest: str, source: int) -> tuple[Bucket, ...] | None:
         """Return the buckets that come from a source rank; None if they come by another plan."""
         with self._changed:
-            if self._made is None or self._made.digest != plan_digest:
+            if self._plan is None or self._plan.digest != plan_digest:
                 return None
-            return self._made.stream(source, self._rank)
+            return self._plan.stream(source, self._rank)
 
     def begin(self, version: int) -> None:
         """Serve each bucket of a version from its arrival on."""

@@ -25,7 +25,7 @@ class LiveWeights:
     """One rank's parts of the weights."""
 
     def __init__(self, manifest: Manifest, *, rank: int) -> None:
-        self._held = {spec.name: (spec, box) for spec, box in manifest.held_by(rank)}
+        self._boxes = {spec.name: (spec, box) for spec, box in manifest.held_by(rank)}
         self._names = manifest.specs.keys() | manifest.tied.keys()
         self._tied = manifest.tied
         self._weights: Mapping[str, Tensor] = {}
@@ -34,12 +34,12 @@ class LiveWeights:
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise LayoutError unless `weights` are this rank's parts of the manifest."""
-        if changed := sorted((weights.keys() - self._names) | (self._held.keys() - weights.keys())):
+        if changed := sorted((weights.keys() - self._names) | (self._boxes.keys() - weights.keys())):
             raise LayoutError(f"the weights to publish are not those the publisher was made for: {changed[:5]}")
-        for name, (spec, box) in self._held.items():
-            found = (tuple(local(weights[name]).shape), dtype_name(weights[name]))
-            if found != (wanted := (box.shape, spec.dtype)):
-                raise LayoutError(f"{name}: {found} to publish, {wanted} when the publisher was made")
+        for name, (spec, box) in self._boxes.items():
+            given = (tuple(local(weights[name]).shape), dtype_name(weights[name]))
+            if given != (expected := (box.shape, spec.dtype)):
+                raise LayoutError(f"{name}: {given} to publish, {expected} when the publisher was made")
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Read these tensors from now on."""
@@ -47,20 +47,20 @@ class LiveWeights:
 
     def exposable(self) -> list[Raw]:
         """Return the bytes of the tensors that `runs` may return parts of."""
-        parts = (self._as_sent(name, spec.dtype) for name, (spec, _) in self._held.items())
+        parts = (self._as_sent(name, spec.dtype) for name, (spec, _) in self._boxes.items())
         return [flat for part in parts if (flat := part.flat) is not None]
 
     def runs(self, bucket: Bucket) -> list[ByteRun] | None:
         """Return the bucket's bytes in place, or None where they have to be packed."""
-        found = []
+        runs = []
         for piece in bucket.pieces:
             part = self._part(piece)
             inside, flat, item_bytes = piece.box.within(part.box), part.flat, ITEM_BYTES[part.dtype]
             first, num_bytes = inside.start(part.box.shape) * item_bytes, piece.box.numel * item_bytes
             if flat is None or num_bytes < DIRECT_BYTES or not inside.is_contiguous(part.box.shape):
                 return None
-            found.append(ByteRun(flat[first : first + num_bytes], piece.at))
-        return found
+            runs.append(ByteRun(flat[first : first + num_bytes], piece.at))
+        return runs
 
     def pack(self, bucket: Bucket, out: Raw) -> Proof:
         """Gather and cast a bucket into `out` uint8 [bucket.num_bytes]; return its hashes. The padding stays."""
@@ -81,8 +81,8 @@ class LiveWeights:
             packed = typed(out, piece.at, piece.box.shape, part.dtype)
             packed.copy_(part.at(piece.box))
             item_bytes = ITEM_BYTES[part.dtype]
-            there = out[piece.at : piece.at + piece.box.numel * item_bytes]
-            sums.append(device_sum(there, piece.box, part.shape, item_bytes=item_bytes, table=table))
+            target = out[piece.at : piece.at + piece.box.numel * item_bytes]
+            sums.append(device_sum(target, piece.box, part.shape, item_bytes=item_bytes, table=table))
         return torch.stack(sums)
 
     def _part(self, piece: BucketPiece) -> LivePart:
@@ -92,6 +92,6 @@ class LiveWeights:
     def _as_sent(self, name: str, dtype: str) -> LivePart:
         part = self._parts.get((name, dtype))
         if part is None:
-            spec, box = self._held[name]
+            spec, box = self._boxes[name]
             part = self._parts[name, dtype] = LivePart(self._weights[name], box, shape=spec.shape, dtype=dtype)
         return part

@@ -93,21 +93,21 @@ class Comparison:
             self.renew(live, copy, dtype=dtype)
             return None
         wide = np.int32 if len(copy) <= np.iinfo(np.int32).max else np.int64
-        positions, old, found = [np.zeros(0, wide)], [np.zeros(0, copy.dtype)], 0
+        positions, old, num_changed = [np.zeros(0, wide)], [np.zeros(0, copy.dtype)], 0
         for first, new in self._parts(live, dtype, CHUNK_BYTES // copy.itemsize):
             known = copy[first : first + len(new)]
-            if found > most:
+            if num_changed > most:
                 np.copyto(known, new)
                 continue
             at = self._differing(new, known)
-            found += len(at)
+            num_changed += len(at)
             positions.append((at + first).astype(wide))
             old.append(known[at])
             if len(at) * 16 > len(new):
                 np.copyto(known, new)
             elif len(at):
                 known[at] = new[at]
-        return None if found > most else Found(np.concatenate(positions), np.concatenate(old))
+        return None if num_changed > most else Found(np.concatenate(positions), np.concatenate(old))
 
     def renew(self, live: Tensor, copy: Raw, *, dtype: str) -> None:
         """Bring `copy` up to date without a comparison."""
@@ -134,8 +134,8 @@ class Comparison:
             return
         assert self._side is not None, "made with the publisher of tensors on a GPU"
         for first, block in chunks(live, GPU_CHUNK_BYTES // ITEM_BYTES[dtype]):
-            whole = same_width(self._side.to_host(block, getattr(torch, dtype))).reshape(-1)
-            yield from ((first + low, whole[low : low + most]) for low in range(0, len(whole), most))
+            elements = same_width(self._side.to_host(block, getattr(torch, dtype))).reshape(-1)
+            yield from ((first + low, elements[low : low + most]) for low in range(0, len(elements), most))
 
     def _raw(self, part: Tensor, dtype: str) -> Raw:
         """Return a chunk as it is sent: a view if possible, else cast into the scratch buffer."""
@@ -229,7 +229,7 @@ class Outgoing:
         side: for weights on a GPU, which are always read from the copy.
         """
         self._manifest, self._rank = manifest, rank
-        self._wanted: dict[str, str] = {}
+        self._wire_dtypes: dict[str, str] = {}
         """Widest dtype, by tensor, that targets which joined take."""
         self.arena = Arena(manifest, rank=rank, wire_dtypes=wire_dtypes)
         self.version = self.base = -1
@@ -241,7 +241,7 @@ class Outgoing:
         self._canonical = manifest.canonical
         self._full_every, self._since_full = full_every, 0
         self._comparison, self._on_gpu = Comparison(side), side is not None
-        self._found: dict[str, Found | None] = {}
+        self._changes: dict[str, Found | None] = {}
         self._changed = threading.Condition()
         self._behind: set[str] = set()
         """Tensors that are not up to date yet."""
@@ -265,20 +265,20 @@ class Outgoing:
         """Keep these dtypes from the next version on, or wider ones that another target takes."""
         with self._changed:
             for name in self.arena.names:
-                known, dtype = self._wanted.get(name), wire_dtypes[name]
-                self._wanted[name] = dtype if known is None or ITEM_BYTES[known] < ITEM_BYTES[dtype] else known
+                known, dtype = self._wire_dtypes.get(name), wire_dtypes[name]
+                self._wire_dtypes[name] = dtype if known is None or ITEM_BYTES[known] < ITEM_BYTES[dtype] else known
 
     def adapt(self) -> bool:
         """Allocate the copy anew if its dtypes are not those that targets take; return whether that was so.
 
         Nobody reads it meanwhile.
         """
-        held = {name: self.arena.places[name].dtype for name in self.arena.names}
+        current = {name: self.arena.places[name].dtype for name in self.arena.names}
         with self._changed:
-            wanted = held | self._wanted
-            if wanted == held:
+            dtypes = current | self._wire_dtypes
+            if dtypes == current:
                 return False
-            self.arena = Arena(self._manifest, rank=self._rank, wire_dtypes=wanted)
+            self.arena = Arena(self._manifest, rank=self._rank, wire_dtypes=dtypes)
             self._broken = True  # the next version is complete
         return True
 
@@ -298,13 +298,13 @@ class Outgoing:
             for name in self.arena.names:
                 place = self.arena.places[name]
                 copy = self.arena.flat(name)
-                found = None
+                changes = None
                 if self.base < 0:
                     self._comparison.renew(local(weights[name]), copy, dtype=place.dtype)
                 else:
-                    found = self._comparison.refresh(local(weights[name]), copy, dtype=place.dtype)
+                    changes = self._comparison.refresh(local(weights[name]), copy, dtype=place.dtype)
                 with self._changed:
-                    self._found[name] = found
+                    self._changes[name] = changes
                     self._behind.discard(name)
                     self._changed.notify_all()
             if self.base >= 0:
@@ -316,7 +316,7 @@ class Outgoing:
 
     def _consider_bypass(self) -> None:
         """After a comparison."""
-        dense = sum(self.arena.places[name].num_bytes for name in self.arena.names if self._found[name] is None)
+        dense = sum(self.arena.places[name].num_bytes for name in self.arena.names if self._changes[name] is None)
         if dense > self.arena.memory.nbytes / 2:
             self._bypass_left, self._next_bypass = self._next_bypass, min(2 * self._next_bypass or 1, MOST_BYPASSED)
         else:
@@ -344,11 +344,11 @@ class Outgoing:
         selected: list[_Selected] = []
         most = num_bytes = int(bucket.num_bytes * MOST_BYTES)
         for piece, extent in zip(bucket.pieces, extents):
-            found = self._select(piece)
-            if found is None or (num_bytes := num_bytes - len(found.positions) * extent.item_bytes) < 0:
+            change = self._select(piece)
+            if change is None or (num_bytes := num_bytes - len(change.positions) * extent.item_bytes) < 0:
                 return None
-            selected.append(found)
-        wide = [widen(found.positions, extent) for found, extent in zip(selected, extents)]
+            selected.append(change)
+        wide = [widen(change.positions, extent) for change, extent in zip(selected, extents)]
         if encoded_bytes(wide, extents) > most:
             return None
         values = [self._values(*each) for each in zip(bucket.pieces, selected, wide)]
@@ -374,17 +374,17 @@ class Outgoing:
 
     def _select(self, piece: BucketPiece) -> _Selected | None:
         """Return what changed in a piece; None where that is not known."""
-        found = self._found[self._canonical(piece.name)]
-        if found is None:
+        changes = self._changes[self._canonical(piece.name)]
+        if changes is None:
             return None
         place = self.arena.places[piece.name]
-        which, positions = inward(found.positions, piece.box.within(place.box), place.box.shape)
-        return _Selected(positions, found.positions[which], found.old[which])
+        which, positions = inward(changes.positions, piece.box.within(place.box), place.box.shape)
+        return _Selected(positions, changes.positions[which], changes.old[which])
 
-    def _values(self, piece: BucketPiece, found: _Selected, wide: Raw) -> Raw:
-        """Return the values at `wide`, positions in the piece that are those of `found` or more."""
-        at = found.at
-        if wide is not found.positions:
+    def _values(self, piece: BucketPiece, selected: _Selected, wide: Raw) -> Raw:
+        """Return the values at `wide`, positions in the piece that are those of `selected` or more."""
+        at = selected.at
+        if wide is not selected.positions:
             place = self.arena.places[piece.name]
             start = piece.box.within(place.box).start(place.box.shape)
             at = outward(wide, piece.box.shape, row_strides(place.box.shape), start)
@@ -401,7 +401,7 @@ class Outgoing:
             self.keep_sums(version, bucket, sums)
         return sums
 
-    def _gain(self, piece: BucketPiece, found: _Selected) -> int:
+    def _gain(self, piece: BucketPiece, selected: _Selected) -> int:
         place = self.arena.places[piece.name]
-        new = self.arena.flat(piece.name)[found.at]
-        return gain(piece, place.shape, found.positions, old=found.old, new=new)
+        new = self.arena.flat(piece.name)[selected.at]
+        return gain(piece, place.shape, selected.positions, old=selected.old, new=new)

@@ -252,6 +252,6 @@ class RankPublisher:
 
 def own_part(weights: Mapping[str, Tensor], *, rank: int) -> Manifest:
     """Describe what this rank itself holds."""
-    whole = Manifest.from_tensors(weights, rank=rank)
-    held = (TensorLayout(x.spec, {rank: x.boxes[rank]} if rank in x.boxes else {}) for x in whole.layouts)
-    return Manifest(tuple(held), whole.tied)
+    manifest = Manifest.from_tensors(weights, rank=rank)
+    layouts = (TensorLayout(x.spec, {rank: x.boxes[rank]} if rank in x.boxes else {}) for x in manifest.layouts)
+    return Manifest(tuple(layouts), manifest.tied)

@@ -105,16 +105,16 @@ class SubscriberSession:
     def _join(self, request: m.SubscriberJoin) -> m.SubscriberJoined | m.TransferRefused:
         supply = self._supply
         try:
-            made = supply.plan_for(request.target, position=request.position, sources=request.sources)
+            plan = supply.plan_for(request.target, position=request.position, sources=request.sources)
         except LayoutError as error:
             return m.TransferRefused(str(error))
-        if made.digest != request.plan_digest:
+        if plan.digest != request.plan_digest:
             return m.TransferRefused(
-                f"the plans differ: {made.digest[:12]} at the publisher, {request.plan_digest[:12]} at "
+                f"the plans differ: {plan.digest[:12]} at the publisher, {request.plan_digest[:12]} at "
                 "the subscriber; install the same cosmos-rl-transfer on both sides"
             )
         self._joined = request
-        self._buckets = made.stream(supply.rank, request.rank)
+        self._buckets = plan.stream(supply.rank, request.rank)
         self._delivery.begin_over(request.transport, self._buckets)
         return m.SubscriberJoined()
 
@@ -144,7 +144,7 @@ class SubscriberSession:
             request.version,
             buckets=(i for i in range(len(buckets)) if predecessor(i, position, size) is None),
             keep=request.keep,
-            held=request.held,
+            base=request.held,
             copy=lambda index: self._supply.copy(buckets[index]),
         )
         if lease is None:

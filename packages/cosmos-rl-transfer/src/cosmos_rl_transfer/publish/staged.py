@@ -66,8 +66,8 @@ class StagedWeights:
             done = self._side.mark()
         done.synchronize()
         shared = data.numpy()
-        whole = pieces_hash(packed_pieces(bucket, shared))
-        return Packed(shared, Proof(whole, tuple(value & MASK for value in hashes.tolist())))
+        bucket_hash = pieces_hash(packed_pieces(bucket, shared))
+        return Packed(shared, Proof(bucket_hash, tuple(value & MASK for value in hashes.tolist())))
 
     def pack_there(self, bucket: Bucket, out: torch.Tensor) -> tuple[int, ...]:
         """Gather the live bucket into `out` uint8 [bucket.num_bytes] on the GPU; return each piece's additive hash."""

@@ -56,7 +56,7 @@ class Slots:
     """
 
     def __init__(self, num_slots: int, *, patience_s: float) -> None:
-        self._held: list[Hold | None] = [None] * num_slots
+        self._holds: list[Hold | None] = [None] * num_slots
         self._patience_s = patience_s
         self._changed = threading.Condition()
 
@@ -66,46 +66,46 @@ class Slots:
             while (slot := self._free(None if wait else owner)) is None:
                 if not wait:
                     return None
-                oldest = min((hold.since for hold in self._held if hold is not None), default=math.inf)
+                oldest = min((hold.since for hold in self._holds if hold is not None), default=math.inf)
                 late_in = max(0.0, oldest + self._patience_s - time.monotonic())
                 self._changed.wait(late_in if late_in < math.inf else None)
-            self._held[slot] = hold = Hold(slot, owner)
+            self._holds[slot] = hold = Hold(slot, owner)
             return hold
 
     def start_reading(self, hold: Hold) -> None:
         """Start the time that a reader may keep a slot."""
         with self._changed:
-            assert self._held[hold.slot] is hold, "a slot that is being filled cannot be lost"
+            assert self._holds[hold.slot] is hold, "a slot that is being filled cannot be lost"
             hold.since = time.monotonic()
             self._changed.notify_all()
 
     def free(self, hold: Hold) -> bool:
         """Return a slot; false, without effect, if it was lost to another owner."""
         with self._changed:
-            kept = self._held[hold.slot] is hold
+            kept = self._holds[hold.slot] is hold
             if kept:
-                self._held[hold.slot] = None
+                self._holds[hold.slot] = None
                 self._changed.notify()
             return kept
 
     def holds(self, owner: object) -> int:
         """Return the number of slots `owner` holds."""
         with self._changed:
-            return sum(hold is not None and hold.owner is owner for hold in self._held)
+            return sum(hold is not None and hold.owner is owner for hold in self._holds)
 
     def leave(self, owner: object) -> None:
         """Free all slots of `owner`."""
         with self._changed:
-            self._held = [None if hold is None or hold.owner is owner else hold for hold in self._held]
+            self._holds = [None if hold is None or hold.owner is owner else hold for hold in self._holds]
             self._changed.notify_all()
 
     def _free(self, but: object | None) -> int | None:
         """Return a free slot, or one held too long by another owner than `but`. The lock is held."""
         late = time.monotonic() - self._patience_s
-        for slot, hold in enumerate(self._held):
+        for slot, hold in enumerate(self._holds):
             if hold is None:
                 return slot
-        return next((h.slot for h in self._held if h is not None and h.since <= late and h.owner is not but), None)
+        return next((h.slot for h in self._holds if h is not None and h.since <= late and h.owner is not but), None)
 
 
 class Spare:
@@ -269,12 +269,12 @@ class Supply:
         bucket: Bucket,
         pieces: Iterable[tuple[BucketPiece, Raw]],
         *,
-        found: Proof | None = None,
+        known: Proof | None = None,
     ) -> Proof:
-        """Return the hashes of a version's bucket, computed once. found: the same, if they are known."""
+        """Return the hashes of a version's bucket, computed once. known: the same, if somebody has computed them."""
         proof = self.proofs.get(version, bucket)
         if proof is None:
-            proof = found or prove(pieces, self._shapes)
+            proof = known or prove(pieces, self._shapes)
             self.proofs.keep(version, bucket, proof)
             if self.outgoing is not None:
                 self.outgoing.keep_sums(version, bucket, proof.sums)

@@ -39,7 +39,7 @@ class VersionLease:
     """Makes a copy of a bucket out of live memory."""
     copies: dict[int, Raw] | None = None
     """By bucket, after a fence whose patience ran out; None while the bytes are in live memory."""
-    held: int = -1
+    base: int = -1
     """The version that the reader has, which deltas may start from; -1 for none."""
     reading_copies: int = 0
     """Readers inside `copies` at this moment."""
@@ -104,14 +104,14 @@ class Versions:
             return state.newest if state.is_open and state.newest > after and not state.closed else None
 
     def lend(
-        self, version: int, *, buckets: Iterable[int], keep: bool, copy: Callable[[int], Raw], held: int = -1
+        self, version: int, *, buckets: Iterable[int], keep: bool, copy: Callable[[int], Raw], base: int = -1
     ) -> VersionLease | None:
         """Lease a version, if it is open. `buckets`: those a fence waits for; `copy` reads one from live memory."""
         with self._changed:
             state = self._state
             if not state.is_open or state.closed or version != state.newest:
                 return None
-            lease = VersionLease(next(self._numbers), version, set(buckets), keep, copy, held=held)
+            lease = VersionLease(next(self._numbers), version, set(buckets), keep, copy, base=base)
             state.leases[lease.number] = lease
             return lease
 

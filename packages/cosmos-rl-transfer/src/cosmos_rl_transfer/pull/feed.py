@@ -53,7 +53,7 @@ class Feed:
 
     def join(
         self,
-        made: TransferPlan,
+        plan: TransferPlan,
         *,
         target: Manifest,
         rank: int,
@@ -68,9 +68,9 @@ class Feed:
         """
         source = self.welcome
         chosen, self.inlet = attach(transport, self.link, offered=source.transport, offer=source.offer, memory=memory)
-        self.link.send(m.SubscriberJoin(target.encode(), rank, made.digest, position, chosen, sources))
+        self.link.send(m.SubscriberJoin(target.encode(), rank, plan.digest, position, chosen, sources))
         _expect(self.link.receive(), m.SubscriberJoined)
-        self.buckets = made.stream(source.rank, rank)
+        self.buckets = plan.stream(source.rank, rank)
 
     def join_ring(
         self,
@@ -107,12 +107,12 @@ class Feed:
         self.link.send(m.FindHolders(after))
         return _expect(self.link.receive(), m.Holders)
 
-    def borrow(self, version: int, *, keep: bool, held: int, share: tuple[int, int] = (0, 1)) -> int:
+    def borrow(self, version: int, *, keep: bool, base: int, share: tuple[int, int] = (0, 1)) -> int:
         """Lease a version and return the lease. Raises Superseded when there is a newer one.
 
-        `held`: the version that deltas may start from, -1 for none. `share`: position in a ring and its size.
+        `base`: the version that deltas may start from, -1 for none. `share`: position in a ring and its size.
         """
-        self.link.send(m.Borrow(version, keep, held, share))
+        self.link.send(m.Borrow(version, keep, base, share))
         return _expect(self.link.receive(), m.Lent).lease
 
     def ask(self, lease: int, buckets: Sequence[Bucket], *, want: m.Want) -> None:

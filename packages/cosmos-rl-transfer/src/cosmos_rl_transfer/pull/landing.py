@@ -80,17 +80,17 @@ class Shadow:
         """Return where the bucket's packed bytes may be received directly, padding included, or None."""
         return self.arena.run(bucket)
 
-    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int], *, whole: int | None = None) -> bool:
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int], *, bucket_hash: int | None = None) -> bool:
         """Write packed bytes uint8 [bucket.num_bytes] to their pieces; false if what was written has other hashes.
 
-        sums: additive hashes of the pieces; whole: xxh3-64 of all, None where it is not known. After false the bucket
+        sums: additive hashes of the pieces; bucket_hash: xxh3-64 of all, None where it is not known. After false the bucket
         must be written again before the weights are used.
         """
         is_there = np.may_share_memory(self.memory, data)  # received at `place`
-        found = self.arena.prove(bucket) if is_there else self.arena.scatter(data, bucket)
+        proof = self.arena.prove(bucket) if is_there else self.arena.scatter(data, bucket)
         if self._pending is not None:
             self._pending.add_whole(bucket)
-        return self._sums.confirm(bucket, found, sums, whole=whole)
+        return self._sums.confirm(bucket, proof, sums, bucket_hash=bucket_hash)
 
     def write_there(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
         """Do the same with packed bytes on a GPU, which are copied to the host."""
@@ -106,16 +106,16 @@ class Shadow:
                 piece,
                 self.arena.places[piece.name].shape,
                 change.positions,
-                old=whole[there.positions],
+                old=elements[changed.positions],
                 new=change.values,
             )
-            for piece, change, there, whole in zip(bucket.pieces, changes, located, flat)
+            for piece, change, changed, elements in zip(bucket.pieces, changes, located, flat)
         ]
         if not self._sums.follow(bucket, gains, sums, now=lambda: self.arena.sums(bucket)):
             return False
-        for whole, there in zip(flat, located):
-            whole[there.positions] = there.values
-        num_changes = sum(len(there.positions) for there in located)
+        for elements, changed in zip(flat, located):
+            elements[changed.positions] = changed.values
+        num_changes = sum(len(changed.positions) for changed in located)
         if self._pending is not None and self.side is not None and num_changes:
             self._pending.add_whole(bucket)  # a copy of the bucket costs a GPU less than its elements one by one
         elif self._pending is not None:
@@ -166,8 +166,8 @@ class Shadow:
         return PieceDelta(outward(change.positions, piece.box.shape, strides, start), change.values)
 
     def _patches(self, bucket: Bucket, changes: Iterable[PieceDelta]) -> Iterable[Patch]:
-        for piece, there in zip(bucket.pieces, changes):
-            yield Patch.of(local(self._weights[piece.name]), there, dtype=self.arena.places[piece.name].dtype)
+        for piece, change in zip(bucket.pieces, changes):
+            yield Patch.of(local(self._weights[piece.name]), change, dtype=self.arena.places[piece.name].dtype)
 
 
 class InPlace:
@@ -179,7 +179,7 @@ class InPlace:
         self, manifest: Manifest, weights: Mapping[str, Tensor], *, rank: int, wire_dtypes: Mapping[str, str]
     ) -> None:
         self.memory: Raw = np.empty(0, np.uint8)
-        self._held = {spec.name: (spec.shape, box) for spec, box in manifest.held_by(rank)}
+        self._boxes = {spec.name: (spec.shape, box) for spec, box in manifest.held_by(rank)}
         self._weights = weights
         self._wire = wire_dtypes
         device = gpu_of(weights.values())
@@ -189,7 +189,7 @@ class InPlace:
         """Deltas that `apply` writes, by the bucket's pieces."""
         self._written = True
         """Whether they are in the live tensors."""
-        self._exact = all(_holds(local(weights[name]).dtype, wire_dtypes[name]) for name in self._held)
+        self._exact = all(_holds(local(weights[name]).dtype, wire_dtypes[name]) for name in self._boxes)
 
     @property
     def takes_deltas(self) -> bool:
@@ -207,7 +207,7 @@ class InPlace:
     def place(self, bucket: Bucket) -> Raw | None:
         return None
 
-    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int], *, whole: int | None = None) -> bool:
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int], *, bucket_hash: int | None = None) -> bool:
         with self._on_side():
             writes = [
                 self._live(piece).writing(
@@ -215,7 +215,7 @@ class InPlace:
                 )
                 for piece in bucket.pieces
             ]
-            good = self._sums.confirm(bucket, copy_proof([part for part, _ in writes]), sums, whole=whole)
+            good = self._sums.confirm(bucket, copy_proof([part for part, _ in writes]), sums, bucket_hash=bucket_hash)
             for _, finish in writes if good else ():
                 finish()
         return good
@@ -223,16 +223,16 @@ class InPlace:
     def write_there(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
         if self.side is None:
             return self.write(bucket, SideStream(data.device).to_host(data, torch.uint8).numpy(), sums)
-        found = []
+        hashes = []
         with self.side.current():
             mine = data.to(self.side.device, copy=True)  # the slot may be reused between the hash and the copy
             for piece in bucket.pieces:
                 part, item_bytes = self._live(piece), ITEM_BYTES[piece.dtype]
                 packed = mine[piece.at : piece.at + piece.box.numel * item_bytes]
-                found.append(device_sum(packed, piece.box, part.shape, item_bytes=item_bytes, table=self.side.table))
+                hashes.append(device_sum(packed, piece.box, part.shape, item_bytes=item_bytes, table=self.side.table))
                 part.at(piece.box).copy_(typed(mine, piece.at, piece.box.shape, piece.dtype))
-            found = torch.stack(found)
-        return self._sums.confirm(bucket, Proof(NOT_HASHED, self.side.sums(found)), sums)
+            hashes = torch.stack(hashes)
+        return self._sums.confirm(bucket, Proof(NOT_HASHED, self.side.sums(hashes)), sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[PieceDelta], sums: Sequence[int]) -> bool:
         patches, gains = [], []
@@ -266,7 +266,7 @@ class InPlace:
         return tensor_sum(packed, piece.box, part.shape)
 
     def _live(self, piece: BucketPiece) -> LivePart:
-        shape, box = self._held[piece.name]
+        shape, box = self._boxes[piece.name]
         return LivePart(self._weights[piece.name], box, shape=shape, dtype=self._wire[piece.name])
 
 
@@ -289,9 +289,9 @@ class KnownSums:
         self._known: dict[tuple[BucketPiece, ...], Sequence[int]] = {}
         self.clear = self._known.clear
 
-    def confirm(self, bucket: Bucket, found: Proof, expected: Sequence[int], *, whole: int | None = None) -> bool:
-        """Store the found hashes if they equal the expected ones; return whether they do. whole: as in `write`."""
-        if found.sums != tuple(expected) or whole not in (None, found.hash):
+    def confirm(self, bucket: Bucket, proof: Proof, expected: Sequence[int], *, bucket_hash: int | None = None) -> bool:
+        """Store the hashes if they equal the expected ones; return whether they do. bucket_hash: as in `write`."""
+        if proof.sums != tuple(expected) or bucket_hash not in (None, proof.hash):
             self._known.pop(bucket.pieces, None)
             return False
         self._known[bucket.pieces] = expected
@@ -302,7 +302,7 @@ class KnownSums:
     ) -> bool:
         """Return whether these changes lead to `sums`, and store them if so. `now` computes unknown current hashes."""
         known = self._known.get(bucket.pieces)
-        if any(add(*pair) != wanted for *pair, wanted in zip(known or now(), gains, sums)):
+        if any(add(*pair) != expected for *pair, expected in zip(known or now(), gains, sums)):
             return False
         self._known[bucket.pieces] = sums
         return True

@@ -48,14 +48,14 @@ MOST_TRIES = 4
 """Peers, or sets of them, that a joiner tries before the publishers."""
 
 
-def choices(found: Holders, *, layout: str, rank: int) -> Iterator[dict[int, str]]:
+def choices(holders: Holders, *, layout: str, rank: int) -> Iterator[dict[int, str]]:
     """Yield sources for a joiner, best first: addresses by rank.
 
     A holder of the same part as `rank` in the manifest with digest `layout` comes first; else ranks of another layout
     together. The next choice has other addresses if there are any.
     """
     groups: defaultdict[str, defaultdict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for holder in found.holders:
+    for holder in holders.holders:
         groups[holder.layout][holder.rank].append(holder.address)
     if twins := groups.get(layout, {}).get(rank):
         yield from ({rank: address} for address in twins)
@@ -82,9 +82,9 @@ def open_peers(
         return feed
 
     first = connect(ranks[0])
-    made = planned(first, target, sources=ranks, position=position)
-    needed = [peer for peer in ranks if made.stream(peer, rank)]
-    return [first if peer == ranks[0] else connect(peer) for peer in needed], made
+    plan = planned(first, target, sources=ranks, position=position)
+    needed = [peer for peer in ranks if plan.stream(peer, rank)]
+    return [first if peer == ranks[0] else connect(peer) for peer in needed], plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class RingPlace:
                     feed = sources.open(self.before, timeout_s=RING_SILENCE_S)
                     opened.callback(sources.drop, feed)
                     feed.join_ring(plan_digest, source=source, buckets=buckets, transport=transport, memory=memory)
-                    passed.append((feed, feed.borrow(version, keep=False, held=-1)))
+                    passed.append((feed, feed.borrow(version, keep=False, base=-1)))
         except (TransferError, LayoutError, TransportUnavailable) as error:
             if sources.stopped:
                 raise

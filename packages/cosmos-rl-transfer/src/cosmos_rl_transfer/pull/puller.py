@@ -71,7 +71,7 @@ class Puller:
 
     def __init__(self, landing: Landing, *, rank: int, bucket_bytes: int) -> None:
         self.landing = landing
-        self.held = -1
+        self.version = -1
         """The version in the landing, -1 for none. The caller of `pull` sets it."""
         self.buffers = [host_memory(bucket_bytes, lazy=True) for _ in range(NUM_BUFFERS)]
         self._rank = rank
@@ -82,7 +82,7 @@ class Puller:
     @property
     def base(self) -> int:
         """The version that deltas may start from, -1 for none."""
-        return self.held if self.landing.takes_deltas else -1
+        return self.version if self.landing.takes_deltas else -1
 
     @property
     def memory(self) -> list[Raw]:
@@ -120,7 +120,7 @@ class Puller:
         """
         if not self.landing.keeps_deltas:
             self.landing.begin(self.base)
-        self.held = -1
+        self.version = -1
         self._landed.clear()
         by_peers = {(b.source, b.index) for feed, _ in passed for b in feed.buckets}
 
@@ -216,11 +216,11 @@ class Puller:
         window, inlet = len(buffers), feed.inlet_for(want)
         landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
         finished: list[tuple[Bucket, m.Data, bool]] = []
-        asked, rest = deque[Bucket](), deque(buckets)
+        requested, rest = deque[Bucket](), deque(buckets)
 
         def ask(most: int) -> None:
-            further = [rest.popleft() for _ in range(min(most - len(asked), len(rest)))]
-            asked.extend(further)
+            further = [rest.popleft() for _ in range(min(most - len(requested), len(rest)))]
+            requested.extend(further)
             if further:
                 feed.ask(lease, further, want=want)
 
@@ -235,11 +235,11 @@ class Puller:
             for i, bucket in enumerate(buckets):
                 if len(landing) == window:
                     settle()
-                data = feed.head(asked.popleft())
+                data = feed.head(requested.popleft())
                 packed = self._body(inlet, bucket, data, buffers[i % window])
                 if not inlet.over_link:  # before the landing: hashing blocks other Python threads
                     ask(most)
-                elif len(asked) <= most // 2:
+                elif len(requested) <= most // 2:
                     most = min(2 * most, MOST_OVER_LINK)
                     ask(most)
                 if inlet.views:  # nothing to receive meanwhile: no thread needed
@@ -249,7 +249,7 @@ class Puller:
             while landing:
                 settle()
         except Superseded:
-            for bucket in asked:  # their replies are on the way
+            for bucket in requested:  # their replies are on the way
                 with suppress(Superseded):
                     self._body(inlet, bucket, feed.head(bucket), buffers[0])
             raise
@@ -277,7 +277,7 @@ class Puller:
                 packed = packed.copy()
             good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)
         else:
-            good = self.landing.write(bucket, packed, data.sums, whole=data.hash)
+            good = self.landing.write(bucket, packed, data.sums, bucket_hash=data.hash)
         feed.done_with(bucket)
         if good:
             self._landed.add((bucket.source, bucket.index))
@@ -292,15 +292,15 @@ class Puller:
 def make_puller(
     target: Manifest,
     weights: Mapping[str, Tensor],
-    made: TransferPlan,
+    plan: TransferPlan,
     *,
     rank: int,
     staging: Staging,
     bucket_bytes: int,
 ) -> Puller:
-    """Build the puller of `rank` of `target` for the plan `made`; `weights` are its live tensors."""
+    """Build the puller of `rank` of `target` for `plan`; `weights` are its live tensors."""
     kind = Shadow if staging == "shadow" else InPlace
-    landing = kind(target, weights, rank=rank, wire_dtypes=made.wire_dtypes)
+    landing = kind(target, weights, rank=rank, wire_dtypes=plan.wire_dtypes)
     return Puller(landing, rank=rank, bucket_bytes=bucket_bytes)
 
 

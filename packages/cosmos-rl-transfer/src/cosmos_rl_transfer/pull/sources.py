@@ -158,11 +158,11 @@ class Sources:
         first = feeds[0]
         if any(feed.welcome.source != first.welcome.source for feed in feeds):
             raise LayoutError(f"the publishers at {self.addresses} do not publish the same tensors")
-        made = planned(feeds[0], target, sources=(), position=position)
+        transfer = planned(feeds[0], target, sources=(), position=position)
         here = tuple(sorted(feed.welcome.rank for feed in feeds))
-        missing = sorted({rank_ for rank_ in first.source.ranks if made.stream(rank_, rank)} - {*here})
+        missing = sorted({rank_ for rank_ in first.source.ranks if transfer.stream(rank_, rank)} - {*here})
         if not missing:
-            return made, ()
+            return transfer, ()
         if not self.lost:
             raise LayoutError(f"source ranks {missing} hold needed weights; pass their addresses too")
         try:

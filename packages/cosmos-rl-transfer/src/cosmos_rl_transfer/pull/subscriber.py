@@ -91,7 +91,7 @@ class Subscriber:
         """Counts of the last pull."""
         self._leased: list[tuple[Feed, int]] = []
         """Leases for `apply`, with staging "in_place"."""
-        self._made: TransferPlan | None = None
+        self._plan: TransferPlan | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-stage")
         self._pool = ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="weights-land")
 
@@ -138,17 +138,17 @@ class Subscriber:
         """Stage a version from other subscribers; None if there is none."""
         if self._staged is not None or self._staging != "shadow":
             return None
-        found = self._sources.feeds()[0].find_holders(after)
-        for addresses in islice(choices(found, layout=self._target.digest, rank=self._rank), MOST_TRIES):
+        holders = self._sources.feeds()[0].find_holders(after)
+        for addresses in islice(choices(holders, layout=self._target.digest, rank=self._rank), MOST_TRIES):
             try:
                 with ExitStack() as opened:
-                    self._take(self._join_peers(addresses, opened), found.version, keep=False)
+                    self._take(self._join_peers(addresses, opened), holders.version, keep=False)
             except (TransferError, LayoutError, TransportUnavailable) as error:
                 if self._sources.stopped:
                     raise
-                log.info("version %d cannot be read from %s: %s", found.version, sorted(addresses.values()), error)
+                log.info("version %d cannot be read from %s: %s", holders.version, sorted(addresses.values()), error)
                 continue
-            return found.version
+            return holders.version
         return None
 
     def apply(self) -> None:
@@ -187,9 +187,9 @@ class Subscriber:
         place = None if self._offer is None else RingPlace.find(feeds[0].ring, self._offer.address)
         try:
             for feed in feeds:
-                held = self._puller.base if self._puller is not None else -1
+                base = self._puller.base if self._puller is not None else -1
                 share = (0, 1) if place is None else place.share
-                leased.append((feed, feed.borrow(version, keep=keep, held=held, share=share)))
+                leased.append((feed, feed.borrow(version, keep=keep, base=base, share=share)))
         except Superseded:
             for feed, lease in leased:
                 feed.give_back(lease)
@@ -250,41 +250,41 @@ class Subscriber:
         valid = all([feed.give_back(lease) for feed, lease in leased])
         if overtaken is not None or not valid:
             raise Superseded(f"version {version} was overwritten while it was read") from overtaken
-        self._puller.held = version
+        self._puller.version = version
 
     def _join(self, feeds: Sequence[Feed]) -> None:
         """Agree on the plan with the publishers and allocate memory."""
-        made, sources = self._sources.plan(feeds, self._target, rank=self._rank, position=self._position)
-        self._made, bucket_bytes = made, feeds[0].welcome.bucket_bytes
+        plan, sources = self._sources.plan(feeds, self._target, rank=self._rank, position=self._position)
+        self._plan, bucket_bytes = plan, feeds[0].welcome.bucket_bytes
         puller = self._puller = self._puller or make_puller(
-            self._target, self._weights, made, rank=self._rank, staging=self._staging, bucket_bytes=bucket_bytes
+            self._target, self._weights, plan, rank=self._rank, staging=self._staging, bucket_bytes=bucket_bytes
         )
-        puller.held = -1  # another publisher may restart its version numbers
+        puller.version = -1  # another publisher may restart its version numbers
         if self._leased:  # of lost publishers
             self._leased, self._staged = [], None
         for feed in feeds:
-            self._join_one(feed, made, sources)
+            self._join_one(feed, plan, sources)
         if self._offer is not None:
             puller.when_landed = self._offer.partial.landed
-            self._offer.partial.set_plan(made, self._rank)
+            self._offer.partial.set_plan(plan, self._rank)
             self._offer.announce(feeds)
 
     def _join_peers(self, addresses: Mapping[int, str], opened: ExitStack) -> list[Feed]:
         """Connect to the ranks of another replica that hold this rank's parts."""
-        feeds, made = open_peers(
+        feeds, plan = open_peers(
             self._sources, addresses, self._target, rank=self._rank, position=self._position, opened=opened
         )
-        assert self._made is not None, "created on connection"
-        if any(made.wire_dtypes[name] != self._made.wire_dtypes[name] for name in self._target.specs):
+        assert self._plan is not None, "created on connection"
+        if any(plan.wire_dtypes[name] != self._plan.wire_dtypes[name] for name in self._target.specs):
             raise LayoutError("its dtypes of the weights differ from the published ones")
         for feed in feeds:
-            self._join_one(feed, made, tuple(sorted(addresses)))
+            self._join_one(feed, plan, tuple(sorted(addresses)))
         return feeds
 
-    def _join_one(self, feed: Feed, made: TransferPlan, sources: tuple[int, ...]) -> None:
+    def _join_one(self, feed: Feed, plan: TransferPlan, sources: tuple[int, ...]) -> None:
         assert self._puller is not None, "made before"
         feed.join(
-            made,
+            plan,
             target=self._target,
             rank=self._rank,
             position=self._position,

@@ -109,8 +109,8 @@ class ReplicaSubscriber:
 
     def _newest(self, after: int) -> int:
         feeds = self._sources.feeds()
-        held = feeds[0].find_holders(after).version if self._is_new else -1
-        return held if held > after else agree(feeds, after)
+        version = feeds[0].find_holders(after).version if self._is_new else -1
+        return version if version > after else agree(feeds, after)
 
     def _wait_for_members(self) -> None:
         with self._came:
@@ -144,11 +144,11 @@ class ReplicaSubscriber:
         self, order: m.StageVersion | m.CommitVersion, answer: type[m.Staged] | type[m.VersionCommitted]
     ) -> list[int]:
         """Send a message to all ranks and return the versions of their replies."""
-        asked = [self._talk.submit(self._request, rank, order, answer) for rank in sorted(self._members)]
-        errors = [error for future in asked if (error := future.exception()) is not None]
+        futures = [self._talk.submit(self._request, rank, order, answer) for rank in sorted(self._members)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
-        return [future.result() for future in asked]
+        return [future.result() for future in futures]
 
     def _request(
         self, rank: int, order: m.StageVersion | m.CommitVersion, answer: type[m.Staged] | type[m.VersionCommitted]

@@ -225,14 +225,14 @@ def _ending(thread: threading.Thread) -> Iterator[None]:
 
 def _read_many(reader: SampleReader, serve: Serve, how_many: int, *, first: int = 0) -> None:
     """Read buckets, asking for two at a time, and compare each byte that means something."""
-    asked = range(first, first + how_many)
-    for bucket in asked[:WINDOW]:
+    buckets = range(first, first + how_many)
+    for bucket in buckets[:WINDOW]:
         reader.ask(serve, bucket)
-    for bucket in asked:
+    for bucket in buckets:
         data, packed = _receive(reader)
         assert data.bucket == bucket
         _assert_exact(serve, data, packed)
-        if bucket + WINDOW in asked:
+        if bucket + WINDOW in buckets:
             reader.ask(serve, bucket + WINDOW)
 
 
@@ -244,9 +244,9 @@ def _receive(reader: SampleReader) -> tuple[Data, Raw]:
 def _assert_exact(serve: Serve, data: Data, packed: Raw) -> None:
     size = num_bytes(data.bucket, BUCKET_BYTES)
     assert packed.shape == (data.num_bytes,) == (size,)
-    wanted = content(data.bucket, size)
+    expected = content(data.bucket, size)
     for at, length in places(serve, size):
-        assert np.array_equal(packed[at : at + length], wanted[at : at + length]), (serve, data.bucket, at)
+        assert np.array_equal(packed[at : at + length], expected[at : at + length]), (serve, data.bucket, at)
 
 
 def _received_or_lost(reader: SampleReader, data: Data) -> Raw | None:

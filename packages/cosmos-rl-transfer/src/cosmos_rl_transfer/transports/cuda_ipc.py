@@ -81,9 +81,9 @@ class _Outlet:
     over_link = False
     direct = False
 
-    def __init__(self, made: GpuSlots) -> None:
-        self._blocks, self._nonce = made.blocks, made.nonce
-        self.slots: Sequence[Block] = made.slots
+    def __init__(self, gpu_slots: GpuSlots) -> None:
+        self._blocks, self._nonce = gpu_slots.blocks, gpu_slots.nonce
+        self.slots: Sequence[Block] = gpu_slots.slots
         try:  # for the first subscriber: a handle that nobody maps would keep its block for ever
             self._ready = [export(block) for block in self._blocks]
         except RuntimeError as error:

@@ -87,15 +87,15 @@ class _Outlet:
 
     def expose(self, memory: Sequence[Raw]) -> None:
         """Register memory, unless it is already registered, and write a new catalog."""
-        wanted = _merged(memory)
-        if wanted == self._exposed:
+        regions = _merged(memory)
+        if regions == self._exposed:
             return
         stale, self._exposed = self._exposed, []
         if stale:
             self._agent.deregister(stale)
-        if wanted:
-            self._agent.register(wanted)
-        self._exposed, self._kept = wanted, list(memory)
+        if regions:
+            self._agent.register(regions)
+        self._exposed, self._kept = regions, list(memory)
         self._generation += 1
         self._write_catalog(np.frombuffer(self._agent.metadata(), np.uint8))
 
@@ -175,12 +175,12 @@ class _Inlet:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._read_catalog(self._head, timeout_s=timeout_s)
-            found, size, digest = _HEAD.unpack(self._head[_NONCE_BYTES:].tobytes())
-            if found >= generation and size <= _CATALOG_BYTES - _BODY:
+            catalog_generation, size, digest = _HEAD.unpack(self._head[_NONCE_BYTES:].tobytes())
+            if catalog_generation >= generation and size <= _CATALOG_BYTES - _BODY:
                 metadata = self._read_metadata(size, timeout_s=timeout_s)
                 if xxhash.xxh3_64_intdigest(metadata) == digest and self._peer is not None:
                     self._agent.relearn(self._peer, metadata)
-                    self._generation = found
+                    self._generation = catalog_generation
                     return
             time.sleep(_RETRY_S)  # it is being rewritten
         raise PeerLost(f"the publisher's catalog of generation {generation} did not arrive within {timeout_s:g} s")
@@ -218,9 +218,9 @@ def _slots(bucket_bytes: int, num_slots: int) -> list[Raw]:
     mapped = mmap.mmap(-1, stride * num_slots + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         mapped.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(mapped, np.uint8)
-    first = -whole.ctypes.data % _HUGE_PAGE
-    slots = [whole[first + i * stride :][:bucket_bytes] for i in range(num_slots)]
+    pages = np.frombuffer(mapped, np.uint8)
+    first = -pages.ctypes.data % _HUGE_PAGE
+    slots = [pages[first + i * stride :][:bucket_bytes] for i in range(num_slots)]
     for slot in slots:
         slot.fill(0)
     return slots

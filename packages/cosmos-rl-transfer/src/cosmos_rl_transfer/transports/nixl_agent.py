@@ -132,15 +132,15 @@ class NixlAgent:
         *,
         link: Link,
         timeout_s: float,
-        there: Space = HOST,
+        remote_space: Space = HOST,
         here: Space = HOST,
     ) -> None:
-        """Read registered memory `there`, of a peer, into registered memory `here`, and wait for it without spinning.
+        """Read registered memory of a peer, in `remote_space`, into our own in `here`, and wait for it without spinning.
 
         Raises PeerLost if the peer is lost, `link` to it is closed or `timeout_s` is over.
         """
         targets = self._descriptors([(local, size) for _, local, size in moves], here)
-        sources = self._descriptors([(remote, size) for remote, _, size in moves], there)
+        sources = self._descriptors([(remote, size) for remote, _, size in moves], remote_space)
         with peer.turn:
             try:
                 request = self._agent.createXferReq(self._nixl.NIXL_READ, targets, sources, peer.name, b"", [])
@@ -198,8 +198,8 @@ def _bindings() -> Any:
         name = f"{package}._bindings"
         if name in sys.modules:
             return sys.modules[name]
-        found = find_spec(package)
-        spec = found and PathFinder.find_spec(name, found.submodule_search_locations)
+        package_spec = find_spec(package)
+        spec = package_spec and PathFinder.find_spec(name, package_spec.submodule_search_locations)
         if spec is None or spec.loader is None:
             continue
         try:

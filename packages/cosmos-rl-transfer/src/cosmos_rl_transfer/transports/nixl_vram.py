@@ -90,18 +90,18 @@ class _Outlet:
 
     def __init__(self, agent: NixlAgent, side: SideStream, bucket_bytes: int, num_slots: int) -> None:
         self._agent, self._device, self._space = agent, side.device, space_of(side.device)
-        made = GpuSlots(side, bucket_bytes, num_slots)
-        self._blocks = made.blocks
-        self.slots: Sequence[Block] = made.slots
+        gpu_slots = GpuSlots(side, bucket_bytes, num_slots)
+        self._blocks = gpu_slots.blocks
+        self.slots: Sequence[Block] = gpu_slots.slots
         with torch.cuda.device(self._device):
             agent.register([_region(block) for block in self._blocks], self._space)
             metadata = agent.metadata()
         offered = Offered(
             metadata=base64.b64encode(metadata).decode(),
             device=self._space.device,
-            slots=[slot.data_ptr() for slot in made.slots],
+            slots=[slot.data_ptr() for slot in gpu_slots.slots],
             slot_bytes=bucket_bytes,
-            nonce=made.nonce.hex(),
+            nonce=gpu_slots.nonce.hex(),
         )
         self.offer: Mapping[str, str] = {"gpu_memory": msgspec.json.encode(offered).decode()}
 
@@ -129,7 +129,7 @@ class _Inlet:
 
     def __init__(self, agent: NixlAgent, link: Link, side: SideStream, offered: Offered) -> None:
         self._agent, self._link, self._side, self._offered = agent, link, side, offered
-        self._here, self._there = space_of(side.device), space_of(torch.device("cuda", offered.device))
+        self._here, self._remote_space = space_of(side.device), space_of(torch.device("cuda", offered.device))
         self._peer: NixlPeer | None = None
         with side.current(), outside_expandable_segments():
             self._buffer = torch.zeros(offered.slot_bytes + NONCE_BYTES, dtype=torch.uint8, device=side.device)
@@ -174,7 +174,12 @@ class _Inlet:
         try:
             with torch.cuda.device(self._side.device):
                 self._agent.read(
-                    self._peer, moves, link=self._link, timeout_s=timeout_s, there=self._there, here=self._here
+                    self._peer,
+                    moves,
+                    link=self._link,
+                    timeout_s=timeout_s,
+                    remote_space=self._remote_space,
+                    here=self._here,
                 )
         except PeerLost:
             self._leave(lost=True)  # nothing may be written to the buffer any more

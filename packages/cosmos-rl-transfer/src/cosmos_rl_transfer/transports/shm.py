@@ -101,9 +101,9 @@ def _create(fd: int, num_bytes: int, nonce: bytes) -> Raw:
     os.ftruncate(fd, num_bytes + _NONCE_BYTES)
     # MAP_POPULATE: a first touch of a page costs ten times a copy into it
     mapped = mmap.mmap(fd, num_bytes + _NONCE_BYTES, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    whole = np.frombuffer(mapped, np.uint8)
-    whole[num_bytes:] = np.frombuffer(nonce, np.uint8)
-    return whole[:num_bytes]
+    segment = np.frombuffer(mapped, np.uint8)
+    segment[num_bytes:] = np.frombuffer(nonce, np.uint8)
+    return segment[:num_bytes]
 
 
 def _map(path: str, nonce: bytes) -> Raw:
@@ -116,11 +116,11 @@ def _map(path: str, nonce: bytes) -> Raw:
         if num_bytes < 0:
             raise TransportUnavailable("the publisher's memory is not the one it offered: it is on another host")
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        whole = np.frombuffer(mmap.mmap(fd, num_bytes + _NONCE_BYTES, flags, mmap.PROT_READ), np.uint8)
+        segment = np.frombuffer(mmap.mmap(fd, num_bytes + _NONCE_BYTES, flags, mmap.PROT_READ), np.uint8)
     except OSError as error:
         raise TransportUnavailable(f"the publisher's memory cannot be mapped: {error}") from error
     finally:
         os.close(fd)
-    if whole[num_bytes:].tobytes() != nonce:
+    if segment[num_bytes:].tobytes() != nonce:
         raise TransportUnavailable("the publisher's memory is not the one it offered: it is on another host")
-    return whole[:num_bytes]
+    return segment[:num_bytes]

@@ -62,7 +62,7 @@ class Link(BlockingConnection):
         decoder = _REPLIES if side == "subscriber" else _REQUESTS
         super().__init__(connection, decode=decoder, max_frame_bytes=_MAX_FRAME_BYTES)
         self._side, self._other = side, "publisher" if side == "subscriber" else "subscriber"
-        self._held = bytearray()
+        self._sealed = bytearray()
         """Messages that leave with the next bytes."""
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._unread = self._buffer[:0]
@@ -128,7 +128,7 @@ class Link(BlockingConnection):
     def send(self, message: Request | Reply, *, with_next: bool = False) -> None:
         """Send a message; `with_next`: together with what is sent next, which has to follow at once."""
         with self._sending:
-            self._held += self._sealer.seal(message)
+            self._sealed += self._sealer.seal(message)
             if not with_next:
                 self._flush([])
 
@@ -138,18 +138,18 @@ class Link(BlockingConnection):
             self._flush(parts)
 
     def _flush(self, parts: Iterable[memoryview]) -> None:
-        held, self._held = self._held, bytearray()
-        left = [part for part in (memoryview(held), *parts) if part.nbytes]
+        sealed, self._sealed = self._sealed, bytearray()
+        left = [part for part in (memoryview(sealed), *parts) if part.nbytes]
         while left:
             try:
                 sent = self._socket.sendmsg(left[:_MAX_PARTS])
             except OSError as error:
                 raise self._closed(error) from error
-            whole = 0
-            while whole < len(left) and sent >= left[whole].nbytes:
-                sent -= left[whole].nbytes
-                whole += 1
-            del left[:whole]
+            num_sent = 0
+            while num_sent < len(left) and sent >= left[num_sent].nbytes:
+                sent -= left[num_sent].nbytes
+                num_sent += 1
+            del left[:num_sent]
             if sent:
                 left[0] = left[0][sent:]
 
