@@ -135,7 +135,7 @@ class NixlAgent:
         remote_space: Space = HOST,
         here: Space = HOST,
     ) -> None:
-        """Read registered memory of a peer, in `remote_space`, into our own in `here`, and wait for it without spinning.
+        """Read a peer's registered memory, in `remote_space`, into ours, in `here`, and wait for it without spinning.
 
         Raises PeerLost if the peer is lost, `link` to it is closed or `timeout_s` is over.
         """
