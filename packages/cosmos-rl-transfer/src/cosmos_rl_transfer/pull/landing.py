@@ -83,8 +83,8 @@ class Shadow:
     def write(self, bucket: Bucket, data: Raw, sums: Sequence[int], *, bucket_hash: int | None = None) -> bool:
         """Write packed bytes uint8 [bucket.num_bytes] to their pieces; false if what was written has other hashes.
 
-        sums: additive hashes of the pieces; bucket_hash: xxh3-64 of all, None where it is not known. After false the bucket
-        must be written again before the weights are used.
+        sums: additive hashes of the pieces; bucket_hash: xxh3-64 of all, None where it is not known. After false the
+        bucket must be written again before the weights are used.
         """
         is_there = np.may_share_memory(self.memory, data)  # received at `place`
         proof = self.arena.prove(bucket) if is_there else self.arena.scatter(data, bucket)
