@@ -119,7 +119,7 @@ def test_what_cannot_be_recorded_is_named_and_leaves_no_dataset(tmp_path, keys, 
     at_a_time=st.integers(1, 9),
 )
 def test_a_series_keeps_the_first_successes_in_whatever_order_they_end(outcomes, order, at_a_time):
-    series, running, kept = Series("go", wanted=4, first_init=100), [], []
+    series, running, kept = Series("go", num_successes=4, first_init=100), [], []
     while not series.done:
         while len(running) < at_a_time and (take := series.next()) is not None:
             running.append(take)

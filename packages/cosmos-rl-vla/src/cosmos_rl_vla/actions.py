@@ -122,18 +122,18 @@ class ActionStats:
 
     def save(self, directory: Path) -> None:
         """Write `action_stats.json`."""
-        held: dict[str, Any] = {"action": self.action.to_json()}
+        stats: dict[str, Any] = {"action": self.action.to_json()}
         if self.state is not None:
-            held["state"] = self.state.to_json()
+            stats["state"] = self.state.to_json()
         if self.gripper is not None:
-            held["gripper"] = {name: getattr(self.gripper, name) for name in _GRIPPER}
-        (directory / FILE).write_text(json.dumps(held, indent=1) + "\n")
+            stats["gripper"] = {name: getattr(self.gripper, name) for name in _GRIPPER}
+        (directory / FILE).write_text(json.dumps(stats, indent=1) + "\n")
 
     @classmethod
     def beside(cls, directory: Path, *, family: str = "") -> ActionStats | None:
         """Return the statistics of a model's directory, ours, lerobot's or openpi's; None without any."""
-        there = (directory / FILE).is_file() or has_lerobot_spreads(directory) or openpi_file(directory) is not None
-        return cls.load(directory, family=family) if there else None
+        exists = (directory / FILE).is_file() or has_lerobot_spreads(directory) or openpi_file(directory) is not None
+        return cls.load(directory, family=family) if exists else None
 
     @classmethod
     def load(cls, path: Path, *, family: str = "") -> ActionStats:
@@ -146,17 +146,17 @@ class ActionStats:
             return _of_spreads(lerobot_spreads(path), origin=path / LEROBOT_FILE)
         if path.is_dir():
             path = path / FILE if (path / FILE).is_file() else openpi_file(path) or path / FILE
-        held = read_json_object(path, hint="SFT writes it, or use the one that the model was published with")
-        if "norm_stats" in held:
-            return _of_spreads(openpi_spreads(held, family=family, origin=str(path)), origin=path)
-        if not isinstance(held.get("action"), dict):
+        stats = read_json_object(path, hint="SFT writes it, or use the one that the model was published with")
+        if "norm_stats" in stats:
+            return _of_spreads(openpi_spreads(stats, family=family, origin=str(path)), origin=path)
+        if not isinstance(stats.get("action"), dict):
             raise UserError(f'{path}: no object "action"; needs {{"action": {{...}}, "state": {{...}}}}')
-        gripper, state = held.get("gripper"), held.get("state")
+        gripper, state = stats.get("gripper"), stats.get("state")
         unknown = sorted(set(gripper or ()) - set(_GRIPPER))
         if unknown or (gripper is not None and "dim" not in gripper):
             raise UserError(f"{path}: gripper needs dim, and may have no keys but {', '.join(_GRIPPER)}: {gripper}")
         return cls(
-            action=Spread.from_json(held["action"], origin=f'{path}, "action"'),
+            action=Spread.from_json(stats["action"], origin=f'{path}, "action"'),
             state=None if state is None else Spread.from_json(state, origin=f'{path}, "state"'),
             gripper=None if gripper is None else Gripper(**gripper),
         )

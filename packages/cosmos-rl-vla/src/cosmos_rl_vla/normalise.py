@@ -141,25 +141,25 @@ class Spread:
         return {"kind": self.kind, **arrays}
 
     @classmethod
-    def from_json(cls, held: Mapping[str, Any], *, origin: str) -> Spread:
+    def from_json(cls, stored: Mapping[str, Any], *, origin: str) -> Spread:
         """Read statistics; raises UserError that names `origin` and the key."""
-        missing = [name for name in ("kind", *_ARRAYS) if name not in held]
+        missing = [name for name in ("kind", *_ARRAYS) if name not in stored]
         if missing:
             raise UserError(f"{origin}: no {', '.join(missing)}; needs {', '.join(('kind', *_ARRAYS))}")
-        if held["kind"] not in _KINDS:
-            raise UserError(f"{origin}: kind {held['kind']!r}: must be one of {', '.join(_KINDS)}")
-        arrays = {name: np.asarray(held[name], dtype=np.float32) for name in _ARRAYS}
-        mask = np.asarray(held.get("mask", [True] * arrays["q01"].size), dtype=bool)
+        if stored["kind"] not in _KINDS:
+            raise UserError(f"{origin}: kind {stored['kind']!r}: must be one of {', '.join(_KINDS)}")
+        arrays = {name: np.asarray(stored[name], dtype=np.float32) for name in _ARRAYS}
+        mask = np.asarray(stored.get("mask", [True] * arrays["q01"].size), dtype=bool)
         shapes = {name: array.shape for name, array in (*arrays.items(), ("mask", mask))}
         if len(set(shapes.values())) != 1 or arrays["q01"].ndim != 1:
             raise UserError(f"{origin}: arrays of unequal shapes {shapes}: needs one number per dimension")
         if not all(np.isfinite(array).all() for array in arrays.values()):
             raise UserError(f"{origin}: numbers that are not finite; measure the demonstrations again")
-        if held["kind"] == "quantile":
+        if stored["kind"] == "quantile":
             low, high, std = (arrays[name] for name in ("q01", "q99", "std"))
             wide = widened((low, high), (low - std, low + std), mask=mask, name=origin)
             arrays |= dict(zip(("q01", "q99"), wide, strict=True))
-        return cls(kind=held["kind"], mask=mask, **arrays)
+        return cls(kind=stored["kind"], mask=mask, **arrays)
 
     @property
     def still(self) -> np.ndarray:

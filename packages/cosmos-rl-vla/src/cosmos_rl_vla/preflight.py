@@ -60,12 +60,12 @@ def model_problems(model: VLAModelConfig) -> Iterator[Problem]:
         yield Problem(key="model.path", given=given, wrong="is not a directory", suggestion=hint)
         return
     try:
-        held = read_json_object(directory / "config.json", hint="give a folder with config.json and weights")
+        config = read_json_object(directory / "config.json", hint="give a folder with config.json and weights")
         weights = read_weights(directory)
     except UserError as error:
         yield Problem(key="model.path", given=given, wrong=str(error))
         return
-    if held.get("model_type", held.get("type")) not in MODEL_TYPES and "action_horizon" not in held:
+    if config.get("model_type", config.get("type")) not in MODEL_TYPES and "action_horizon" not in config:
         wrong = "has a config.json of no model that is known here"
         yield Problem(key="model.path", given=given, wrong=wrong, suggestion=f"known: {', '.join(MODEL_TYPES)}")
     elif not weights:
@@ -94,13 +94,13 @@ def spec_of(data: VLADataConfig) -> SimSpec | None:
         factory = plugins.load(GROUP, data.simulator)
         if isinstance(factory, type) and issubclass(factory, Worded | BatchSimulator):
             return None
-        made = factory(**data.options)
+        sim = factory(**data.options)
     except (TypeError, OSError, UserError):  # a problem of [data], which is reported there, or of rendering
         return None
     try:
-        return made.spec
+        return sim.spec
     finally:
-        made.close()
+        sim.close()
 
 
 def _of_sizes(model: VLAModelConfig, simulator: str, spec: SimSpec) -> Iterator[Problem]:

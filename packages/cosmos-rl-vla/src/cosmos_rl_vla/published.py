@@ -32,22 +32,22 @@ _NORMALIZER = "normalizer_processor"
 
 def openpi_file(directory: Path) -> Path | None:
     """Return the statistics file in an openpi checkpoint's assets/; None without. Raises UserError for several."""
-    found = sorted(directory.glob(f"assets/**/{OPENPI_FILE}"))
-    if len(found) > 1:
-        names = ", ".join(map(str, found))
+    files = sorted(directory.glob(f"assets/**/{OPENPI_FILE}"))
+    if len(files) > 1:
+        names = ", ".join(map(str, files))
         raise UserError(f"{directory} has statistics of several data sets: set [model] stats to one of {names}")
-    return found[0] if found else None
+    return files[0] if files else None
 
 
-def openpi_spreads(held: Mapping[str, Any], *, family: str, origin: str) -> dict[str, Spread]:
+def openpi_spreads(stats: Mapping[str, Any], *, family: str, origin: str) -> dict[str, Spread]:
     """Read {"norm_stats": {"actions": {...}, "state": {...}}} as spreads of "action" and "state".
 
     family: of the model. openpi's files have percentiles, and mean and std: pi0 uses mean and std, the others
     percentiles if there are any. Raises UserError.
     """
-    found = {}
+    spreads = {}
     for ours, theirs in (("action", "actions"), ("state", "state")):
-        spread = held["norm_stats"].get(theirs)
+        spread = stats["norm_stats"].get(theirs)
         if spread is None:
             continue
         percentiles = spread.get("q01") is not None
@@ -56,11 +56,11 @@ def openpi_spreads(held: Mapping[str, Any], *, family: str, origin: str) -> dict
         if percentiles and family != "pi0":
             low, high = (np.asarray(spread[name], np.float64) for name in ("q01", "q99"))
             high = np.where(low == high, high, high + OPENPI_EPSILON)
-            found[ours] = _interval((low, high), spread, name=f'{origin}, "{theirs}"')
+            spreads[ours] = _interval((low, high), spread, name=f'{origin}, "{theirs}"')
         else:
             std = np.asarray(spread["std"], np.float64) + OPENPI_EPSILON
-            found[ours] = replace(read, std=std.astype(np.float32))
-    return found
+            spreads[ours] = replace(read, std=std.astype(np.float32))
+    return spreads
 
 
 def has_lerobot_spreads(directory: Path) -> bool:
@@ -77,13 +77,13 @@ def lerobot_spreads(directory: Path) -> dict[str, Spread]:
         raise UserError(f"{path} names no statistics; measure those of demonstrations")
     modes, numbers = lerobot_modes(step["config"]["norm_map"], where=str(path)), directory / step["state_file"]
     try:
-        held = load_file(numbers)
+        tensors = load_file(numbers)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{numbers} cannot be read as safetensors: {error}") from error
-    asked = (("action", "action", "ACTION"), ("state", "observation.state", "STATE"))
+    columns = (("action", "action", "ACTION"), ("state", "observation.state", "STATE"))
     # a mode without statistics, such as "IDENTITY", leaves the values unchanged
-    known = {ours: (theirs, modes[kind]) for ours, theirs, kind in asked if modes.get(kind) in _MODES}
-    return {ours: _spread(held, theirs, mode, origin=numbers) for ours, (theirs, mode) in known.items()}
+    known = {ours: (theirs, modes[kind]) for ours, theirs, kind in columns if modes.get(kind) in _MODES}
+    return {ours: _spread(tensors, theirs, mode, origin=numbers) for ours, (theirs, mode) in known.items()}
 
 
 def lerobot_modes(modes: Mapping[str, Any], *, where: str) -> Mapping[str, Any]:
@@ -107,13 +107,15 @@ def _normalizing_step(path: Path) -> dict[str, Any] | None:
     return next((step for step in steps if step.get("registry_name") == _NORMALIZER), None)
 
 
-def _spread(held: Mapping[str, np.ndarray], name: str, mode: str, *, origin: Path) -> Spread:
+def _spread(tensors: Mapping[str, np.ndarray], name: str, mode: str, *, origin: Path) -> Spread:
     kind, bounds = _MODES[mode]
-    if missing := [bound for bound in bounds if f"{name}.{bound}" not in held]:
+    if missing := [bound for bound in bounds if f"{name}.{bound}" not in tensors]:
         raise UserError(f"{origin}: no {name}.{missing[0]}, which mode {mode} needs")
-    low, high = (held[f"{name}.{bound}"].astype(np.float32) for bound in bounds)
+    low, high = (tensors[f"{name}.{bound}"].astype(np.float32) for bound in bounds)
     if kind == "quantile":
-        numbers = {bound: held[key] for bound in ("min", "max", "mean", "std") if (key := f"{name}.{bound}") in held}
+        numbers = {
+            bound: tensors[key] for bound in ("min", "max", "mean", "std") if (key := f"{name}.{bound}") in tensors
+        }
         return _interval((low, high), numbers, name=f"{origin}, {name}")
     return replace(Spread.between(low, high), kind=kind, mean=low, std=high)
 

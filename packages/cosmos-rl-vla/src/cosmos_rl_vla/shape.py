@@ -81,27 +81,27 @@ def read_shape(model: VLAModelConfig, sampling: VLASampling | None) -> ModelShap
 def _terms_of_a_decision(directory: Path, model: VLAModelConfig, sampling: VLASampling | None) -> int:
     if sampling is None or sampling.terms == "chunk":
         return 1
-    held = {**_CHUNK, **read_json_object(directory / "config.json", hint="see model.path")}
-    actions = model.horizon or held["horizon"]
-    return actions if sampling.terms == "action" else actions * (model.action_dim or held["action_dim"])
+    config = {**_CHUNK, **read_json_object(directory / "config.json", hint="see model.path")}
+    actions = model.horizon or config["horizon"]
+    return actions if sampling.terms == "action" else actions * (model.action_dim or config["action_dim"])
 
 
 def _decoder(directory: Path, model: VLAModelConfig) -> _Decoder | None:
     path = directory / "config.json"
     if not path.is_file():
         return None  # building the model reports the error
-    held = read_json_object(path, hint="see model.path")
-    match held.get("model_type", held.get("type")):
+    config = read_json_object(path, hint="see model.path")
+    match config.get("model_type", config.get("type")):
         case "openvla":
-            return _llama(held)
+            return _llama(config)
         case "cosmos_rl_mlp":
             return None
     size = full("pi05", horizon=1, action_dim=1)
     sizes, vision = (size.expert if model.train == "expert" else size.language), size.vision
     part = "expert" if model.train == "expert" else "language"
-    gemma = held[part] if part in held else {name: getattr(sizes, name) for name in sizes.__slots__}
-    image, patch = (held.get("vision", {}).get(name, getattr(vision, name)) for name in ("image_size", "patch_size"))
-    horizon = held.get("model_horizon", held.get("chunk_size", held.get("action_horizon", size.model_horizon)))
+    gemma = config[part] if part in config else {name: getattr(sizes, name) for name in sizes.__slots__}
+    image, patch = (config.get("vision", {}).get(name, getattr(vision, name)) for name in ("image_size", "patch_size"))
+    horizon = config.get("model_horizon", config.get("chunk_size", config.get("action_horizon", size.model_horizon)))
     return _Decoder(
         layers=gemma["depth"],
         hidden=gemma["width"],
@@ -114,7 +114,7 @@ def _decoder(directory: Path, model: VLAModelConfig) -> _Decoder | None:
     )
 
 
-def _llama(held: Mapping[str, Any]) -> _Decoder:
+def _llama(config: Mapping[str, Any]) -> _Decoder:
     """Read the sizes of a public config; the defaults, as in transformers, are those of Llama 2 7B."""
     sizes = {
         "vocab_size": 32_064,
@@ -122,7 +122,7 @@ def _llama(held: Mapping[str, Any]) -> _Decoder:
         "intermediate_size": 11_008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        **held.get("text_config", {}),
+        **config.get("text_config", {}),
     }
     heads = sizes["num_attention_heads"]
     return _Decoder(
@@ -133,7 +133,7 @@ def _llama(held: Mapping[str, Any]) -> _Decoder:
         head_dim=sizes["hidden_size"] // heads,
         intermediate=sizes["intermediate_size"],
         vocabulary=sizes["vocab_size"],
-        tokens=(held.get("image_sizes", [224])[0] // 14) ** 2 + _TEXT,
+        tokens=(config.get("image_sizes", [224])[0] // 14) ** 2 + _TEXT,
     )
 
 
@@ -145,10 +145,10 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection) -> bool:
 
 def read_weights(directory: Path) -> tuple[WeightSpec, ...]:
     """Read names and shapes from the headers of a directory's safetensors files."""
-    found = {}
+    specs = {}
     for path in weight_files(directory, "*model*.safetensors"):
         with path.open("rb") as file:
             for name, place in read_header(file, name=f"model.path: {path}").items():
                 if (dtype := _TYPES.get(place.dtype)) is not None:
-                    found[name] = WeightSpec(name=name, shape=place.shape, dtype=dtype)
-    return tuple(found[name] for name in sorted(found))
+                    specs[name] = WeightSpec(name=name, shape=place.shape, dtype=dtype)
+    return tuple(specs[name] for name in sorted(specs))

@@ -176,8 +176,8 @@ def _standardised(columns: Sequence[np.ndarray]) -> np.ndarray | None:
     if not columns:
         return None
     values = np.concatenate(columns, axis=1)
-    there = np.isfinite(values)
-    count = np.maximum(there.sum(0), 1)
-    mean = np.where(there, values, 0).sum(0, dtype=np.float64) / count
-    std = np.sqrt(np.where(there, (values - mean) ** 2, 0).sum(0) / count)
-    return np.where(there, (values - mean) / np.where(std > 1e-6, std, 1), np.nan).astype(np.float32)
+    is_finite = np.isfinite(values)
+    count = np.maximum(is_finite.sum(0), 1)
+    mean = np.where(is_finite, values, 0).sum(0, dtype=np.float64) / count
+    std = np.sqrt(np.where(is_finite, (values - mean) ** 2, 0).sum(0) / count)
+    return np.where(is_finite, (values - mean) / np.where(std > 1e-6, std, 1), np.nan).astype(np.float32)

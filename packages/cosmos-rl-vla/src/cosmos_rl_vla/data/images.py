@@ -176,11 +176,11 @@ class Column:
     def _encoded(self, piece: VideoSegment) -> bytes | None:
         ends = self._ends_of(piece.path)
         group = int(np.searchsorted(ends, piece.number, side="right"))
-        held = self._row_groups.get((piece.path, group))
-        if held is None:
-            held = self._read(piece.path, group)
-            self._row_groups.put((piece.path, group), held)
-        return held[piece.number - (int(ends[group - 1]) if group else 0)].as_py()
+        column = self._row_groups.get((piece.path, group))
+        if column is None:
+            column = self._read(piece.path, group)
+            self._row_groups.put((piece.path, group), column)
+        return column[piece.number - (int(ends[group - 1]) if group else 0)].as_py()
 
     def _ends_of(self, path: Path) -> np.ndarray:
         if path not in self._ends:
@@ -248,16 +248,16 @@ class Images:
         Returns: uint8 [B, cameras, H, W, 3]; reasons by index in the batch.
         """
         images = np.zeros((len(frames), len(self._sources), *self.size, 3), np.uint8)
-        found: dict[tuple[int, int], tuple[VideoSegment, int]] = {}
+        segments: dict[tuple[int, int], tuple[VideoSegment, int]] = {}
         reasons: dict[int, str] = {}
         for row, (number, frame) in enumerate(frames):
             for camera, source in enumerate(self._sources.values()):
                 try:
-                    found[row, camera] = source.find(self._episodes[number], frame)
+                    segments[row, camera] = source.find(self._episodes[number], frame)
                 except MediaError as error:
                     reasons[row] = error.reason
-        pieces = self._decoded(dict.fromkeys(piece for piece, _ in found.values()))
-        for (row, camera), (piece, place) in found.items():
+        pieces = self._decoded(dict.fromkeys(piece for piece, _ in segments.values()))
+        for (row, camera), (piece, place) in segments.items():
             decoded = pieces[piece]
             if isinstance(decoded, MediaError):
                 reasons[row] = decoded.reason
@@ -267,10 +267,10 @@ class Images:
 
     def _decoded(self, pieces: Iterable[VideoSegment]) -> dict[VideoSegment, np.ndarray | MediaError]:
         """Decode the pieces that are not cached, in threads."""
-        held = {piece: self._cache.get(piece) for piece in pieces}
-        missing = [piece for piece, array in held.items() if array is None]
+        cached = {piece: self._cache.get(piece) for piece in pieces}
+        missing = [piece for piece, array in cached.items() if array is None]
         new = dict(zip(missing, self._threads.map(self._try, missing)))
-        return {piece: new[piece] if array is None else array for piece, array in held.items()}
+        return {piece: new[piece] if array is None else array for piece, array in cached.items()}
 
     def _try(self, piece: VideoSegment) -> np.ndarray | MediaError:
         """Decode one piece; runs in a thread."""
@@ -282,8 +282,8 @@ class Images:
     def _decode(self, piece: VideoSegment) -> np.ndarray:
         decoded = self._sources[piece.camera].decode(piece)
         if decoded.shape[1:] != (*self.size, 3):
-            found, expected = (f"{height}x{width}" for height, width in (decoded.shape[1:3], self.size))
-            raise MediaError(f"{piece.path}: {piece.camera} is {found}, meta/info.json has {expected}")
+            size, expected = (f"{height}x{width}" for height, width in (decoded.shape[1:3], self.size))
+            raise MediaError(f"{piece.path}: {piece.camera} is {size}, meta/info.json has {expected}")
         self._cache.put(piece, decoded)
         return decoded
 

@@ -121,11 +121,11 @@ def read_dataset(path: str | Path) -> LeRobotDataset:
     version = info["codebase_version"]
     if version not in VERSIONS:
         raise UserError(f"{where}: codebase_version {version!r}; supported are {', '.join(VERSIONS)}. lerobot converts")
-    features = {name: _feature(name, held, where=where) for name, held in info["features"].items()}
+    features = {name: _feature(name, entry, where=where) for name, entry in info["features"].items()}
     layout = _Layout(path=path, info=info, videos=[name for name in features if features[name].dtype == "video"])
     try:
         tasks, episodes = (_tasks_v3, _episodes_v3) if version == "v3.0" else (_tasks_v2, _episodes_v2)
-        found = LeRobotDataset(
+        dataset = LeRobotDataset(
             path=path,
             fps=float(info["fps"]),
             features=features,
@@ -138,9 +138,9 @@ def read_dataset(path: str | Path) -> LeRobotDataset:
         raise
     except (TypeError, ValueError) as error:
         raise UserError(f"{path / 'meta'} has a value of the wrong type in tasks or episodes: {error}") from error
-    if not found.episodes:
+    if not dataset.episodes:
         raise UserError(f"{path} has no episodes; {AGAIN}")
-    return found
+    return dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,21 +165,21 @@ def _info(path: Path) -> dict[str, Any]:
         hint = f"; {partial} is left of an interrupted recording: record it again" if partial.is_dir() else ""
         raise UserError(f"{path} is not a dataset in LeRobot's format: {where} does not exist{hint}")
     info = _json(where.read_bytes(), where=where)
-    wanted = ["codebase_version", "fps", "features", "data_path"]
-    for key in wanted:
+    keys = ["codebase_version", "fps", "features", "data_path"]
+    for key in keys:
         if key not in info:
             raise UserError(f"{where} has no {key!r}; {AGAIN}")
-    if not info.get("video_path") and any(held.get("dtype") == "video" for held in info["features"].values()):
+    if not info.get("video_path") and any(entry.get("dtype") == "video" for entry in info["features"].values()):
         raise UserError(f"{where} has videos, but no 'video_path'; {AGAIN}")
     return info
 
 
-def _feature(name: str, held: Mapping[str, Any], *, where: Path) -> Feature:
-    if "dtype" not in held or "shape" not in held:
+def _feature(name: str, entry: Mapping[str, Any], *, where: Path) -> Feature:
+    if "dtype" not in entry or "shape" not in entry:
         raise UserError(f"{where}: feature {name!r} has no dtype or no shape; {AGAIN}")
-    described = [held.get(key) or {} for key in ("info", "video_info")]
+    described = [entry.get(key) or {} for key in ("info", "video_info")]
     is_depth = any(about.get(key) for about in described for key in ("is_depth_map", "video.is_depth_map"))
-    feature = Feature(dtype=held["dtype"], shape=tuple(held["shape"]), is_depth=is_depth)
+    feature = Feature(dtype=entry["dtype"], shape=tuple(entry["shape"]), is_depth=is_depth)
     if feature.is_image and len(feature.shape) != 3:
         raise UserError(f"{where}: feature {name!r} of shape {list(feature.shape)}; an image has height, width, 3")
     return feature
@@ -187,12 +187,12 @@ def _feature(name: str, held: Mapping[str, Any], *, where: Path) -> Feature:
 
 def _json(text: bytes, *, where: Path | str) -> dict[str, Any]:
     try:
-        held = parse_json(text, where=f"{where}", finite=False)
+        value = parse_json(text, where=f"{where}", finite=False)
     except UserError as error:
         raise UserError(f"{error}, as after an interruption; {AGAIN}") from None
-    if not isinstance(held, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{where} is not a JSON object; {AGAIN}")
-    return held
+    return value
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -293,10 +293,10 @@ def read_frames(episodes: Sequence[EpisodeAt], sizes: Mapping[str, int]) -> Fram
     for episode in episodes:
         by_file.setdefault(episode.data, []).append(episode)
     parts: list[_Part] = []
-    for path, held in by_file.items():
+    for path, members in by_file.items():
         table = read_parquet(path, [*_OWN, *sizes])
         runs = _runs(whole_numbers(table, "episode_index", origin=path))
-        for episode in held:
+        for episode in members:
             start, stop = runs.get(episode.number, (0, 0))
             if stop - start != episode.length:
                 raise UserError(

@@ -35,9 +35,9 @@ def read_parquet(path: Path, columns: Sequence[str]) -> pa.Table:
     import pyarrow as pa
 
     with open_parquet(path) as file:
-        held = file.schema_arrow.names
-        if missing := [name for name in columns if name not in held]:
-            raise UserError(f"{path} has no column {missing[0]!r}; it has {', '.join(held)}")
+        present = file.schema_arrow.names
+        if missing := [name for name in columns if name not in present]:
+            raise UserError(f"{path} has no column {missing[0]!r}; it has {', '.join(present)}")
         try:
             return file.read(list(columns))
         except (pa.ArrowException, OSError) as error:
@@ -52,13 +52,13 @@ def vectors(table: pa.Table, column: str, *, size: int, origin: Path) -> np.ndar
     import pyarrow as pa
 
     array: Any = table.column(column).combine_chunks()
-    held = _list_sizes(array)
-    flat: Any = array if held is None else array.flatten()
+    list_sizes = _list_sizes(array)
+    flat: Any = array if list_sizes is None else array.flatten()
     if not (pa.types.is_floating(flat.type) or pa.types.is_integer(flat.type) or pa.types.is_boolean(flat.type)):
         raise UserError(f"{origin}: column {column!r} holds {flat.type}, not numbers")
-    if (held or {1}) != {size}:
-        found = " or ".join(map(str, sorted(held or {1})))
-        raise UserError(f"{origin}: column {column!r} has {found} numbers per frame, meta/info.json has {size}")
+    if (list_sizes or {1}) != {size}:
+        sizes = " or ".join(map(str, sorted(list_sizes or {1})))
+        raise UserError(f"{origin}: column {column!r} has {sizes} numbers per frame, meta/info.json has {size}")
     return flat.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False).reshape(len(table), size)
 
 

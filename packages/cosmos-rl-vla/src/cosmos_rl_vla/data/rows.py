@@ -64,10 +64,10 @@ def describe(simulator: str, tasks: Sequence[str], *, options: Mapping[str, Any]
     if isinstance(factory, type) and issubclass(factory, BatchSimulator):
         raise UserError(f"[data] simulator {simulator!r} has no instructions before it runs; set [data.instructions]")
     try:
-        made = factory(**options)
+        sim = factory(**options)
     except TypeError as error:
         raise UserError(f"[data] simulator {simulator!r}: {error}") from error
     try:
-        return {task: made.instruction(task) for task in tasks}
+        return {task: sim.instruction(task) for task in tasks}
     finally:
-        made.close()
+        sim.close()

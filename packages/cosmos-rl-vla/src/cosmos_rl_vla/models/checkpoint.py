@@ -77,8 +77,8 @@ class _Source:
 
     @property
     def shape(self) -> list[int]:
-        whole = self.file.get_slice(self.name).get_shape()
-        return whole if self.owner.parts == 1 else [whole[0] // self.owner.parts, *whole[1:]]
+        shape = self.file.get_slice(self.name).get_shape()
+        return shape if self.owner.parts == 1 else [shape[0] // self.owner.parts, *shape[1:]]
 
     def read(self, index: Index = ...) -> Tensor:
         """Return the value, or the box `index` of it."""
@@ -130,8 +130,8 @@ def fill(
     """
     with ExitStack() as opened:
         sources, unknown = _sources(files, names=names, opened=opened)
-        wanted = {name: base_name(name) for name in module.state_dict()}
-        known = set(wanted.values())
+        base_names = {name: base_name(name) for name in module.state_dict()}
+        known = set(base_names.values())
         sources = _without_others(sources, module, parts=may_lack)
         unknown += [source.name for ours, source in sources.items() if ours not in known]
         absent = sorted(name for name in known if name is not None and name not in sources)
@@ -140,7 +140,7 @@ def fill(
             lacking = [names.public_name(name) for name in missing]
             raise UserError(_mismatch(files[0].parent, missing=lacking, unknown=unknown, hint=hint))
         for name, tensor in module.state_dict(keep_vars=True).items():
-            own = wanted[name]
+            own = base_names[name]
             if own is not None and own in sources:
                 _fill(tensor, sources[own], hint=hint)
     return absent
@@ -165,8 +165,8 @@ def shapes_in(files: Sequence[Path]) -> dict[str, list[int]]:
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a model's directory. Raises UserError without any."""
-    found = storage.weight_files(directory, _MODEL) + sorted(directory.glob(_PROJECTOR))
-    files = [path for path in found if not path.name.startswith("adapter_")]
+    candidates = storage.weight_files(directory, _MODEL) + sorted(directory.glob(_PROJECTOR))
+    files = [path for path in candidates if not path.name.startswith("adapter_")]
     if not files:
         raise UserError(f"model.path: {directory} has no model.safetensors")
     return files
@@ -174,16 +174,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _sources(files: Sequence[Path], *, names: WeightNames, opened: ExitStack) -> tuple[dict[str, _Source], list[str]]:
     """Return sources of values by the module's names, and the unknown names."""
-    found: dict[str, _Source] = {}
+    sources: dict[str, _Source] = {}
     unknown = []
     for path in files:
         file = _open(path, opened)
         for name in file.keys():  # noqa: SIM118
             try:
-                found |= {owner.name: _Source(file=file, name=name, owner=owner) for owner in names.owners(name)}
+                sources |= {owner.name: _Source(file=file, name=name, owner=owner) for owner in names.owners(name)}
             except KeyError:
                 unknown.append(name)
-    return found, unknown
+    return sources, unknown
 
 
 def _without_others(sources: dict[str, _Source], module: nn.Module, *, parts: tuple[str, ...]) -> dict[str, _Source]:

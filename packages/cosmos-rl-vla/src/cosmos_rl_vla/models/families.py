@@ -128,17 +128,17 @@ def _stats(config: VLAModelConfig, *, family: str) -> ActionStats | None:
         from cosmos_rl_vla.models.pi.family import read_config
 
         family = read_config(Path(config.path).expanduser()).family
-    found = ActionStats.beside(place, family=family) if place.is_dir() else None
-    if found is None and family in _OPENVLA:
-        found = published_stats(place, key=config.unnorm_key)
-    return ActionStats.load(place, family=family) if found is None and config.stats else found
+    stats = ActionStats.beside(place, family=family) if place.is_dir() else None
+    if stats is None and family in _OPENVLA:
+        stats = published_stats(place, key=config.unnorm_key)
+    return ActionStats.load(place, family=family) if stats is None and config.stats else stats
 
 
 def _family_of(directory: Path) -> str:
     """Read a directory's family from its config.json."""
     path = directory / "config.json"
-    held = read_json_object(path, hint="[model] path is a directory with config.json and weights")
-    kind = str(held.get("model_type", held.get("type", "")))
+    config = read_json_object(path, hint="[model] path is a directory with config.json and weights")
+    kind = str(config.get("model_type", config.get("type", "")))
     if kind == "cosmos_rl_mlp":
         return "mlp"
     return "openvla_oft" if kind == "openvla" else "pi"

@@ -161,16 +161,16 @@ def _fill(model: _MLP, directory: Path) -> None:
 
 
 def _write(model: _MLP, directory: Path) -> None:
-    held = {"model_type": "cosmos_rl_mlp", "state_dim": model.state_dim, "action_dim": model.action_dim}
-    held |= {"hidden": list(model.hidden), "discrete": isinstance(model, DiscreteMLPModel)}
-    (directory / "config.json").write_text(json.dumps(held, indent=2) + "\n")
+    config = {"model_type": "cosmos_rl_mlp", "state_dim": model.state_dim, "action_dim": model.action_dim}
+    config |= {"hidden": list(model.hidden), "discrete": isinstance(model, DiscreteMLPModel)}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    held = read_json_object(directory / "config.json")
+    config = read_json_object(directory / "config.json")
     try:
-        return {name: held[name] for name in ("state_dim", "action_dim", "hidden")} | {
-            "discrete": bool(held.get("discrete", False))
+        return {name: config[name] for name in ("state_dim", "action_dim", "hidden")} | {
+            "discrete": bool(config.get("discrete", False))
         }
     except KeyError as error:
         raise UserError(f"{directory / 'config.json'} has no {error}") from None

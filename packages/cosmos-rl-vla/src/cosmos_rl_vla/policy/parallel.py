@@ -68,8 +68,8 @@ def parallelize(loaded: LoadedPolicy, setup: ModelSetup, *, compute_dtype: torch
 
 def check_axes(parallel: ParallelSection, precision: PrecisionSection, *, compute_dtype: torch.dtype) -> None:
     """Raise one UserError with every option of [policy] that action models do not have."""
-    if found := list(_refused(parallel, precision, compute_dtype)):
-        raise UserError("; ".join(found))
+    if problems := list(_refused(parallel, precision, compute_dtype)):
+        raise UserError("; ".join(problems))
 
 
 def _refused(parallel: ParallelSection, precision: PrecisionSection, compute_dtype: torch.dtype) -> Iterator[str]:

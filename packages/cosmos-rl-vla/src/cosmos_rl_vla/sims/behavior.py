@@ -159,12 +159,12 @@ class Behavior(Worded):
         root = importlib.import_module("omnigibson.utils.asset_utils").get_task_instance_path(scene)
         folder = Path(root) / "json" / f"{scene}_task_{task['activity_name']}_instances"
         numbered = re.compile(rf"_{task['activity_definition_id']}_(\d+)_template-tro_state\.json$")
-        found = {int(match[1]): file for file in folder.glob("*.json") if (match := numbered.search(file.name))}
-        if len(found) <= HELD_OUT_INSTANCES:
+        instances = {int(match[1]): file for file in folder.glob("*.json") if (match := numbered.search(file.name))}
+        if len(instances) <= HELD_OUT_INSTANCES:
             raise UserError(
-                f"{folder} has {len(found)} instances of {self._task}; download the challenge's task instances"
+                f"{folder} has {len(instances)} instances of {self._task}; download the challenge's task instances"
             )
-        return [found[number] for number in sorted(found)]
+        return [instances[number] for number in sorted(instances)]
 
     def _load(self, instance: Path) -> None:
         """Set robot and objects to an instance's poses, and let them settle."""

@@ -81,17 +81,17 @@ class Report:
 def checks() -> Iterator[Check]:
     """Yield the lines of `cosmos-rl doctor`: installed simulators play, the others are listed."""
     names = [name for name in plugins.names(GROUP) if name in PROBES]
-    there = [name for name in names if PROBES[name].is_installed]
+    installed = [name for name in names if PROBES[name].is_installed]
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
-        for name in there:
-            found = examine(name, PROBES[name], folder=Path(folder), python=None, start_timeout_s=START_S)
-            if found.plays:
-                _, cameras, speed, renders = found.cells
+        for name in installed:
+            result = examine(name, PROBES[name], folder=Path(folder), python=None, start_timeout_s=START_S)
+            if result.plays:
+                _, cameras, speed, renders = result.cells
                 text = f"{speed} steps/s, cameras: {cameras}, renders with {renders}"
                 yield Check("ok", f"simulator {name}", text)
             else:
-                yield Check("bad", f"simulator {name}", found.note, f"python -m cosmos_rl_vla.sims.doctor {name}")
-    if missing := [name for name in names if name not in there]:
+                yield Check("bad", f"simulator {name}", result.note, f"python -m cosmos_rl_vla.sims.doctor {name}")
+    if missing := [name for name in names if name not in installed]:
         yield Check("ok", "simulators", f"not installed here: {', '.join(missing)}")
 
 

@@ -290,10 +290,10 @@ class Libero(Worded):
 
     def reset(self, task: str, init: int) -> None:
         """Begin at the stored state of `init`; see Simulator and `shared.stored_state`."""
-        found = find_task(task)
-        if self._scene is None or self._scene.kind.task != found:
+        libero_task = find_task(task)
+        if self._scene is None or self._scene.kind.task != libero_task:
             self.close()
-            self._scene = scenes().take(LiberoSceneKey(found, self._size, self._rendering))
+            self._scene = scenes().take(LiberoSceneKey(libero_task, self._size, self._rendering))
         states = self._scene.states
         self._seen = self._scene.reset(states[stored_state(init, states=len(states), held_out=HELD_OUT_STATES)])
         for _ in range(self._settle):

@@ -151,11 +151,11 @@ class ManiSkillScene:
     def step(self, copies: Sequence[int], actions: NDArray[np.float32]) -> list[Stepped]:
         """Execute actions [len(copies), D]; the physics of the other copies is restored."""
         torch, env = self._torch, self._env
-        whole = np.zeros((self._copies, actions.shape[1]), np.float32)
-        whole[list(copies)] = np.clip(actions, -1, 1)
+        padded = np.zeros((self._copies, actions.shape[1]), np.float32)
+        padded[list(copies)] = np.clip(actions, -1, 1)
         idle = self._others(copies)
         before = env.get_state_dict() if idle else None
-        _, rewards, terminated, _, info = env.step(torch.as_tensor(whole, device=env.device))
+        _, rewards, terminated, _, info = env.step(torch.as_tensor(padded, device=env.device))
         self._put_back(before, idle)
         self._steps[list(copies)] += 1
         self._seen = None
@@ -290,9 +290,9 @@ class ManiSkillBatch(BatchSimulator, Worded):
     def __init__(self, *, slots: int, task: str, **options: Any) -> None:
         """`task`: of all slots. `options`: of SceneOptions. Raises UserError as ManiSkill, and without a GPU."""
         self._scene = ManiSkillScene(
-            task, options=(made := SceneOptions(**options)), copies=slots, physics="gpu", render="gpu"
+            task, options=(scene_options := SceneOptions(**options)), copies=slots, physics="gpu", render="gpu"
         )
-        self.spec = made.spec
+        self.spec = scene_options.spec
 
     @classmethod
     def instruction(cls, task: str) -> str:

@@ -66,9 +66,9 @@ def _number_of(gpu: str, driver: Path) -> str:
     if gpu.isdecimal():
         return gpu
     for path in driver.glob("*/information"):
-        found = dict(re.findall(r"^(.+?):\s*(.*?)\s*$", path.read_text(), flags=re.MULTILINE))
-        if found.get("GPU UUID", "").startswith(gpu):
-            return found.get("Device Minor", "")
+        fields = dict(re.findall(r"^(.+?):\s*(.*?)\s*$", path.read_text(), flags=re.MULTILINE))
+        if fields.get("GPU UUID", "").startswith(gpu):
+            return fields.get("Device Minor", "")
     return ""
 
 

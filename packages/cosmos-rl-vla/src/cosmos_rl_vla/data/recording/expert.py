@@ -52,16 +52,16 @@ class ScriptedExpert:
     def __init__(self, *, simulator: str, options: Mapping[str, Any]) -> None:
         """Raises UserError for an unknown simulator, invalid options, or a simulator without an expert."""
         try:
-            made: Any = plugins.load(GROUP, simulator)(**options)
+            sim: Any = plugins.load(GROUP, simulator)(**options)
         except TypeError as error:
             raise UserError(f"simulator {simulator!r}: {error}") from error
-        if not isinstance(made, Demonstrator):
-            made.close()
+        if not isinstance(sim, Demonstrator):
+            sim.close()
             raise UserError(f"simulator {simulator!r} has no expert: it needs expert_action() and privileged()")
-        self._simulator = made
+        self._simulator = sim
         self.inner: SimSpec = self._simulator.spec
         """The simulator's own spec."""
-        self.spec = replace(self.inner, state_dim=self.inner.state_dim + self.inner.action_dim + len(made.privileged()))
+        self.spec = replace(self.inner, state_dim=self.inner.state_dim + self.inner.action_dim + len(sim.privileged()))
 
     def split(self, states: NDArray[np.float32]) -> Shown:
         """Split states [..., s + D + p]."""

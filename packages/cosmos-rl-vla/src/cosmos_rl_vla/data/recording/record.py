@@ -72,9 +72,9 @@ class Series:
     A further state is begun only after a failure, so the selection is independent of the number of concurrent episodes.
     """
 
-    def __init__(self, task: str, *, wanted: int, first_init: int, look: bool = False) -> None:
+    def __init__(self, task: str, *, num_successes: int, first_init: int, look: bool = False) -> None:
         """look: record initial observations alone, each of which is a success."""
-        self.task, self.look, self.wanted = task, look, wanted
+        self.task, self.look, self.num_successes = task, look, num_successes
         self.kept = 0
         """Number of successes returned."""
         self._first = first_init
@@ -89,7 +89,7 @@ class Series:
     @property
     def done(self) -> bool:
         """Whether all requested successes were returned."""
-        return self.kept == self.wanted and self._emitted == self._begun
+        return self.kept == self.num_successes and self._emitted == self._begun
 
     def next(self) -> Recording | None:
         """Begin another episode; None if enough are running or have succeeded.
@@ -97,9 +97,9 @@ class Series:
         Raises UserError if too many have failed.
         """
         failed = sum(not recording.success for recording in self._ended.values()) + self._emitted - self.kept
-        if self._begun - failed >= self.wanted:
+        if self._begun - failed >= self.num_successes:
             return None
-        if self._begun >= _ATTEMPTS * self.wanted:
+        if self._begun >= _ATTEMPTS * self.num_successes:
             if self._begun > self._emitted + len(self._ended):
                 return None  # the running ones may succeed
             raise UserError(
@@ -183,8 +183,8 @@ def record(
     options = dict(options or {})
     expert = ScriptedExpert(simulator=simulator, options=options)
     instructions = {task: expert.instruction(task) for task in tasks}
-    series = [Series(task, wanted=episodes_per_task, first_init=first_init) for task in tasks]
-    looks = [Series(task, wanted=looks_per_task, first_init=first_init + LOOKS, look=True) for task in tasks]
+    series = [Series(task, num_successes=episodes_per_task, first_init=first_init) for task in tasks]
+    looks = [Series(task, num_successes=looks_per_task, first_init=first_init + LOOKS, look=True) for task in tasks]
     wrapped = {"simulator": simulator, "options": options}
     with (
         _writer(path, expert, stored=stored, robot=simulator) as writer,
@@ -204,18 +204,18 @@ def record(
                 waiting.popleft()
     expert.close()
     attempts = {each.task: each.attempts for each in series}
-    return Recorded(episodes=writer.num_episodes, frames=writer.num_frames, attempts=attempts)
+    return Recorded(episodes=writer.num_successes, frames=writer.num_frames, attempts=attempts)
 
 
 def _is_due(series: Series) -> bool:
     """Whether the last success completed another tenth of a series."""
-    return series.kept * 10 // series.wanted > (series.kept - 1) * 10 // series.wanted
+    return series.kept * 10 // series.num_successes > (series.kept - 1) * 10 // series.num_successes
 
 
 def _line(series: Series) -> str:
     if series.look:
-        return f"{series.task}: {series.kept} of {series.wanted} initial observations"
-    return f"{series.task}: {series.kept} of {series.wanted} episodes, {series.attempts} begun"
+        return f"{series.task}: {series.kept} of {series.num_successes} initial observations"
+    return f"{series.task}: {series.kept} of {series.num_successes} episodes, {series.attempts} begun"
 
 
 class ExpertRecorder:
@@ -275,9 +275,9 @@ class ExpertRecorder:
             del self._playing[event.slot]
             series.end(recording)
             return
-        wanted = self._speed * self._expert.split(recording.states[-1]).actions
-        recording.actions.append(wanted)
-        executed = wanted + self._manner.noise * rng.standard_normal(len(wanted), np.float32)
+        action = self._speed * self._expert.split(recording.states[-1]).actions
+        recording.actions.append(action)
+        executed = action + self._manner.noise * rng.standard_normal(len(action), np.float32)
         self._pool.submit([event.slot], executed[None, None].astype(np.float32))
 
 

@@ -179,11 +179,11 @@ class DemoWriter:
     def _check(self, vectors: Mapping[str, np.ndarray], images: Mapping[str, np.ndarray]) -> int:
         """Return the number of frames of an episode."""
         length = len(vectors[STATE])
-        wanted: dict[str, tuple[int, ...]] = {column: (length, size) for column, size in self._vectors.items()}
-        wanted |= {camera: (length, *size, 3) for camera, size in self._cameras.items()}
-        found = {name: array.shape for name, array in (*vectors.items(), *images.items())}
-        if not length or found != wanted:
-            raise ValueError(f"an episode of shapes {found}: needs {wanted} with at least one frame")
+        expected: dict[str, tuple[int, ...]] = {column: (length, size) for column, size in self._vectors.items()}
+        expected |= {camera: (length, *size, 3) for camera, size in self._cameras.items()}
+        given = {name: array.shape for name, array in (*vectors.items(), *images.items())}
+        if not length or given != expected:
+            raise ValueError(f"an episode of shapes {given}: needs {expected} with at least one frame")
         return length
 
     def _counted(self, length: int, task: int) -> dict[str, np.ndarray]:
@@ -294,10 +294,10 @@ _LEVELS = 256
 def number_stats(values: np.ndarray) -> dict[str, Any]:
     """Return min, max, mean, std and percentiles [n] of the finite values in [N, n], and their count."""
     values = values.astype(np.float64)
-    found = {name: np.nanquantile(values, share, axis=0) for name, share in _QUANTILES.items()}
-    found |= {"min": np.nanmin(values, axis=0), "max": np.nanmax(values, axis=0)}
-    found |= {"mean": np.nanmean(values, axis=0), "std": np.nanstd(values, axis=0)}
-    return {name: number.tolist() for name, number in found.items()} | {"count": [len(values)]}
+    stats = {name: np.nanquantile(values, share, axis=0) for name, share in _QUANTILES.items()}
+    stats |= {"min": np.nanmin(values, axis=0), "max": np.nanmax(values, axis=0)}
+    stats |= {"mean": np.nanmean(values, axis=0), "std": np.nanstd(values, axis=0)}
+    return {name: number.tolist() for name, number in stats.items()} | {"count": [len(values)]}
 
 
 class ImageStats:
@@ -318,9 +318,9 @@ class ImageStats:
         levels = np.arange(_LEVELS) / (_LEVELS - 1)
         shares = self._counts / self._counts.sum(1, keepdims=True)
         mean = shares @ levels
-        found = {"mean": mean, "std": np.sqrt(np.maximum(shares @ levels**2 - mean**2, 0))}
+        stats = {"mean": mean, "std": np.sqrt(np.maximum(shares @ levels**2 - mean**2, 0))}
         below = np.cumsum(shares, axis=1)
         for name, share in {**_QUANTILES, "max": 1.0}.items():
-            found[name] = levels[(below >= share - 1e-12).argmax(1)]
-        found["min"] = levels[(self._counts > 0).argmax(1)]
-        return {name: number.reshape(3, 1, 1).tolist() for name, number in found.items()} | {"count": [self._images]}
+            stats[name] = levels[(below >= share - 1e-12).argmax(1)]
+        stats["min"] = levels[(self._counts > 0).argmax(1)]
+        return {name: number.reshape(3, 1, 1).tolist() for name, number in stats.items()} | {"count": [self._images]}

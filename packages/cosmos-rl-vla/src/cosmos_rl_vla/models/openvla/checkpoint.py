@@ -65,25 +65,25 @@ class OpenVLANames:
 
     def public_name(self, name: str) -> str:
         """Return the public name of a parameter; for queries, keys and values, of a third of a fused tensor."""
-        if not (found := _TOWER.match(name)):
+        if not (match := _TOWER.match(name)):
             return name
-        kind, rest = self._towers[found[0]].kind, name[found.end() :]
+        kind, rest = self._towers[match[0]].kind, name[match.end() :]
         if not rest.startswith(_BLOCKS[kind]):
             return name
         number, _, part = rest.removeprefix(_BLOCKS[kind]).partition(".")
         for theirs, ours in _PARTS[kind].items():
             if part == ours or part.startswith(f"{ours}."):
-                return f"{found[0]}blocks.{number}.{theirs}{part.removeprefix(ours)}"
+                return f"{match[0]}blocks.{number}.{theirs}{part.removeprefix(ours)}"
         raise AssertionError(name)
 
     def owners(self, name: str) -> tuple[Owner, ...]:
         """Return the parameters of a public tensor, or of a third of one."""
-        found = _TOWER.match(name)
-        if found is None:
+        match = _TOWER.match(name)
+        if match is None:
             if not name.startswith(_PLAIN):
                 raise KeyError(name)
             return () if name.endswith(".rotary_emb.inv_freq") else (Owner(name),)
-        tower, rest = self._towers[found[0]], name[found.end() :]
+        tower, rest = self._towers[match[0]], name[match.end() :]
         if rest.startswith(_UNUSED):
             return ()
         block = _BLOCK.fullmatch(rest)
@@ -94,7 +94,7 @@ class OpenVLANames:
             raise KeyError(name)
         if number == tower.depth - 1:
             return ()
-        before = f"{found[0]}{_BLOCKS[tower.kind]}{number}."
+        before = f"{match[0]}{_BLOCKS[tower.kind]}{number}."
         if fused := _FUSED.fullmatch(f".{part}"):
             thirds = (f"attn.{which}" for which in "qkv")
             return tuple(
@@ -115,10 +115,10 @@ def joined(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
         if third is None:
             yield name, tensor
             continue
-        whole = f"{third['before']}qkv{third['after']}"
-        thirds = waiting.setdefault(whole, {})
+        fused = f"{third['before']}qkv{third['after']}"
+        thirds = waiting.setdefault(fused, {})
         thirds[third["which"]] = tensor
         if len(thirds) == 3:
-            yield whole, torch.cat([thirds[which] for which in "qkv"])
-            del waiting[whole]
+            yield fused, torch.cat([thirds[which] for which in "qkv"])
+            del waiting[fused]
     assert not waiting, f"only a part of {min(waiting)}"

@@ -83,7 +83,7 @@ def fill_openvla(model: OpenVLAModel, directory: Path) -> None:
 
 def save_config(config: OpenVLAConfig, stats: ActionStats, directory: Path) -> None:
     """Write config.json."""
-    held = {
+    written = {
         "model_type": "openvla",
         "architectures": ["OpenVLAForActionPrediction"],
         "use_fused_vision_backbone": True,
@@ -97,7 +97,7 @@ def save_config(config: OpenVLAConfig, stats: ActionStats, directory: Path) -> N
         "norm_stats": {_DATASET: to_published(stats)},
         _OURS: msgspec.to_builtins(config),
     }
-    (directory / "config.json").write_text(json.dumps(held, indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def read_config(directory: Path, *, family: Family | None, action_dim: int) -> OpenVLAConfig:
@@ -110,12 +110,12 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
     Raises UserError that names the key.
     """
     path = directory / "config.json"
-    held = read_json_object(path)
-    if _OURS not in held:
-        return _from_public(held, directory, family=family, action_dim=action_dim)
-    check_fields(held[_OURS], used=[each.name for each in fields(OpenVLAConfig)], where=f"{path}, {_OURS}")
+    stored = read_json_object(path)
+    if _OURS not in stored:
+        return _from_public(stored, directory, family=family, action_dim=action_dim)
+    check_fields(stored[_OURS], used=[each.name for each in fields(OpenVLAConfig)], where=f"{path}, {_OURS}")
     try:
-        config = msgspec.convert(held[_OURS], OpenVLAConfig)
+        config = msgspec.convert(stored[_OURS], OpenVLAConfig)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}, {_OURS}: {error}") from None
     if family not in (None, config.family):
@@ -125,21 +125,23 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
 
 def names_of(directory: Path) -> OpenVLANames:
     """Return the name mapping of a directory's weights. Raises UserError."""
-    held = read_json_object(directory / "config.json")
-    if _OURS in held:
+    config = read_json_object(directory / "config.json")
+    if _OURS in config:
         return OpenVLANames(read_config(directory, family=None, action_dim=1).towers)
-    return OpenVLANames(_public_towers(held, directory))
+    return OpenVLANames(_public_towers(config, directory))
 
 
-def _from_public(held: Mapping[str, Any], directory: Path, *, family: Family | None, action_dim: int) -> OpenVLAConfig:
+def _from_public(
+    config: Mapping[str, Any], directory: Path, *, family: Family | None, action_dim: int
+) -> OpenVLAConfig:
     path = directory / "config.json"
     if family is None:
         raise UserError(
             f"{path} does not contain whether actions are decoded one by one or at once: set [model] family to "
             '"openvla" or "openvla_oft"'
         )
-    check_fields(held, used=_USED, fixed=_FIXED, without_effect=_WITHOUT_EFFECT, where=str(path))
-    language = {"vocab_size": 32_064, **held.get("text_config", {})}
+    check_fields(config, used=_USED, fixed=_FIXED, without_effect=_WITHOUT_EFFECT, where=str(path))
+    language = {"vocab_size": 32_064, **config.get("text_config", {})}
     kind = language.pop("model_type", "llama")
     if kind != "llama":
         raise UserError(f"{path}: a language model of type {kind!r}; supported is llama")
@@ -151,27 +153,29 @@ def _from_public(held: Mapping[str, Any], directory: Path, *, family: Family | N
     return OpenVLAConfig(
         family=family,
         prompt="openvla",
-        towers=_public_towers(held, directory),
+        towers=_public_towers(config, directory),
         language={name: value for name, value in language.items() if name not in _LEFT_OUT},
-        vocab_padding=held.get("pad_to_multiple_of", 64),
-        bins=held.get("n_action_bins", 256),
+        vocab_padding=config.get("pad_to_multiple_of", 64),
+        bins=config.get("n_action_bins", 256),
         horizon=OFT_HORIZON if family == "openvla_oft" else 1,
         action_dim=action_dim,
         state_dim=_state_dim(directory),
     )
 
 
-def _public_towers(held: Mapping[str, Any], directory: Path) -> tuple[TowerSize, TowerSize]:
-    ids = held.get("timm_model_ids") or []
+def _public_towers(config: Mapping[str, Any], directory: Path) -> tuple[TowerSize, TowerSize]:
+    ids = config.get("timm_model_ids") or []
     if len(ids) != 2 or any(timm_id not in TOWERS for timm_id in ids):
-        found = " with ".join(map(str, ids)) or "none"
+        named = " with ".join(map(str, ids)) or "none"
         raise UserError(
-            f"{directory / 'config.json'}, timm_model_ids: vision towers {found}; supported are {' with '.join(TOWERS)}"
+            f"{directory / 'config.json'}, timm_model_ids: vision towers {named}; supported are {' with '.join(TOWERS)}"
         )
     towers = TOWERS[ids[0]], TOWERS[ids[1]]
     sizes = [tower.image_size for tower in towers]
-    if held.get("image_sizes", sizes) != sizes:
-        raise UserError(f"{directory / 'config.json'}: image_sizes = {held['image_sizes']}; these towers have {sizes}")
+    if config.get("image_sizes", sizes) != sizes:
+        raise UserError(
+            f"{directory / 'config.json'}: image_sizes = {config['image_sizes']}; these towers have {sizes}"
+        )
     return towers
 
 
@@ -257,5 +261,5 @@ def _chosen(sizes: OpenVLAConfig, config: VLAModelConfig) -> OpenVLAConfig:
 
 
 def _check_stats(stats: ActionStats, sizes: OpenVLAConfig) -> None:
-    held = len(stats.state) if stats.state is not None else sizes.state_dim
-    stats.check(action_dim=sizes.action_dim, state_dim=sizes.state_dim or held)
+    state_dim = len(stats.state) if stats.state is not None else sizes.state_dim
+    stats.check(action_dim=sizes.action_dim, state_dim=sizes.state_dim or state_dim)

@@ -49,11 +49,11 @@ def _datasets(path: Path) -> Mapping[str, Any]:
     """Return statistics by dataset; empty for a file of another format."""
     if not path.is_file():
         return {}
-    whole = read_json_object(path)
-    held = whole.get("norm_stats", whole)
-    held = held if isinstance(held, dict) else {}
-    found = {name: inside for name, inside in held.items() if isinstance(inside, dict) and "action" in inside}
-    return found if len(found) == len(held) else {}
+    content = read_json_object(path)
+    datasets = content.get("norm_stats", content)
+    datasets = datasets if isinstance(datasets, dict) else {}
+    with_action = {name: inside for name, inside in datasets.items() if isinstance(inside, dict) and "action" in inside}
+    return with_action if len(with_action) == len(datasets) else {}
 
 
 def _stats_of(datasets: Mapping[str, Any], *, key: str, origin: Path) -> ActionStats:
@@ -73,9 +73,9 @@ def _stats_of(datasets: Mapping[str, Any], *, key: str, origin: Path) -> ActionS
     )
 
 
-def _spread(held: Mapping[str, Any], *, origin: str) -> Spread:
-    spread = Spread.from_json({**held, "kind": "mean_std"}, origin=origin)
-    low, high = widened((spread.q01, spread.q99), from_low(spread.q01, held), mask=spread.mask, name=origin)
+def _spread(numbers: Mapping[str, Any], *, origin: str) -> Spread:
+    spread = Spread.from_json({**numbers, "kind": "mean_std"}, origin=origin)
+    low, high = widened((spread.q01, spread.q99), from_low(spread.q01, numbers), mask=spread.mask, name=origin)
     return replace(spread, kind="quantile", q01=low, q99=high)
 
 

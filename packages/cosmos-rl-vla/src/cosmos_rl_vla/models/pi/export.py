@@ -54,10 +54,10 @@ def export_pi(
 
     Raises UserError for a model that the format cannot express.
     """
-    held = read_json_object(directory / "config.json")
-    if held.get("model_type") != MODEL_TYPE:
+    stored = read_json_object(directory / "config.json")
+    if stored.get("model_type") != MODEL_TYPE:
         raise UserError(f"--format {format} is for pi0 and pi0.5; export this model without --format")
-    dtype = held.get("dtype", "float32")
+    dtype = stored.get("dtype", "float32")
     config, stats = read_config(directory), ActionStats.load(directory)
     _check(config, stats, format=format)
     if format == "lerobot" and dtype not in ("float32", "bfloat16"):
@@ -117,7 +117,7 @@ def write_lerobot(
         "STATE": "IDENTITY" if stats.state is None else _MODES[stats.state.kind],
         "ACTION": _MODES[stats.action.kind],
     }
-    held = {
+    written = {
         "type": config.family,
         "n_obs_steps": 1,
         "input_features": {**images, **state} if cameras else {},
@@ -134,7 +134,7 @@ def write_lerobot(
         "tokenizer_max_length": config.max_prompt_tokens,
         "normalization_mapping": modes,
     }
-    _write_json(directory / "config.json", held)
+    _write_json(directory / "config.json", written)
     step = {"eps": 1e-8, "features": {**images, **state, **action}, "norm_map": modes}
     _write_pipeline(directory / LEROBOT_FILE, _preprocessor(config, step, state_dim=state_dim), stats)
     unnormalize = _step("unnormalizer_processor", **{**step, "features": action})
@@ -144,20 +144,20 @@ def write_lerobot(
 
 def write_openpi(config: PiConfig, stats: ActionStats, directory: Path, *, dtype: str = "float32") -> None:
     """Write config.json and assets/cosmos_rl/norm_stats.json."""
-    held: dict[str, Any] = {
+    written: dict[str, Any] = {
         "action_dim": config.model_action_dim,
         "action_horizon": config.model_horizon,
         **dict(zip(("paligemma_variant", "action_expert_variant"), VARIANTS, strict=True)),
         "precision": dtype,
     }
     if config.family == "pi05":
-        held["discrete_state_input"] = config.state == "text"
-    _write_json(directory / "config.json", held)
+        written["discrete_state_input"] = config.state == "text"
+    _write_json(directory / "config.json", written)
     spreads = {"state": stats.state, "actions": stats.action}
-    found = {name: _openpi_numbers(spread) for name, spread in spreads.items() if spread is not None}
+    norm_stats = {name: _openpi_numbers(spread) for name, spread in spreads.items() if spread is not None}
     path = directory / "assets" / _ASSET / OPENPI_FILE
     path.parent.mkdir(parents=True)
-    _write_json(path, {"norm_stats": found})
+    _write_json(path, {"norm_stats": norm_stats})
 
 
 def _check(config: PiConfig, stats: ActionStats, *, format: str) -> None:
@@ -249,9 +249,9 @@ def _openpi_numbers(spread: Spread) -> dict[str, list[float]]:
     measured = spread.mask & (spread.kind == "quantile") & (spread.q99 - spread.q01 > 2 * OPENPI_EPSILON)
     low = np.where(measured, spread.q01.astype(np.float64), centre - scale)
     high = np.where(measured, spread.q99.astype(np.float64), centre + scale)
-    found = {"mean": centre, "std": scale - OPENPI_EPSILON, "q01": low, "q99": high - OPENPI_EPSILON}
-    return {name: values.tolist() for name, values in found.items()}
+    numbers = {"mean": centre, "std": scale - OPENPI_EPSILON, "q01": low, "q99": high - OPENPI_EPSILON}
+    return {name: values.tolist() for name, values in numbers.items()}
 
 
-def _write_json(path: Path, held: dict[str, Any]) -> None:
-    path.write_text(json.dumps(held, indent=2) + "\n")
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

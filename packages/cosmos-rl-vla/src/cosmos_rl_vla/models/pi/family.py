@@ -50,37 +50,37 @@ def fill_pi(model: PiModel, directory: Path) -> list[str]:
 
 def save_config(config: PiConfig, directory: Path) -> None:
     """Write config.json."""
-    held = {"model_type": MODEL_TYPE, **msgspec.to_builtins(config)}
-    (directory / "config.json").write_text(json.dumps(held, indent=2) + "\n")
+    written = {"model_type": MODEL_TYPE, **msgspec.to_builtins(config)}
+    (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def read_config(directory: Path) -> PiConfig:
     """Read config.json, ours, lerobot's or openpi's. Raises UserError that names the key."""
     path = directory / "config.json"
-    held = read_json_object(path, hint="a model's directory holds config.json and model.safetensors")
-    if held.get("type") in ("pi0", "pi05"):
-        return from_lerobot(held, path)
-    if "action_horizon" in held:
-        return from_openpi(held, directory)
-    return _from_ours(held, path)
+    stored = read_json_object(path, hint="a model's directory holds config.json and model.safetensors")
+    if stored.get("type") in ("pi0", "pi05"):
+        return from_lerobot(stored, path)
+    if "action_horizon" in stored:
+        return from_openpi(stored, directory)
+    return _from_ours(stored, path)
 
 
-def _from_ours(held: dict[str, Any], path: Path) -> PiConfig:
-    held.pop("dtype", None)  # of the weights, written by `cosmos-rl export --dtype`
-    if held.pop("model_type", None) != MODEL_TYPE:
+def _from_ours(stored: dict[str, Any], path: Path) -> PiConfig:
+    stored.pop("dtype", None)  # of the weights, written by `cosmos-rl export --dtype`
+    if stored.pop("model_type", None) != MODEL_TYPE:
         raise UserError(f'{path} is not of a pi model: needs "type": "pi0" or "pi05", or a config.json written by SFT')
     try:
-        config = msgspec.convert(held, PiConfig)
+        config = msgspec.convert(stored, PiConfig)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {error}") from None
-    if unknown := _unknown(held, msgspec.to_builtins(config)):
+    if unknown := _unknown(stored, msgspec.to_builtins(config)):
         raise UserError(f"{path}: unknown {', '.join(unknown)}")
     return config
 
 
-def _unknown(held: Mapping[str, Any], known: Mapping[str, Any], at: str = "") -> list[str]:
-    extra = [f"{at}{name}" for name in held if name not in known]
-    inside = [(name, value) for name, value in held.items() if isinstance(value, dict) and name in known]
+def _unknown(stored: Mapping[str, Any], known: Mapping[str, Any], at: str = "") -> list[str]:
+    extra = [f"{at}{name}" for name in stored if name not in known]
+    inside = [(name, value) for name, value in stored.items() if isinstance(value, dict) and name in known]
     return [*extra, *(name for key, value in inside for name in _unknown(value, known[key], f"{at}{key}."))]
 
 

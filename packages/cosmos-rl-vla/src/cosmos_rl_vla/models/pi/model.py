@@ -189,9 +189,9 @@ class PiModel(nn.Module):
     def _aux_loss(self, prefix: Prefix, targets: Tensor) -> Tensor:
         if self.aux_head is None:
             raise ValueError(f"{targets.shape[1]} auxiliary targets for a model without any: build it with aux_dim")
-        there = ~targets.isnan()
+        has_target = ~targets.isnan()
         error = (self.aux_head(prefix.hidden, prefix.mask) - targets.nan_to_num()).square()
-        return torch.where(there, error, 0).sum(1) / there.sum(1).clamp(min=1)
+        return torch.where(has_target, error, 0).sum(1) / has_target.sum(1).clamp(min=1)
 
     def _noises(self, randomness: Randomness, *, device: torch.device) -> Noises:
         noise, steps, shape = (

@@ -72,46 +72,46 @@ _OPENPI_USED = ("action_dim", "action_horizon", "pi05", "discrete_state_input", 
 _OPENPI_WITHOUT_EFFECT = ("precision", "dtype", "pytorch_compile_mode")
 
 
-def from_lerobot(held: Mapping[str, Any], path: Path) -> PiConfig:
+def from_lerobot(config: Mapping[str, Any], path: Path) -> PiConfig:
     """Convert lerobot's PI0Config or PI05Config, in the file `path`. Raises UserError that names the field."""
-    _check_lerobot(held, path)
-    family: Family = held["type"]
-    outputs = held.get("output_features") or {}
-    shape = (outputs.get("action") or {}).get("shape") or [held.get("max_action_dim", 32)]
-    model_horizon = held.get("chunk_size", 50)
-    size = full(family, horizon=held.get("n_action_steps", model_horizon), action_dim=shape[0])
+    _check_lerobot(config, path)
+    family: Family = config["type"]
+    outputs = config.get("output_features") or {}
+    shape = (outputs.get("action") or {}).get("shape") or [config.get("max_action_dim", 32)]
+    model_horizon = config.get("chunk_size", 50)
+    size = full(family, horizon=config.get("n_action_steps", model_horizon), action_dim=shape[0])
     return replace(
         size,
         model_horizon=model_horizon,
-        model_action_dim=held.get("max_action_dim", 32),
-        max_state_dim=held.get("max_state_dim", 32),
-        num_steps=held.get("num_inference_steps", held.get("num_steps", 10)),
-        vision=replace(size.vision, image_size=held.get("image_resolution", (size.vision.image_size,))[0]),
-        prompt_tokens=_prompt_tokens(size, held.get("tokenizer_max_length")),
+        model_action_dim=config.get("max_action_dim", 32),
+        max_state_dim=config.get("max_state_dim", 32),
+        num_steps=config.get("num_inference_steps", config.get("num_steps", 10)),
+        vision=replace(size.vision, image_size=config.get("image_resolution", (size.vision.image_size,))[0]),
+        prompt_tokens=_prompt_tokens(size, config.get("tokenizer_max_length")),
     )
 
 
-def from_openpi(held: Mapping[str, Any], directory: Path) -> PiConfig:
+def from_openpi(config: Mapping[str, Any], directory: Path) -> PiConfig:
     """Convert openpi's config.json in a directory. Raises UserError that names the field."""
     path = directory / "config.json"
     fields = {"used": _OPENPI_USED, "fixed": _VARIANT_FIELDS, "without_effect": _OPENPI_WITHOUT_EFFECT}
-    check_fields(held, **fields, where=str(path))
+    check_fields(config, **fields, where=str(path))
     family = family_of(shapes_in(weight_files(directory)).keys())
-    if held.get("pi05", family == "pi05") != (family == "pi05"):
-        raise UserError(f"{path}: pi05 = {str(held['pi05']).lower()}, but the weights are of {family}")
-    if family == "pi0" and held.get("discrete_state_input"):
+    if config.get("pi05", family == "pi05") != (family == "pi05"):
+        raise UserError(f"{path}: pi05 = {str(config['pi05']).lower()}, but the weights are of {family}")
+    if family == "pi0" and config.get("discrete_state_input"):
         raise UserError(f"{path}: discrete_state_input = true is not supported for pi0, whose state is no text")
-    horizon, dim = held["action_horizon"], held["action_dim"]
+    horizon, dim = config["action_horizon"], config["action_dim"]
     size = full(family, horizon=horizon, action_dim=dim)
-    if family == "pi05" and held.get("discrete_state_input") is False:  # as openpi trained pi05_libero
+    if family == "pi05" and config.get("discrete_state_input") is False:  # as openpi trained pi05_libero
         size = replace(size, state="none", prompt="pi0")
-    tokens = held.get("max_token_len", MAX_TOKENS[family])
+    tokens = config.get("max_token_len", MAX_TOKENS[family])
     return replace(
         size,
         model_horizon=horizon,
         model_action_dim=dim,
         max_state_dim=dim,
-        prompt_tokens=_prompt_tokens(size, tokens) if "max_token_len" in held else None,
+        prompt_tokens=_prompt_tokens(size, tokens) if "max_token_len" in config else None,
     )
 
 
@@ -119,17 +119,17 @@ def _prompt_tokens(size: PiConfig, given: int | None) -> int | None:
     return None if given == MAX_TOKENS[size.prompt] else given
 
 
-def _check_lerobot(held: Mapping[str, Any], path: Path) -> None:
-    rtc = held.get("rtc_config") or {}
+def _check_lerobot(config: Mapping[str, Any], path: Path) -> None:
+    rtc = config.get("rtc_config") or {}
     if rtc.get("enabled", bool(rtc)):
         raise UserError(f"{path}: rtc_config is not supported: chunks do not overlap; set it to null")
-    fields = {name: value for name, value in held.items() if name != "rtc_config"}
+    fields = {name: value for name, value in config.items() if name != "rtc_config"}
     check_fields(
         fields, used=_LEROBOT_USED, fixed=_LEROBOT_FIXED, without_effect=_LEROBOT_WITHOUT_EFFECT, where=str(path)
     )
-    lerobot_modes(held.get("normalization_mapping") or {}, where=f"{path}, normalization_mapping")
-    if len(set(held.get("image_resolution", ()))) > 1:
-        raise UserError(f"{path}: image_resolution = {held['image_resolution']} is not supported; only squares are")
+    lerobot_modes(config.get("normalization_mapping") or {}, where=f"{path}, normalization_mapping")
+    if len(set(config.get("image_resolution", ()))) > 1:
+        raise UserError(f"{path}: image_resolution = {config['image_resolution']} is not supported; only squares are")
     for name in (LEROBOT_FILE, LEROBOT_FILE.replace("pre", "post", 1)):
         file = path.parent / name
         for step in read_json_object(file).get("steps", ()) if file.is_file() else ():
