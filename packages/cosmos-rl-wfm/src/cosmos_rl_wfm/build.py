@@ -47,11 +47,11 @@ def build_policy(
     Codec and text encoder are loaded with the first real clip, if there is one.
     """
     in_parts = setup.mesh is not None and bool(config.path)
-    held = getattr(torch, setup.precision.parameters)
+    parameter_dtype = getattr(torch, setup.precision.parameters)
     device = own_device() if setup.mesh is None else setup.mesh.device
     # With a mesh, a network from scratch is on the host until `fully_shard` has moved and sharded it block by block.
     first = device if setup.mesh is None else torch.device("cpu")
-    model = build_model(config, seed=config.seed, held_dtype=held, filled=not in_parts, device=first)
+    model = build_model(config, seed=config.seed, held_dtype=parameter_dtype, filled=not in_parts, device=first)
     _check_sizes(model, data)
     guided = sampling is not None and sampling.guidance is not None
     unconditional = _unconditional(model, config, device=device) if guided else None
@@ -59,21 +59,21 @@ def build_policy(
         model.network.requires_grad_(True)
     model.network.eval()  # permanently: no dropout; `parallel.remat` decides what is recomputed
     computed = getattr(torch, config.dtype)
-    parallelize(model.network, setup, compute_dtype=None if held == computed else computed)
+    parallelize(model.network, setup, compute_dtype=None if parameter_dtype == computed else computed)
     if in_parts:
         offloaded = setup.memory.parameter_offload
         fill_network(model, config, device=torch.device("cpu") if offloaded else device, seed=config.seed)
     captions = CaptionCache(max_bytes=config.text.cache_bytes)
-    made: dict[WFMDataConfig, Clips] = {}
+    loaded: dict[WFMDataConfig, Clips] = {}
 
     def clips(section: WFMDataConfig) -> Clips:
-        if section not in made:
+        if section not in loaded:
             _check_sizes(model, section)
             load_parts(model, config, {"codec", "text"}, seed=config.seed, device=device)
             loader = _clip_loader(model, config, section, seed=seed)
             conditions = _conditions(model, config, section, captions)
-            made[section] = Clips(model, section, loader=loader, conditions=conditions)
-        return made[section]
+            loaded[section] = Clips(model, section, loader=loader, conditions=conditions)
+        return loaded[section]
 
     old, ema = None if sampling is None else sampling.old_decay, config.ema
     return FlowPolicy(

@@ -147,7 +147,7 @@ class _Captions:
     """Converts the captions of a batch to tensors, each once."""
 
     def __init__(self) -> None:
-        self._made: dict[int, Tensor] = {}
+        self._tensors: dict[int, Tensor] = {}
 
     def inputs(self, terms: Sequence[Term]) -> dict[str, Tensor]:
         """Return the captions of terms, [U, ...], and `text_rows` [T] where some share one."""
@@ -160,9 +160,9 @@ class _Captions:
 
     def _stacked(self, arrays: Sequence[np.ndarray]) -> Tensor:
         for array in arrays:
-            if id(array) not in self._made:
-                self._made[id(array)] = torch.tensor(array)
-        one, *others = (self._made[id(array)] for array in arrays)
+            if id(array) not in self._tensors:
+                self._tensors[id(array)] = torch.tensor(array)
+        one, *others = (self._tensors[id(array)] for array in arrays)
         return torch.stack([one, *others]) if others else one[None]
 
 

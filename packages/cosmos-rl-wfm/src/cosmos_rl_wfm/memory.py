@@ -57,47 +57,51 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[MemoryPart]:
     size = BYTES[config.policy.precision.parameters]
     copy = BYTES["float32"] * rank.gradients // size
     old = None if sampling is None else sampling.old_decay
-    found: list[MemoryPart] = []
+    entries: list[MemoryPart] = []
     if size != BYTES["float32"]:  # parameters and, where they are trained, gradients and moments
         kept = (size if model.lora else 4 * size) * parts.kept_in_float32
-        found.append(MemoryPart(name="parameters kept in float32", bytes=kept, host=offloaded, away=True))
+        entries.append(MemoryPart(name="parameters kept in float32", bytes=kept, host=offloaded, away=True))
     if model.ema is not None:
-        found.append(MemoryPart(name="average of the weights", bytes=copy, host=offloaded, away=True))
+        entries.append(MemoryPart(name="average of the weights", bytes=copy, host=offloaded, away=True))
     if old is not None or model.pulls_to_average:
-        found.append(MemoryPart(name="weights that sample the rollouts", bytes=copy, host=offloaded, away=True))
-        found.append(MemoryPart(name="trained weights, set aside", bytes=rank.gradients, at=(OTHERS,), host=offloaded))
-        found.append(MemoryPart(name="a forward pass", bytes=rank.gathered + rank.backward, at=(OTHERS,)))
-    found += parts.velocities(separate=bool(config.algorithm.kl_coef))
-    found.append(
+        entries.append(MemoryPart(name="weights that sample the rollouts", bytes=copy, host=offloaded, away=True))
+        entries.append(
+            MemoryPart(name="trained weights, set aside", bytes=rank.gradients, at=(OTHERS,), host=offloaded)
+        )
+        entries.append(MemoryPart(name="a forward pass", bytes=rank.gathered + rank.backward, at=(OTHERS,)))
+    entries += parts.velocities(separate=bool(config.algorithm.kl_coef))
+    entries.append(
         MemoryPart(name="captions and latents", bytes=parts.inputs(config.policy.microbatch_terms), at=(STEP,))
     )
     if _reads_clips(config):
-        found += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
+        entries += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
     elif sampling is not None and sampling.guidance is not None:
-        found += parts.encoders(at=(PREPARE,), only=PREPARE)
+        entries += parts.encoders(at=(PREPARE,), only=PREPARE)
         if ranks == 1:  # of several, the network is on meta then
             built = rank.reference or rank.parameters
-            found.append(MemoryPart(name="network, loaded before", bytes=built, at=(PREPARE,)))
+            entries.append(MemoryPart(name="network, loaded before", bytes=built, at=(PREPARE,)))
         if rank.reference:
-            found.append(MemoryPart(name="policy, while its reference is built", bytes=rank.parameters, at=(PREPARE,)))
+            entries.append(
+                MemoryPart(name="policy, while its reference is built", bytes=rank.parameters, at=(PREPARE,))
+            )
     if not model.path and (ranks > 1 or size < BYTES["float32"]):
-        found += parts.building()
+        entries += parts.building()
     elif ranks > 1:
-        found += rank.while_filled(host=offloaded)
-    return found
+        entries += rank.while_filled(host=offloaded)
+    return entries
 
 
 def held_by_rollout(config: RunConfig) -> list[MemoryPart]:
     """Return the memory of a rollout replica beside the network's weights."""
     parts = _Parts(config)
-    found = [*parts.encoders(at=(CAPTIONS,)), *parts.codec()]
+    entries = [*parts.encoders(at=(CAPTIONS,)), *parts.codec()]
     if (size := BYTES[config.model.dtype]) != BYTES["float32"]:
-        found.append(MemoryPart(name="parameters kept in float32", bytes=size * parts.kept_in_float32, away=True))
+        entries.append(MemoryPart(name="parameters kept in float32", bytes=size * parts.kept_in_float32, away=True))
         if not config.model.path:
-            found += parts.building()
+            entries += parts.building()
     if config.model.given.max_frames:
-        found += parts.encoding()
-    return [*found, *parts.generating()]
+        entries += parts.encoding()
+    return [*entries, *parts.generating()]
 
 
 def _reads_clips(config: RunConfig) -> bool:
@@ -200,18 +204,18 @@ class _Parts:
 
     def building(self) -> Iterator[MemoryPart]:
         """A network with random weights, made whole in float32 before it is cast and sharded."""
-        made = BYTES["float32"] * sum(self.numbers.values())
-        yield MemoryPart(name="the whole network in float32", bytes=made, at=(START,))
+        num_bytes = BYTES["float32"] * sum(self.numbers.values())
+        yield MemoryPart(name="the whole network in float32", bytes=num_bytes, at=(START,))
 
     def encoders(self, *, at: tuple[str, ...], only: str = "") -> Iterator[MemoryPart]:
         """The text encoder, its activations, and the captions in host memory; `only`: the one phase that keeps it."""
         if self.model.text.encoder == "model" and self.folder is not None:
             offload = self.model.text.offload
-            held = at if offload or only else ()
+            phases = at if offload or only else ()
             for name in _ENCODERS:
                 if name in self.folder.classes:
                     size = _weight_bytes(self.folder, name, dtype=self.model.dtype)
-                    yield MemoryPart(name=name.replace("_", " "), bytes=size, at=held, away=not held)
+                    yield MemoryPart(name=name.replace("_", " "), bytes=size, at=phases, away=not phases)
                     if offload and not only:
                         yield MemoryPart(name=f"{name.replace('_', ' ')}, offloaded", bytes=size, host=True)
             yield MemoryPart(name="a caption's embedding", bytes=self._embedding_bytes(), at=at)
@@ -241,7 +245,7 @@ class _Parts:
 
     def _forward_bytes(self, samples: int) -> int:
         name, values = self.network
-        found = network_bytes(
+        forward = network_bytes(
             name,
             values,
             dtype=self.model.dtype,
@@ -252,13 +256,13 @@ class _Parts:
         )
         guided = self.config.rollout.sampling.guidance is not None
         text = BYTES["float32"] * self.text_length * self.family.text_width  # of the unconditional pass
-        return found + guided * text
+        return forward + guided * text
 
     def _embedding_bytes(self) -> int:
         """For one caption at most: all layers' states, normalised and concatenated, a layer's activations, logits."""
         assert self.folder is not None, "encoders are of a folder"
         length, size = self.text_length, BYTES["float32"]
-        found = 3 * size * length * self.family.text_width
+        num_bytes = 3 * size * length * self.family.text_width
         for name in _ENCODERS:
             if self.folder.has(name):
                 config = self.folder.config(name)
@@ -268,8 +272,8 @@ class _Parts:
                 heads = _first(config, "num_attention_heads", "num_heads")
                 layers = _first(config, "num_hidden_layers", "num_layers")
                 row = (layers + 8) * width + 4 * inner + 2 * heads * length + config.get("vocab_size", 0)
-                found += size * length * row
-        return found
+                num_bytes += size * length * row
+        return num_bytes
 
 
 def _first(config: Mapping[str, Any], *keys: str) -> int:
@@ -285,8 +289,8 @@ def _weight_bytes(folder: ModelFolder, name: str, *, dtype: str) -> int | None:
             numbers += sum(math.prod(place.shape) for place in read_header(file, name=str(path)).values())
     if not files:
         config = folder.config(name) if folder.has(name) else {}
-        found = encoder_numbers(folder.classes[name][1], config) if config else None
-        if found is None:
+        computed = encoder_numbers(folder.classes[name][1], config) if config else None
+        if computed is None:
             return None
-        numbers = found
+        numbers = computed
     return BYTES[dtype] * numbers

@@ -91,17 +91,17 @@ def _of_parts(model: WFMModelConfig, folder: ModelFolder) -> Iterator[Problem]:
         parts.append(lambda: vae_of(model, folder) and folder.weights("vae"))
     if model.text.encoder == "model":
         parts += [lambda: folder.part("tokenizer"), lambda: folder.weights("text_encoder")]
-    for there in parts:
+    for check in parts:
         try:
-            there()
+            check()
         except UserError as error:
             yield from _of_model(error, model)
 
 
 def _of_model(error: UserError, model: WFMModelConfig) -> Iterator[Problem]:
     """The problem in an error about the model's folder."""
-    for found in problems_of(error, key="model.path"):
-        yield replace(found, given=found.given or as_toml(model.path)) if found.key == "model.path" else found
+    for problem in problems_of(error, key="model.path"):
+        yield replace(problem, given=problem.given or as_toml(model.path)) if problem.key == "model.path" else problem
 
 
 def _of_sizes(model: WFMModelConfig, folder: ModelFolder | None, data: WFMDataConfig) -> Iterator[Problem]:

@@ -41,7 +41,7 @@ def collate_sft(prompts: Sequence[Prompt], *, clips: Clips, microbatch_terms: in
     dealt = deal_alike([clips.shape(clip) for clip in loaded], microbatch_terms=microbatch_terms, share=share)
     own = {place for places in dealt for place in places.needed}
     terms = {place: clips.term(prompts[place], loaded[place], number=place) for place in sorted(own)}
-    trained = sum(clip.there for clip in loaded)
+    trained = sum(clip.is_real for clip in loaded)
     return TrainBatch(
         microbatches=stack(terms, dealt),
         num_terms=trained,
@@ -89,7 +89,7 @@ class Clips:
             condition = self._conditions.with_given(condition, video, clip.rng)
         clean = self._latents(clip, video)
         inputs = {**self._noised(clean, clip.rng, shift=self._model.traits.shift), **arrays_of(condition)}
-        return Term(inputs=inputs, rollout=number, trained=clip.there)
+        return Term(inputs=inputs, rollout=number, trained=clip.is_real)
 
     def _latents(self, clip: LoadedClip, video: Tensor | None) -> Tensor:
         """[C, f, h, w]."""
@@ -117,4 +117,4 @@ class Clips:
     def _blank(self) -> LoadedClip:
         height, width = self._data.sizes[0]
         video = np.zeros((self._data.size.frames, height, width, 3), np.uint8)
-        return LoadedClip(caption="", text=None, video=video, rng=np.random.default_rng(0), there=False)
+        return LoadedClip(caption="", text=None, video=video, rng=np.random.default_rng(0), is_real=False)

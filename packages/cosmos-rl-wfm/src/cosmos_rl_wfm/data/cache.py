@@ -105,9 +105,9 @@ class TensorCache:
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}{SUFFIX}"
 
-    def _make_room(self, wanted: int) -> None:
-        """Remove files until `wanted` bytes and the slack of this process fit, the least recently read first."""
-        found: list[tuple[float, int, Path]] = []
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove files until `num_bytes` and the slack of this process fit, the least recently read first."""
+        entries: list[tuple[float, int, Path]] = []
         for path in self._folder.glob("*/*"):
             try:
                 stat = path.stat()
@@ -117,9 +117,9 @@ class TensorCache:
                 if stat.st_mtime < time.time() - ABANDONED_S:
                     path.unlink(missing_ok=True)
             else:
-                found.append((stat.st_mtime, stat.st_size, path))
-        excess = sum(size for _, size, _ in found) + wanted - int((1 - SLACK) * self._max_bytes)
-        for _, size, path in sorted(found, key=lambda entry: entry[0]):
+                entries.append((stat.st_mtime, stat.st_size, path))
+        excess = sum(size for _, size, _ in entries) + num_bytes - int((1 - SLACK) * self._max_bytes)
+        for _, size, path in sorted(entries, key=lambda entry: entry[0]):
             if excess <= 0:
                 return
             path.unlink(missing_ok=True)

@@ -79,8 +79,8 @@ class ClipReader:
             height, width = sizes[index % len(sizes)]
             return Clip(video=mock_clip(index, frames=frames, height=height, width=width), fps=row["fps"])
         try:
-            whole = part is None and not is_remote(location)
-            source = location if whole else read_bytes(location, part, timeout_s=config.timeout_s)
+            is_file = part is None and not is_remote(location)
+            source = location if is_file else read_bytes(location, part, timeout_s=config.timeout_s)
         except OSError as error:
             raise MediaError(f"{row['key']}: cannot be read: {error}") from error
         return read_clip(
@@ -215,20 +215,20 @@ def _first_tensor(data: bytes, *, name: str) -> np.ndarray:
         raise UserError(f"{name} is no safetensors file: {error}") from None
     if not tensors:
         raise UserError(f"{name} holds no tensor")
-    key, held = tensors[0]
-    if held["dtype"] not in DTYPES:
-        raise UserError(f"{name}: {key} is of type {held['dtype']}, not of floats")
-    flat = np.frombuffer(held["data"], DTYPES[held["dtype"]])
-    return (widen(flat) if held["dtype"] == "BF16" else flat).reshape(held["shape"])
+    key, tensor = tensors[0]
+    if tensor["dtype"] not in DTYPES:
+        raise UserError(f"{name}: {key} is of type {tensor['dtype']}, not of floats")
+    flat = np.frombuffer(tensor["data"], DTYPES[tensor["dtype"]])
+    return (widen(flat) if tensor["dtype"] == "BF16" else flat).reshape(tensor["shape"])
 
 
 def _checked(array: np.ndarray, *, width: int | None, name: str) -> np.ndarray:
     shape = array.shape
     while array.ndim > 2 and array.shape[0] == 1:
         array = array[0]
-    wanted = "[tokens, width]" if width is None else f"[tokens, {width}]"
+    form = "[tokens, width]" if width is None else f"[tokens, {width}]"
     if array.ndim != 2 or not len(array) or array.dtype.kind != "f" or width not in (None, array.shape[1]):
-        raise EmbeddingError(f"{name}: an embedding of shape {list(shape)} and type {array.dtype}, not floats {wanted}")
+        raise EmbeddingError(f"{name}: an embedding of shape {list(shape)} and type {array.dtype}, not floats {form}")
     array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise EmbeddingError(f"{name}: the embedding holds values that are not finite")

@@ -93,33 +93,35 @@ def read_layout(files: Any, root: str, config: WFMDataConfig) -> ClipFiles:
     """
     if not files.isdir(root):
         raise UserError(f"data.path = {config.path!r}: there is no such folder")
-    there = {PurePosixPath(path).name: path for path in files.ls(root, detail=False)}
+    listing = {PurePosixPath(path).name: path for path in files.ls(root, detail=False)}
     suffixes = (*VIDEOS, *IMAGES) if config.size.frames == 1 else VIDEOS
-    if "metas" not in there:
+    if "metas" not in listing:
         layout = ClipFiles(
-            captions=_stems(there.values(), CAPTIONS),
-            clips=_stems(there.values(), suffixes),
-            embeddings=_stems(there.values(), EMBEDDINGS),
+            captions=_stems(listing.values(), CAPTIONS),
+            clips=_stems(listing.values(), suffixes),
+            embeddings=_stems(listing.values(), EMBEDDINGS),
         )
     else:
-        paths = [path for name in ("videos", "images") if name in there for path in files.ls(there[name], detail=False)]
-        folders = [there[name] for name in EMBEDDING_FOLDERS if name in there]
+        paths = [
+            path for name in ("videos", "images") if name in listing for path in files.ls(listing[name], detail=False)
+        ]
+        folders = [listing[name] for name in EMBEDDING_FOLDERS if name in listing]
         layout = ClipFiles(
-            captions=_stems(files.ls(there["metas"], detail=False), (".txt",)),
-            clips=_stems(paths, suffixes) if {"videos", "images"} & there.keys() else None,
+            captions=_stems(files.ls(listing["metas"], detail=False), (".txt",)),
+            clips=_stems(paths, suffixes) if {"videos", "images"} & listing.keys() else None,
             embeddings=_stems([path for folder in folders for path in files.ls(folder, detail=False)], EMBEDDINGS),
         )
-        there |= {PurePosixPath(path).name: path for path in paths}
+        listing |= {PurePosixPath(path).name: path for path in paths}
     if layout.clips == {}:
-        raise UserError(_no_clips(config, there))
+        raise UserError(_no_clips(config, listing))
     return layout
 
 
 def _stems(paths: Iterable[str], suffixes: Sequence[str]) -> Listing:
     """Files with one of the suffixes by stem; of several with one stem, that with the first suffix."""
-    found = [path for path in paths if not is_hidden(path) and PurePosixPath(path).suffix.lower() in suffixes]
-    found.sort(key=lambda path: suffixes.index(PurePosixPath(path).suffix.lower()), reverse=True)
-    return {PurePosixPath(path).stem: path for path in found}
+    listed = [path for path in paths if not is_hidden(path) and PurePosixPath(path).suffix.lower() in suffixes]
+    listed.sort(key=lambda path: suffixes.index(PurePosixPath(path).suffix.lower()), reverse=True)
+    return {PurePosixPath(path).stem: path for path in listed}
 
 
 def is_hidden(path: str) -> bool:
@@ -127,12 +129,12 @@ def is_hidden(path: str) -> bool:
     return PurePosixPath(path).name.startswith(".")
 
 
-def _no_clips(config: WFMDataConfig, there: Mapping[str, str]) -> str:
-    if any(PurePosixPath(name).suffix.lower() in IMAGES for name in there):
+def _no_clips(config: WFMDataConfig, names: Mapping[str, str]) -> str:
+    if any(PurePosixPath(name).suffix.lower() in IMAGES for name in names):
         return f"data.path = {config.path!r} holds only images; set data.size.frames = 1, or add videos/NAME.mp4"
     return (
         f"data.path = {config.path!r}: no clips. A folder holds videos/NAME.mp4 (or images/NAME.jpg) and "
-        f"metas/NAME.txt, or NAME.mp4 and NAME.json side by side; it has {', '.join(sorted(there)[:8]) or 'no files'}"
+        f"metas/NAME.txt, or NAME.mp4 and NAME.json side by side; it has {', '.join(sorted(names)[:8]) or 'no files'}"
     )
 
 

@@ -46,7 +46,7 @@ class LoadedClip:
     """Key of the latents in the cache; "" without a cache."""
     rng: np.random.Generator
     """Generator of the row's further random choices."""
-    there: bool = True
+    is_real: bool = True
     """False for a blank clip in place of a missing one."""
 
 
@@ -131,8 +131,8 @@ class ClipLoader:
         except OSError as error:
             raise MediaError(f"{row['key']}: cannot be read: {error}") from error
         key = key_of(file, self._cut)
-        held = self._cache.get(key)
-        return key, None if held is None else held["latents"]
+        entry = self._cache.get(key)
+        return key, None if entry is None else entry["latents"]
 
 
 def _name(row: Mapping[str, Any]) -> Hashable:

@@ -85,16 +85,16 @@ def expand(pattern: str) -> list[str]:
     Raises:
         UserError: descending numbers.
     """
-    found = BRACES.search(pattern)
-    if found is None:
+    match = BRACES.search(pattern)
+    if match is None:
         return [pattern]
-    words = found[1].split(",")
-    if numbers := NUMBERS.fullmatch(found[1]):
+    words = match[1].split(",")
+    if numbers := NUMBERS.fullmatch(match[1]):
         first, last = int(numbers[1]), int(numbers[2])
         if last < first:
-            raise UserError(f"data.path = {pattern!r}: {found[0]} counts down; the smaller number comes first")
+            raise UserError(f"data.path = {pattern!r}: {match[0]} counts down; the smaller number comes first")
         words = [f"{number:0{len(numbers[1])}d}" for number in range(first, last + 1)]
-    return [name for word in words for name in expand(pattern[: found.start()] + word + pattern[found.end() :])]
+    return [name for word in words for name in expand(pattern[: match.start()] + word + pattern[match.end() :])]
 
 
 def list_shards(config: WFMDataConfig) -> list[str]:
@@ -107,8 +107,8 @@ def list_shards(config: WFMDataConfig) -> list[str]:
         files, path = open_store(pattern, timeout_s=config.timeout_s)
         scheme = pattern.partition("://")[0] + "://" if is_remote(pattern) else ""
         with reaching(pattern):
-            found = files.glob(path if "*" in path else f"{path.rstrip('/')}/*.tar")
-        listed += [scheme + name for name in sorted(found) if not is_hidden(name)]
+            names = files.glob(path if "*" in path else f"{path.rstrip('/')}/*.tar")
+        listed += [scheme + name for name in sorted(names) if not is_hidden(name)]
     return listed
 
 
@@ -237,7 +237,7 @@ def _index_file(config: WFMDataConfig, version: list[Any]) -> Path:
 def _from_json(file: Path) -> ShardIndex | None:
     """Read a cached index; None for a damaged file, which is written again."""
     try:
-        held = json.loads(file.read_bytes())
-        return ShardIndex(**{**held, "samples": [ShardSample(**sample) for sample in held["samples"]]})
+        content = json.loads(file.read_bytes())
+        return ShardIndex(**{**content, "samples": [ShardSample(**sample) for sample in content["samples"]]})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -103,8 +103,8 @@ def choose_frames(
         last_start = seconds[-1] + step / 2 - (frames - 1) / fps
         starts = int(np.searchsorted(seconds, last_start, side="right"))
     if starts < 1:
-        wanted = f"{frames} frames" + (f", every {stride}th" if stride > 1 else "") + (f" at {fps:g}/s" if fps else "")
-        raise ValueError(f"is too short for {wanted}: it has {len(seconds)} in {seconds[-1] + step:.3g} s")
+        need = f"{frames} frames" + (f", every {stride}th" if stride > 1 else "") + (f" at {fps:g}/s" if fps else "")
+        raise ValueError(f"is too short for {need}: it has {len(seconds)} in {seconds[-1] + step:.3g} s")
     first = _first(starts, start=start, rng=rng)
     if fps is None:
         return first + stride * np.arange(frames)

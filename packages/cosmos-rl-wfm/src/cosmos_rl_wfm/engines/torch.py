@@ -182,8 +182,8 @@ class FlowEngine(ThreadedEngine[ClipRequest]):
 
     def _denoise(self, batch: DenoisingBatch) -> list[Rollout]:
         device = next(self._model.network.parameters()).device
-        wanted = [(request.condition, count) for request, count in batch.parts if request.condition is not None]
-        condition = joined([one for one, _ in wanted], [count for _, count in wanted]).to(device)
+        conditions = [(request.condition, count) for request, count in batch.parts if request.condition is not None]
+        condition = joined([one for one, _ in conditions], [count for _, count in conditions]).to(device)
         sampling, plan, seeds = batch.sampling, batch.plan, batch.seeds
         without = None if sampling.guidance is None else self._conditions.unconditional.to(device)
         inner = guided_velocity(self._model, condition, without, guidance=sampling.guidance)

@@ -40,8 +40,8 @@ class Condition:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, by field."""
-        held = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: tensor for name, tensor in held if tensor is not None}
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: tensor for name, tensor in values if tensor is not None}
 
     def to(self, device: torch.device) -> Condition:
         """Return the condition on another device."""

@@ -72,15 +72,15 @@ def build_model(
     row = network_class(class_name)
     if row is None:
         try_forward(class_name, values)
-    held = held_dtype or dtype
+    parameter_dtype = held_dtype or dtype
     if folder is None:
-        network = random_network(class_name, values, dtype=held, seed=seed)
+        network = random_network(class_name, values, dtype=parameter_dtype, seed=seed)
     elif filled:
-        network = empty_network(class_name, values, dtype=held)
+        network = empty_network(class_name, values, dtype=parameter_dtype)
         fill(network, folder.weights(NETWORK))
     else:
         with parameters_on_meta():
-            network = empty_network(class_name, values, dtype=held)
+            network = empty_network(class_name, values, dtype=parameter_dtype)
     family = make_family(class_name, network.config)
     if config.lora is not None:
         family_targets = ATTENTION if row is None else row.lora_targets
@@ -97,7 +97,7 @@ def build_model(
         captions=_captions(config, family, folder, traits, device=device) if "text" in parts else None,
         images=_images(config, folder, device=device) if "codec" in parts else None,
         source=folder,
-        compute_dtype=None if held == dtype else dtype,
+        compute_dtype=None if parameter_dtype == dtype else dtype,
     )
 
 
@@ -161,10 +161,10 @@ def quiet() -> None:
 
 
 def _open(config: WFMModelConfig, parts: Collection[Part]) -> ModelFolder | None:
-    wanted = [NETWORK, "scheduler", *(["vae", "image_encoder", "image_processor"] if "codec" in parts else [])]
+    names = [NETWORK, "scheduler", *(["vae", "image_encoder", "image_processor"] if "codec" in parts else [])]
     if "text" in parts and config.text.encoder == "model":
-        wanted += [f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")]
-    return open_source(config, wanted)
+        names += [f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")]
+    return open_source(config, names)
 
 
 def _grid(config: WFMModelConfig, family: Family, folder: ModelFolder | None) -> Grid:

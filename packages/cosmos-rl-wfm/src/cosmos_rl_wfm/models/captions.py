@@ -130,15 +130,15 @@ def load_part(folder: ModelFolder, name: str, *, dtype: torch.dtype | None) -> A
 
     transformers.utils.logging.disable_progress_bar()
     directory, (library, class_name) = folder.part(name), folder.classes[name]
-    found = getattr(transformers, class_name, None) if library == "transformers" else None
-    if found is None:
+    part_class = getattr(transformers, class_name, None) if library == "transformers" else None
+    if part_class is None:
         raise UserError(
             f"model.path: {name} is {library}.{class_name}, which transformers {transformers.__version__} lacks"
         )
     try:
         if dtype is None:
-            return found.from_pretrained(directory)
-        return found.from_pretrained(directory, dtype=dtype, use_safetensors=True).requires_grad_(False).eval()
+            return part_class.from_pretrained(directory)
+        return part_class.from_pretrained(directory, dtype=dtype, use_safetensors=True).requires_grad_(False).eval()
     except (OSError, ValueError) as error:
         raise UserError(f"model.path: {directory} cannot be loaded as {class_name}: {error}") from error
 
@@ -150,8 +150,8 @@ def _plain(caption: str) -> str:
 
 def _tokens(tokenizer: Any, captions: Sequence[str], *, length: int) -> tuple[Tensor, Tensor]:
     """Ids and mask, int64 [B, length]."""
-    found = tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-    return found.input_ids, found.attention_mask
+    encoded = tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    return encoded.input_ids, encoded.attention_mask
 
 
 class _T5:

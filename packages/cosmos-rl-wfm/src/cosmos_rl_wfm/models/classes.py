@@ -162,8 +162,8 @@ def compression(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
     temporal, spatial = 2 ** sum(halvings), 2 ** len(halvings) * (config["patch_size"] or 1)
     if temporal != 4:
         raise UserError(f"model: an AutoencoderKLWan that packs {temporal} frames is not supported; 4 are")
-    found = {"scale_factor_temporal": temporal, "scale_factor_spatial": spatial}
-    for key, factor in found.items():
+    factors = {"scale_factor_temporal": temporal, "scale_factor_spatial": spatial}
+    for key, factor in factors.items():
         if config.get(key, factor) != factor:
             raise UserError(f"model: an AutoencoderKLWan with {key} = {config[key]} packs {factor} by its layers")
     return config["z_dim"], temporal, spatial

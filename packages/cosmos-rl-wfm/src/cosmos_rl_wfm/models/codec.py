@@ -109,8 +109,8 @@ class VideoVae:
     def decode(self, latents: Tensor) -> Tensor:
         latents = latents.float()
         mean, std = to_device((self._mean, self._std), latents.device)
-        whole = latents * std + mean
-        return self._vae.decode(_onto(whole, self._vae), return_dict=False)[0].float().to(latents.device)
+        scaled = latents * std + mean
+        return self._vae.decode(_onto(scaled, self._vae), return_dict=False)[0].float().to(latents.device)
 
 
 class ImageVae:
@@ -131,8 +131,8 @@ class ImageVae:
         return (latents.float() - self._shift)[:, :, None] * self._scale
 
     def decode(self, latents: Tensor) -> Tensor:
-        whole = _one_frame(latents).float() / self._scale + self._shift
-        return self._vae.decode(_onto(whole, self._vae), return_dict=False)[0].float()[:, :, None].to(latents.device)
+        scaled = _one_frame(latents).float() / self._scale + self._shift
+        return self._vae.decode(_onto(scaled, self._vae), return_dict=False)[0].float()[:, :, None].to(latents.device)
 
 
 def make_codec(vae: Any, *, tiling: bool = False) -> Codec:

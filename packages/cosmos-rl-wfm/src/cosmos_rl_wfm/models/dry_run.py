@@ -66,13 +66,13 @@ def _codec_bytes(
                 to_video(decode(torch.zeros(clips, latents[0], latent_frames, *latents[2:])))
             return encoding.peak, decoding.peak
 
-        found = peaks(min(latents[1], _STEADY))
+        peak_bytes = peaks(min(latents[1], _STEADY))
         if more := max(0, latents[1] - _STEADY):  # frames are taken one after the other: each adds to what is kept
             pixels = torch.zeros(clips, 3, size.frames, size.height, size.width, dtype=vae.dtype)
             converted = peaks(latents[1], encode=lambda clips: clips, decode=lambda _: pixels.clone().float())  # joined
-            grown = [now + more * (now - before) for now, before in zip(found, peaks(_STEADY - 1), strict=True)]
-            found = [max(both) for both in zip(grown, converted, strict=True)]
-    encode, decode = found
+            grown = [now + more * (now - before) for now, before in zip(peak_bytes, peaks(_STEADY - 1), strict=True)]
+            peak_bytes = [max(both) for both in zip(grown, converted, strict=True)]
+    encode, decode = peak_bytes
     return CodecBytes(weights=weights, encode=encode, decode=decode)
 
 
@@ -107,7 +107,7 @@ def network_bytes(
     with tensors_without_memory():
         network = empty_network(class_name, config, dtype=getattr(torch, dtype))
         family = make_family(class_name, network.config)
-        with LiveBytes(without=tensors_of(network)) as held:
+        with LiveBytes(without=tensors_of(network)) as live:
             condition = Condition(
                 text=torch.zeros(captions, text_length, family.text_width),
                 text_mask=torch.ones(captions, text_length, dtype=torch.bool),
@@ -115,7 +115,7 @@ def network_bytes(
                 text_rows=torch.zeros(samples, dtype=torch.int64),
             )
             family.velocity(network, torch.zeros(samples, *latents), torch.ones(samples), condition)
-    return held.peak + sum(buffer.nbytes for buffer in network.buffers())  # such as tables of positions
+    return live.peak + sum(buffer.nbytes for buffer in network.buffers())  # such as tables of positions
 
 
 _TOKENS = 8
@@ -145,7 +145,7 @@ def try_forward(class_name: str, config: Mapping[str, Any]) -> None:
             family = make_family(class_name, with_defaults(class_name, config))
             network = empty_network(class_name, config, dtype=torch.float32)
             latents = torch.zeros(1, *_smallest(family))
-            found = family.velocity(network, latents, torch.ones(1), _condition(family))
+            velocity = family.velocity(network, latents, torch.ones(1), _condition(family))
         except UserError:
             raise
         except _OF_A_NETWORK as error:
@@ -153,9 +153,9 @@ def try_forward(class_name: str, config: Mapping[str, Any]) -> None:
                 f"model: {class_name} cannot be made from this configuration, or cannot be called with only latents, "
                 f"times and text: {_words(error)}"
             ) from error
-    if found.shape != latents.shape:
+    if velocity.shape != latents.shape:
         raise UserError(
-            f"model: {class_name} makes {list(found.shape)} of latents {list(latents.shape)}, where a velocity has "
+            f"model: {class_name} makes {list(velocity.shape)} of latents {list(latents.shape)}, where a velocity has "
             "their shape: it is no flow-matching network of them"
         )
 

@@ -70,8 +70,8 @@ class ModelFolder:
         directory = self.part(name)
         places = [directory, self.root] if name == NETWORK else [directory]
         for place in places:
-            if found := _safetensors(place):
-                return found
+            if files := _safetensors(place):
+                return files
         if missing_ok:
             return []
         raise UserError(
@@ -81,11 +81,11 @@ class ModelFolder:
 
     def copy_others(self, directory: Path, *, weights: bool) -> None:
         """Write the index of a pipeline and its parts other than the network, with or without their weights."""
-        there = [name for name in self.classes if name != NETWORK and self.has(name)]
-        missing = {name: [None, None] for name in self.classes if name not in (NETWORK, *there)}
+        present = [name for name in self.classes if name != NETWORK and self.has(name)]
+        missing = {name: [None, None] for name in self.classes if name not in (NETWORK, *present)}
         directory.mkdir(parents=True, exist_ok=True)
         (directory / INDEX).write_text(json.dumps({**_read(self.root / INDEX), **missing}, indent=2) + "\n")
-        for name in there:
+        for name in present:
             (directory / name).mkdir(exist_ok=True)
             small = [file for pattern in _SMALL_FILES for file in self.part(name).glob(pattern)]
             for file in (*small, *(self.weights(name, missing_ok=True) if weights else [])):
@@ -152,11 +152,11 @@ def _safetensors(place: Path) -> list[Path]:
             return [place / name]
     for index in sorted(place.glob("[!.]*.safetensors.index.json")):
         return _listed(index)
-    found = sorted(place.glob(f"[!.]{_SAFETENSORS}"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
+    files = sorted(place.glob(f"[!.]{_SAFETENSORS}"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
         raise UserError(f"model.path: {place} has several sets of weights ({names}); keep one, called {WEIGHTS}")
-    return found
+    return files
 
 
 def _listed(index: Path) -> list[Path]:
@@ -168,9 +168,9 @@ def _fetch(model_id: str, *, revision: str | None, parts: Sequence[str]) -> Path
 
     hub.must_be_quiet()
     kinds: list[str] = [_SAFETENSORS, *_SMALL_FILES]
-    wanted = ["*.json", *(f"{part}/{kind}" for part in parts for kind in kinds)] if parts else kinds
+    patterns = ["*.json", *(f"{part}/{kind}" for part in parts for kind in kinds)] if parts else kinds
     try:
-        return Path(snapshot_download(model_id, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         where = f"model.path = {model_id!r}" + (f" at model.revision = {revision!r}" if revision else "")
         raise UserError(
@@ -211,11 +211,11 @@ def network_of(config: WFMModelConfig, folder: ModelFolder | None) -> tuple[str,
         class_name, values = folder.classes[NETWORK][1], folder.config(NETWORK)
     check_network(class_name, claimed=config.family == "flow")
     row = network_class(class_name)
-    found = "flow" if row is None else row.family
-    if config.family not in ("auto", found):
+    kind = "flow" if row is None else row.family
+    if config.family not in ("auto", kind):
         where = f"model.path = {config.path!r} has" if config.path else "model.network names"
         raise UserError(
-            f'model.family = "{config.family}", but {where} a {class_name}, of "{found}"; set family = "{found}"'
+            f'model.family = "{config.family}", but {where} a {class_name}, of "{kind}"; set family = "{kind}"'
         )
     return class_name, values
 

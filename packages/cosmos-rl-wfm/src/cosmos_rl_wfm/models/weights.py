@@ -97,15 +97,15 @@ def fill(network: nn.Module, files: Sequence[Path]) -> None:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"model.path: {path} is not a safetensors file ({error})") from error
             sources |= dict.fromkeys(file.keys(), file)
-        wanted = {name: base_name(name) for name in network.state_dict()}
-        missing = sorted(name for name in wanted.values() if name is not None and name not in sources)
+        base_names = {name: base_name(name) for name in network.state_dict()}
+        missing = sorted(name for name in base_names.values() if name is not None and name not in sources)
         if missing:
             raise UserError(
                 f"model.path: {files[0].parent} lacks {len(missing)} weights of {type(network).__name__} "
                 f"({', '.join(missing[:5])}); check that config.json and the weights belong together"
             )
         for name, tensor in network.state_dict(keep_vars=True).items():
-            if (source := wanted[name]) is not None:
+            if (source := base_names[name]) is not None:
                 _fill(tensor, source, sources[source])
 
 
@@ -141,25 +141,25 @@ def write_diffusers_adapters(directory: Path) -> None:
 def _build(class_name: str, config: Mapping[str, Any]) -> ModelMixin:
     import diffusers
 
-    found = getattr(diffusers, class_name, None)
-    if not isinstance(found, type) or not issubclass(found, diffusers.ModelMixin):
+    model_class = getattr(diffusers, class_name, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, diffusers.ModelMixin):
         raise UserError(f"model: diffusers {diffusers.__version__} has no model class {class_name!r}")
     values = {key: value for key, value in config.items() if not key.startswith("_")}
-    unknown = sorted(set(values) - set(inspect.signature(found.__init__).parameters))
+    unknown = sorted(set(values) - set(inspect.signature(model_class.__init__).parameters))
     if unknown:
-        known = ", ".join(sorted(set(inspect.signature(found.__init__).parameters) - {"self"}))
+        known = ", ".join(sorted(set(inspect.signature(model_class.__init__).parameters) - {"self"}))
         raise UserError(f"model: {class_name} has no argument {', '.join(unknown)}; it has {known}")
     try:
-        return cast(Any, found).from_config(dict(config)).eval()
+        return cast(Any, model_class).from_config(dict(config)).eval()
     except (TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
         raise UserError(f"model: {class_name} cannot be made from this configuration: {error}") from error
 
 
 def _fill(tensor: Tensor, name: str, source: safe_open) -> None:
-    whole = source.get_slice(name)
-    if list(tensor.shape) != whole.get_shape():
+    stored = source.get_slice(name)
+    if list(tensor.shape) != stored.get_shape():
         raise UserError(
-            f"model.path: {name} is {whole.get_shape()} in the safetensors and {list(tensor.shape)} by config.json; "
+            f"model.path: {name} is {stored.get_shape()} in the safetensors and {list(tensor.shape)} by config.json; "
             "check that they belong together"
         )
-    fill_own_part(tensor, whole.__getitem__)
+    fill_own_part(tensor, stored.__getitem__)

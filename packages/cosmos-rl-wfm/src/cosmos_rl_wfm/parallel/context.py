@@ -175,14 +175,14 @@ class TokenAxis:
         self.num_tokens = 0
         """L, from the first block to the output projection, and while a block is recomputed."""
 
-    def cut(self, whole: Tensor, along: Along) -> Tensor:
+    def cut(self, tensor: Tensor, along: Along) -> Tensor:
         """Return this rank's l = ceil(L / cp) of L slices along a dim, padded with zeros."""
-        length = whole.shape[along.dim]
+        length = tensor.shape[along.dim]
         rows = -(-length // self.mesh.size())
         start = min(rows * self.mesh.get_local_rank(), length)
-        part = whole.narrow(along.dim, start, min(rows, length - start))
+        part = tensor.narrow(along.dim, start, min(rows, length - start))
         missing = rows - part.shape[along.dim]
-        return F.pad(part, (0, 0) * (whole.ndim - 1 - along.dim) + (0, missing)) if missing else part
+        return F.pad(part, (0, 0) * (tensor.ndim - 1 - along.dim) + (0, missing)) if missing else part
 
     def cut_each(self, value: Any, along: Along) -> Any:
         """Cut a tensor, or each of a tuple; values without a token dim are returned unchanged."""
@@ -244,10 +244,10 @@ def _attend_to_all(block: nn.Module, plan: TokenPlan, axis: TokenAxis) -> None:
 
 
 def _attended(forward: Forward, axis: TokenAxis, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    whole = WholeAttention(axis.mesh, rows=hidden_states.shape[1], num_tokens=axis.num_tokens)
-    with whole:
+    attention = WholeAttention(axis.mesh, rows=hidden_states.shape[1], num_tokens=axis.num_tokens)
+    with attention:
         output = forward(hidden_states, *args, **kwargs)
-    if whole.calls != 1:
+    if attention.calls != 1:
         raise UserError(
             "[policy.parallel] cp exchanges heads in torch's scaled_dot_product_attention, which this attention does "
             "not call; unset DIFFUSERS_ATTN_BACKEND, or set it to native"

@@ -68,8 +68,8 @@ def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.d
 
 def check_axes(parallel: ParallelSection, memory: MemorySection | None = None) -> None:
     """Raise one UserError with every option of [policy.parallel] that diffusers' transformers do not support."""
-    if found := list(_refused(parallel, memory or MemorySection())):
-        raise UserError("; ".join(found))
+    if problems := list(_refused(parallel, memory or MemorySection())):
+        raise UserError("; ".join(problems))
 
 
 def _refused(parallel: ParallelSection, memory: MemorySection) -> Iterator[str]:

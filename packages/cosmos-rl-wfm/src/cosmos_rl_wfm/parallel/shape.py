@@ -27,19 +27,19 @@ def read_shape(model: WFMModelConfig, data: WFMDataConfig) -> ModelShape | None:
         return None
     folder = open_source(model)
     class_name, config = network_of(model, folder)
-    found = model_shape(
+    shape = model_shape(
         {**config, "_class_name": class_name},
         dtype=model.dtype,
         lora_rank=0 if model.lora is None else model.lora.rank,
         lora_targets=_lora_targets(model.lora, class_name),
     )
-    if found is None:
+    if shape is None:
         return None
     _, frames, pixels = (1, 1, 1) if model.codec == "pixels" else compression(*vae_of(model, folder))
     size = data.size
     latents = (1, (size.frames - 1) // frames + 1, size.height // pixels, size.width // pixels)
     return replace(
-        found,
+        shape,
         tokens_per_term=num_tokens(_complete({**config, "_class_name": class_name}), latents),
         axes=frozenset({"cp"}),
     )
@@ -49,8 +49,8 @@ def _lora_targets(lora: WFMLoraSection | None, class_name: str) -> tuple[str, ..
     """Name suffixes of adapted layers; None for all linear layers."""
     row = network_class(class_name)
     family = ATTENTION if row is None else row.lora_targets
-    wanted = family if lora is None else lora.targets(family)
-    return None if wanted == "all-linear" else wanted
+    targets = family if lora is None else lora.targets(family)
+    return None if targets == "all-linear" else targets
 
 
 _JOINT = {"SD3Transformer2DModel"}

@@ -83,8 +83,8 @@ def load_head(path: Path) -> AestheticHead:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}") from error
     number = sum(name.endswith(".weight") for name in tensors)
-    wanted = {"mean", "scale"} | {f"layers.{i}.{part}" for i in range(number) for part in ("weight", "bias")}
-    if set(tensors) != wanted or not number or metadata.get("features") not in get_args(Features):
+    expected = {"mean", "scale"} | {f"layers.{i}.{part}" for i in range(number) for part in ("weight", "bias")}
+    if set(tensors) != expected or not number or metadata.get("features") not in get_args(Features):
         raise UserError(f"{path} is not an aesthetic head: train one with cosmos_rl_wfm.train_aesthetic")
     return AestheticHead(
         features="clip" if metadata["features"] == "clip" else "statistics",

@@ -54,7 +54,7 @@ def train_aesthetic(
     videos, scores = _checked(rows)
     order = np.random.default_rng(seed).permutation(len(videos))
     num_held = max(1, round(held_out * len(videos)))
-    held, used = order[:num_held], order[num_held:]
+    validation, used = order[:num_held], order[num_held:]
     if len(used) < 2:
         raise UserError(f"{len(videos)} rows are too few: at least 2 to fit and 1 held out are needed")
     describe = pixel_features if clip is None else clip_describe(clip, num_frames=clip.num_frames)
@@ -75,8 +75,8 @@ def train_aesthetic(
     return Trained(
         head=head,
         train_error=_rms(error[used]),
-        held_out_error=_rms(error[held]),
-        constant_error=_rms(scores[held] - scores[used].mean()),
+        held_out_error=_rms(error[validation]),
+        constant_error=_rms(scores[validation] - scores[used].mean()),
     )
 
 

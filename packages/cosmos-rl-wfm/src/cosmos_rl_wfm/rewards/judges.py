@@ -101,9 +101,9 @@ class VlmJudgeReward(Pretrained):
     def _expected(self, probabilities: Mapping[str, float], index: int) -> float:
         mass = sum(probabilities.values())
         if mass <= 0 or mass < self.min_mass:
-            wanted = ", ".join(self.answers)
+            answers = ", ".join(self.answers)
             raise ValueError(
-                f"for rollout {index} the judge gives the answers {wanted} a total probability of {mass:.2g}, less "
+                f"for rollout {index} the judge gives the answers {answers} a total probability of {mass:.2g}, less "
                 f"than min_mass = {self.min_mass:g}: change the question so that it answers with one of these words"
             )
         return sum(probability * self.answers[answer] for answer, probability in probabilities.items()) / mass

@@ -75,15 +75,15 @@ class JudgeModel:
     @torch.inference_mode()
     def probabilities(self, clips: Sequence[np.ndarray], question: str) -> list[Mapping[str, float]]:
         """Return p(answer) for each clip [N, H, W, 3] by answer: the sum over the tokens that spell it."""
-        found: list[Mapping[str, float]] = []
+        by_clip: list[Mapping[str, float]] = []
         for start in range(0, len(clips), self._batch_size):
             inputs = self._inputs(clips[start : start + self._batch_size], question)
             output = self._model.generate(
                 **inputs, max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
             )
             for row in output.logits[0].float().softmax(dim=-1):
-                found.append({answer: float(row[tokens].sum()) for answer, tokens in self._tokens.items()})
-        return found
+                by_clip.append({answer: float(row[tokens].sum()) for answer, tokens in self._tokens.items()})
+        return by_clip
 
     def _inputs(self, clips: Sequence[np.ndarray], question: str) -> Any:
         images = [[Image.fromarray(frame) for frame in clip] for clip in clips]

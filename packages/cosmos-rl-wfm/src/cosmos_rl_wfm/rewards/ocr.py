@@ -56,11 +56,11 @@ class OcrReward(Strict):
         self._reader = Exclusive(lambda: make(**self.reader_options))
 
     def __call__(self, group: RolloutGroup) -> list[float]:
-        wanted = quoted(row_text(group, self.column))
+        expected = quoted(row_text(group, self.column))
         clips = [sample_frames(video, self.num_frames) for video in group_videos(group)]
         with self._reader.use() as reader:
             texts = [reader.read(clip) for clip in clips]
-        return [sum(match(text, wanted) for text in read) / len(read) for read in texts]
+        return [sum(match(text, expected) for text in read) / len(read) for read in texts]
 
 
 def quoted(caption: str) -> str:
@@ -76,12 +76,12 @@ def quoted(caption: str) -> str:
     return text
 
 
-def match(text: str, wanted: str) -> float:
-    """Return max(0, 1 - edit distance / length of `wanted`), ignoring blanks and case; 1 if `text` contains it."""
-    text, wanted = _bare(text), _bare(wanted)
-    if wanted in text:
+def match(text: str, expected: str) -> float:
+    """Return max(0, 1 - edit distance / length of `expected`), ignoring blanks and case; 1 if `text` contains it."""
+    text, expected = _bare(text), _bare(expected)
+    if expected in text:
         return 1.0
-    return max(0.0, 1.0 - edit_distance(text, wanted) / len(wanted))
+    return max(0.0, 1.0 - edit_distance(text, expected) / len(expected))
 
 
 def edit_distance(a: str, b: str) -> int:

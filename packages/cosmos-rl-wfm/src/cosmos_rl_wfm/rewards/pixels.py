@@ -168,8 +168,10 @@ def direction(caption: str) -> tuple[float, float]:
     """
     named = {word.lower() for word in _MOVING.findall(caption)}
     if len(named) != 1:
-        found = " and ".join(sorted(named)) or "none"
-        raise UserError(f"the caption {caption[:80]!r} must name one of moving left, right, up, down; found: {found}")
+        directions = " and ".join(sorted(named)) or "none"
+        raise UserError(
+            f"the caption {caption[:80]!r} must name one of moving left, right, up, down; found: {directions}"
+        )
     return DIRECTIONS[named.pop()]
 
 

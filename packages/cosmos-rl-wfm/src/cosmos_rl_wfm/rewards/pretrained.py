@@ -83,11 +83,11 @@ class Exclusive(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._turn = Lock()
-        self._made: tuple[T] | None = None
+        self._built: tuple[T] | None = None
 
     @contextmanager
     def use(self) -> Iterator[T]:
         with self._turn:
-            if self._made is None:
-                self._made = (self._make(),)
-            yield self._made[0]
+            if self._built is None:
+                self._built = (self._make(),)
+            yield self._built[0]

@@ -53,8 +53,8 @@ def _checked(video: np.ndarray | None, index: int, min_frames: int) -> np.ndarra
     if video is None:
         raise UserError(f"rollout {index} has no video; rewards of the wfm domain need the engine of that domain")
     if video.dtype != np.uint8 or video.ndim != 4 or video.shape[-1] != 3 or 0 in video.shape:
-        found = f"{video.dtype} {list(video.shape)}"
-        raise UserError(f"the video of rollout {index} is {found}; it must be uint8 [F, H, W, 3]")
+        described = f"{video.dtype} {list(video.shape)}"
+        raise UserError(f"the video of rollout {index} is {described}; it must be uint8 [F, H, W, 3]")
     if len(video) < min_frames:
         raise UserError(f"the video of rollout {index} has {len(video)} frames; this reward needs {min_frames} or more")
     return video
