@@ -30,7 +30,7 @@ class Directory:
         self._guard = threading.Lock()
         self._known: dict[object, tuple[int, Holder]] = {}
         """Version and holder, by the session that reported them."""
-        self._asked: Counter[Holder] = Counter()
+        self._num_requests: Counter[Holder] = Counter()
         """Number of times that a holder was listed first for its rank."""
 
     def enter(self, owner: object, version: int, holder: Holder) -> None:
@@ -43,7 +43,7 @@ class Directory:
         with self._guard:
             _, holder = self._known.pop(owner, (-1, None))
             if holder is not None:
-                del self._asked[holder]
+                del self._num_requests[holder]
 
     def find(self, after: int) -> Holders:
         """Return the newest served version, if it is newer than `after`, and its holders, least asked first."""
@@ -52,9 +52,9 @@ class Directory:
             if version <= after:
                 return Holders(-1, ())
             holders = [holder for served, holder in self._known.values() if served == version]
-            holders.sort(key=lambda holder: self._asked[holder])
+            holders.sort(key=lambda holder: self._num_requests[holder])
             first = {(holder.layout, holder.rank): holder for holder in reversed(holders)}
-            self._asked.update(first.values())
+            self._num_requests.update(first.values())
             return Holders(version, tuple(holders))
 
     def ring(self, owner: object, version: int) -> tuple[str, ...]:

@@ -316,19 +316,19 @@ class Pending:
     """Pending writes by bucket. Several threads may add different buckets."""
 
     def __init__(self) -> None:
-        self._whole: dict[tuple[int, int], Bucket] = {}
+        self._buckets: dict[tuple[int, int], Bucket] = {}
         self._patches: dict[tuple[int, int], tuple[Patch, ...]] = {}
 
     def add_whole(self, bucket: Bucket) -> None:
         """Record that the whole bucket differs."""
         key = bucket.source, bucket.index
         self._patches.pop(key, None)
-        self._whole[key] = bucket
+        self._buckets[key] = bucket
 
     def add(self, bucket: Bucket, patches: Callable[[], Iterable[Patch]], *, num_changes: int) -> None:
         """Record that elements of a bucket differ; `patches` is called only below MOST_PATCHED."""
         key = bucket.source, bucket.index
-        if key in self._whole or not num_changes:
+        if key in self._buckets or not num_changes:
             return
         if key in self._patches or num_changes > MOST_PATCHED * sum(piece.box.numel for piece in bucket.pieces):
             self.add_whole(bucket)
@@ -339,7 +339,7 @@ class Pending:
         """Write all changes to the live tensors; `copy` writes a whole bucket. Idempotent."""
         work: list[Callable[[], None]] = [patch.write for patches in self._patches.values() for patch in patches]
         list(pool.map(lambda write: write(), work))
-        list(pool.map(copy, self._whole.values()))
+        list(pool.map(copy, self._buckets.values()))
 
 
 @dataclass(frozen=True, slots=True)
