@@ -57,11 +57,11 @@ def build_policy(
     """
     dtype, compute_dtype = _dtypes(model, setup)
     if setup.mesh is None:
-        whole, weights = load_model(source, dtype=dtype), None
-        whole.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
+        network, weights = load_model(source, dtype=dtype), None
+        network.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     else:
-        whole = empty_model(source, dtype=dtype)
-        weights = find_weights(whole, source)
+        network = empty_model(source, dtype=dtype)
+        weights = find_weights(network, source)
     if "language_model" in model.freeze and setup.parallel.pp > 1:
         raise UserError(
             f'[policy.parallel] pp = {setup.parallel.pp}: model.freeze = ["language_model"] leaves stages without a '
@@ -73,12 +73,12 @@ def build_policy(
             "model.lora.whole; set pp = 1"
         )
     prepare = partial(_prepare, model=model, seed=seed)
-    prepare(whole)
-    check_ranks(whole, setup, prepare=prepare)
-    log_kernels(whole, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)
+    prepare(network)
+    check_ranks(network, setup, prepare=prepare)
+    log_kernels(network, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)
     policy = _kind(pipelined=setup.mesh is not None and setup.mesh.dims.pp > 1)(
-        whole,
-        chat=replace(chat(whole), ranks=cache(RankGroup.of_all)),
+        network,
+        chat=replace(chat(network), ranks=cache(RankGroup.of_all)),
         temperature=temperature,
         truncation=truncation,
         compute_dtype=compute_dtype,
@@ -114,8 +114,8 @@ def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torc
             'parameters = "float32"'
         )
     computed = getattr(torch, model.dtype)
-    held = setup.parameter_dtype(computed)
-    return held, None if held == computed else computed
+    parameter_dtype = setup.parameter_dtype(computed)
+    return parameter_dtype, None if parameter_dtype == computed else computed
 
 
 @torch.no_grad()
@@ -126,13 +126,13 @@ def fill_model(module: nn.Module, source: str, weights: Mapping[str, Weight] | N
         weights: of the whole model, read box by box; None: the whole model is loaded in the host's memory.
     """
     tensors = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
-    wanted = {base: tensor for name, tensor in tensors.values() if (base := base_name(name)) is not None}
+    targets = {base: tensor for name, tensor in tensors.values() if (base := base_name(name)) is not None}
     if weights is None:
         log.warning("weights: every rank loads the whole model on the host, as its safetensors cannot be read by parts")
-        whole = load_model(source, dtype=next(module.parameters()).dtype).state_dict()
-        for name, tensor in wanted.items():
-            fill_own_part(tensor, whole[name].__getitem__)
+        state = load_model(source, dtype=next(module.parameters()).dtype).state_dict()
+        for name, tensor in targets.items():
+            fill_own_part(tensor, state[name].__getitem__)
         return
     with open_weights(source) as reader:
-        for name, tensor in wanted.items():  # tied tensors once, under their first name
+        for name, tensor in targets.items():  # tied tensors once, under their first name
             fill_own_part(tensor, reader(weights[name]))

@@ -106,8 +106,8 @@ class LLMDomain(DomainBase):
         """Pictures and videos of a row's prompt."""
         from cosmos_rl_llm.media.source import PromptMedia
 
-        found = PromptMedia(row, data.media)
-        return found.locations, found
+        media = PromptMedia(row, data.media)
+        return media.locations, media
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> PromptRecorder:
         """A gallery of prompts with pictures and videos beside the answers."""
@@ -296,8 +296,8 @@ class LLMDomain(DomainBase):
 
 def _specs(directory: Path) -> Sequence[WeightSpec]:
     """The weights of a directory; of one with config.json alone by a model on meta, which loads transformers."""
-    if found := read_specs(directory):
-        return found
+    if specs := read_specs(directory):
+        return specs
     from cosmos_rl_llm.model.weights import specs_of_config
 
     return specs_of_config(directory)

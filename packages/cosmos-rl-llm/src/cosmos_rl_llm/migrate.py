@@ -59,8 +59,8 @@ def _prompts(old: Migration, section: str, dataset: str) -> None:
 
 
 def _rewards(old: Migration) -> None:
-    found = old.take(f"{POLICY}.reward_function")
-    weights = found if isinstance(found, dict) else dict.fromkeys([found] if isinstance(found, str) else found or [], 1)
+    named = old.take(f"{POLICY}.reward_function")
+    weights = named if isinstance(named, dict) else dict.fromkeys([named] if isinstance(named, str) else named or [], 1)
     functions = [
         {"name": REWARDS.get(name, (name, None))[0], **({"weight": float(weight)} if weight != 1 else {})}
         for name, weight in weights.items()

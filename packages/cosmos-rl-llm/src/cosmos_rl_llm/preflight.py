@@ -135,8 +135,8 @@ def _of_pictures(config: RunConfig, directory: Path) -> Iterator[Problem]:
     """A family of vision-language models that the engine does not take."""
     if config.is_sft or config.rollout.engine != "vllm":
         return
-    found = read_json_object(directory / "config.json", hint="see model.path")
-    if "vision_config" in found and (why := no_pictures(str(found.get("model_type")))):
+    model_config = read_json_object(directory / "config.json", hint="see model.path")
+    if "vision_config" in model_config and (why := no_pictures(str(model_config.get("model_type")))):
         yield Problem(key="rollout.engine", given='"vllm"', wrong=why, suggestion='set it to "torch"')
 
 

@@ -249,10 +249,10 @@ def find_end_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Itera
         UserError: there is none, so no response could end.
     """
     listed = [generation_eos] if isinstance(generation_eos, int) else generation_eos or []
-    found = frozenset(token for token in (tokenizer.eos_token_id, *listed) if isinstance(token, int))
-    if not found:
+    end_ids = frozenset(token for token in (tokenizer.eos_token_id, *listed) if isinstance(token, int))
+    if not end_ids:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no end-of-sequence token, nor "
             "does generation_config.json; set eos_token in tokenizer_config.json"
         )
-    return found
+    return end_ids

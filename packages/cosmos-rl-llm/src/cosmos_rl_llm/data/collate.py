@@ -224,10 +224,10 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
     samples: list[TrainSequence] = []
     too_long: list[str] = []
     num_cut = 0
-    for prompt, whole in readable:
-        fitted = _fit(whole, prompt.row, chat=chat)
+    for prompt, sequence in readable:
+        fitted = _fit(sequence, prompt.row, chat=chat)
         if fitted is None:
-            length = len(whole.prompt_tokens) + len(whole.tokens)
+            length = len(sequence.prompt_tokens) + len(sequence.tokens)
             reason = f"a row of {length} tokens, more than {chat.max_length}; it begins {_beginning(prompt.row)}"
             if chat.overlong == "error":
                 chat.faults.add(prompt.origin or prompt.sample_id, f"{prompt.origin or 'a row'}: {reason}")
@@ -235,7 +235,7 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
                 too_long.append(reason)
         else:
             samples.append(fitted)
-            num_cut += fitted is not whole
+            num_cut += fitted is not sequence
     lengths = np.array([int(sample.loss_mask.sum()) for sample in samples] or [0])
     metrics = {"response_length_mean": float(lengths.mean()), "response_length_max": float(lengths.max())}
     if chat.overlong != "error":

@@ -81,18 +81,18 @@ def read_items(prompts: Sequence[Prompt], chat: Chat) -> list[RowItems]:
     own = dict(zip(places, taken, strict=True))
     sent = ranks.gather(msgspec.msgpack.encode([read for read, _ in own.values()]))
     of_ranks = [iter(_decode(data)) for data in sent]
-    found: list[RowItems] = []
+    rows: list[RowItems] = []
     for place, prompt in enumerate(prompts):
         read = next(of_ranks[place % ranks.size])
         if read.wrong:
             raise UserError(read.wrong)
         if place in own:
             items = own[place][1]
-            found.append(RowItems(items=items, unreadable=read.unreadable, pixels=partial(tuple, items)))
+            rows.append(RowItems(items=items, unreadable=read.unreadable, pixels=partial(tuple, items)))
         else:
             outlines = [outline.item() for outline in read.outlines]
-            found.append(RowItems(items=outlines, unreadable=read.unreadable, pixels=partial(_again, prompt, chat)))
-    return found
+            rows.append(RowItems(items=outlines, unreadable=read.unreadable, pixels=partial(_again, prompt, chat)))
+    return rows
 
 
 def begin_reading(prompts: Sequence[Prompt], chat: Chat) -> None:

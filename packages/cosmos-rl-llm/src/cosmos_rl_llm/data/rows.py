@@ -299,9 +299,9 @@ def _fill(template: str, row: Mapping[str, Any], *, where: str) -> str:
         raise UserError(f"{where}: data.prompt_template does not fit this row: {error}") from None
 
 
-def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str, Any]]:
+def _messages(value: Any, expected: str, *, where: str, key: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: {wanted}, not {shown(value)} ({key})")
+        raise UserError(f"{where}: {expected}, not {shown(value)} ({key})")
     value = [_without_nulls(message) if isinstance(message, Mapping) else message for message in value]
     for place, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str | list):
@@ -316,24 +316,24 @@ def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message without keys that are null, for which templates look; a call of tools alone has no content."""
-    found = {key: value for key, value in message.items() if value is not None}
-    return {"content": "", **found} if found.get("tool_calls") else found
+    present = {key: value for key, value in message.items() if value is not None}
+    return {"content": "", **present} if present.get("tool_calls") else present
 
 
 def _tools(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> list[dict[str, Any]]:
     """The functions that a chat template lists; none beside plain text."""
-    found = None if config.chat_template == PLAIN_TEXT else row.get(config.tools_column)
-    if isinstance(found, str) and found.strip():
+    tools = None if config.chat_template == PLAIN_TEXT else row.get(config.tools_column)
+    if isinstance(tools, str) and tools.strip():
         with suppress(json.JSONDecodeError):  # text of another kind is refused below
-            found = json.loads(found)
-    if not found:
+            tools = json.loads(tools)
+    if not tools:
         return []
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
-            f"{where}: tools must be a list of JSON schemas, not {shown(found)} (data.tools_column); name another "
+            f"{where}: tools must be a list of JSON schemas, not {shown(tools)} (data.tools_column); name another "
             'column, or none: tools_column = ""'
         )
-    return found
+    return tools
 
 
 _SEARCH_S = 1.0
@@ -392,5 +392,5 @@ def _column(row: Mapping[str, Any], column: str, *, where: str, key: str) -> Any
 
 
 def _missing_column(row: Mapping[str, Any], column: str, *, where: str, key: str) -> UserError:
-    there = ", ".join(repr(name) for name in row) or "none"
-    return UserError(f"{where}: no column {column!r} ({key}); there are: {there}{did_you_mean(column, row)}")
+    columns = ", ".join(repr(name) for name in row) or "none"
+    return UserError(f"{where}: no column {column!r} ({key}); there are: {columns}{did_you_mean(column, row)}")

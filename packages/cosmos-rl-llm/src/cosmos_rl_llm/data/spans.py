@@ -66,18 +66,18 @@ class Template:
         Raises PromptError if the template rejects the messages, or writes earlier turns differently as the chat goes
         on, and for an answer without the thought that its prompt opens.
         """
-        asked = [place for place in _answers_of(messages) if place]
-        if not asked:
+        places = [place for place in _answers_of(messages) if place]
+        if not places:
             raise PromptError(f"{self.where}: the chat begins with its only answer; nothing asks for it")
         spans = self._spans(messages, opens=False)
         written = [place for place, span in enumerate(spans) if span.written]
-        if last_alone or len(asked) == 1:
+        if last_alone or len(places) == 1:
             if not written or any(span.text.strip() for span in spans[written[-1] + 1 :]):
                 spans = [*self.prompt(messages[:-1]), self._own_text(messages[-1])]
                 written = [len(spans) - 1]
             spans = [replace(span, written=place == written[-1]) for place, span in enumerate(spans)]
             written = written[-1:]
-        elif len(written) < len(asked):
+        elif len(written) < len(places):
             raise self._rewritten()
         for place in written:
             text = self._within_thought(spans[place].text, after=spans[place - 1].text if place else "")

@@ -181,8 +181,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def language_model(model: PreTrainedModel) -> nn.Module:
     """Return the decoder without the output head; of a vision-language model the part that reads the text."""
-    whole = model.base_model
-    return getattr(whole, "language_model", None) or getattr(whole, "text_model", None) or whole
+    base = model.base_model
+    return getattr(base, "language_model", None) or getattr(base, "text_model", None) or base
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -73,8 +73,8 @@ def read_context(directory: Path) -> int | None:
     """Return the model's maximum number of positions; None without a limit."""
     config = read_json_object(directory / "config.json", hint="see model.path")
     text = config.get("text_config")
-    found = (text if isinstance(text, dict) else config).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    limit = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
 
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -92,8 +92,8 @@ def read_shape(
     `weights`: of the model; None: by its safetensors.
     """
     weights = read_specs(directory) if weights is None else weights
-    whole = read_json_object(directory / "config.json", hint="see model.path")
-    config = whole.get("text_config", whole)
+    model_config = read_json_object(directory / "config.json", hint="see model.path")
+    config = model_config.get("text_config", model_config)
     if not weights or not all(isinstance(config.get(key), int) for key in _SIZES):
         return None
     layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
@@ -175,8 +175,8 @@ def _are_frozen(weights: Iterable[WeightSpec], lora: LoraSection | None, *layers
 
     The backward pass needs their inputs no longer.
     """
-    found = [spec for spec in weights if ends_in(spec.name.removesuffix(".weight"), layers)]
-    return lora is not None and len(found) > 0 and not any(_is_adapted(spec, lora, experts=0) for spec in found)
+    specs = [spec for spec in weights if ends_in(spec.name.removesuffix(".weight"), layers)]
+    return lora is not None and len(specs) > 0 and not any(_is_adapted(spec, lora, experts=0) for spec in specs)
 
 
 def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
@@ -205,8 +205,8 @@ def torch_engine_parts(
     Rollouts are as long as `model.max_length` or the model's context, with `max_terms` terms; the engine is as full as
     its options allow.
     """
-    whole = read_json_object(directory / "config.json", hint="see model.path")
-    config = whole.get("text_config", whole)
+    model_config = read_json_object(directory / "config.json", hint="see model.path")
+    config = model_config.get("text_config", model_config)
     if not all(isinstance(config.get(key), int) for key in _SIZES):
         return (MemoryPart(name="the engine's caches and activations", bytes=None),)
     layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
@@ -244,8 +244,8 @@ def legacy_template(directory: Path) -> str | None:
     file = directory / "chat_template.json"
     if not file.is_file():
         return None
-    found = read_json_object(file, hint="see model.path").get("chat_template")
-    return found if isinstance(found, str) else None
+    template = read_json_object(file, hint="see model.path").get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def checkpoint_of(model: LLMModelConfig) -> str:

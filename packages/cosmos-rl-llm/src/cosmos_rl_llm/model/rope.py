@@ -85,11 +85,13 @@ def original_length(config: PreTrainedConfig) -> int | None:
     """The length up to which all sequences have the same rotary embedding; None: they have it at any length."""
     tables = getattr(config, "rope_parameters", None) or {}
     tables = [tables] if "rope_type" in tables else [table for table in tables.values() if isinstance(table, Mapping)]
-    found = {
+    lengths = {
         "longrope": lambda table: table["original_max_position_embeddings"],
         "dynamic": lambda _: config.max_position_embeddings,
     }
-    return min((found[table["rope_type"]](table) for table in tables if table.get("rope_type") in found), default=None)
+    return min(
+        (lengths[table["rope_type"]](table) for table in tables if table.get("rope_type") in lengths), default=None
+    )
 
 
 def _kinds_of(module: Any) -> set[str]:

@@ -98,37 +98,37 @@ class TowerSizes:
 
 def policy_parts(directory: Path, config: RunConfig) -> tuple[MemoryPart, ...]:
     """Return the memory of a policy rank's pictures: at most a microbatch of them alone; none of text."""
-    whole = read_json_object(directory / "config.json", hint="see model.path")
-    if "vision_config" not in whole:
+    model_config = read_json_object(directory / "config.json", hint="see model.path")
+    if "vision_config" not in model_config:
         return ()
-    sizes, policy, model = TowerSizes.of(whole), config.policy, config.model
+    sizes, policy, model = TowerSizes.of(model_config), config.policy, config.model
     if sizes is None:
         return (MemoryPart(name=ACTIVATIONS, bytes=None),)
     patches = round(policy.microbatch_terms * sizes.patches_per_token)
     in_flight = policy.parallel.pp * patches
     recomputed = policy.memory.activation_checkpointing != "none"
     if "tower" in model.freeze:  # it keeps nothing for the decoder's passes
-        held = [MemoryPart(name=ACTIVATIONS, bytes=round(patches * sizes.passing(dtype=model.dtype)), at=(SEEN,))]
+        entries = [MemoryPart(name=ACTIVATIONS, bytes=round(patches * sizes.passing(dtype=model.dtype)), at=(SEEN,))]
     else:
         kept = in_flight * sizes.kept(dtype=model.dtype, recomputed=recomputed)
-        held = [MemoryPart(name=ACTIVATIONS, bytes=round(kept), at=(STEP, SEEN))]
+        entries = [MemoryPart(name=ACTIVATIONS, bytes=round(kept), at=(STEP, SEEN))]
         gradients = round(patches * sizes.gradients(dtype=model.dtype))
-        held.append(MemoryPart(name="gradients in the vision tower", bytes=gradients, at=(SEEN,)))
+        entries.append(MemoryPart(name="gradients in the vision tower", bytes=gradients, at=(SEEN,)))
         if recomputed:  # after the decoder's backward pass
             layer = round(patches * sizes.layer(dtype=model.dtype))
-            held.append(MemoryPart(name="a layer of the vision tower, computed again", bytes=layer, at=(SEEN,)))
+            entries.append(MemoryPart(name="a layer of the vision tower, computed again", bytes=layer, at=(SEEN,)))
     if {"tower", "projector"} - set(model.freeze):
         projected = round(in_flight * sizes.projected(dtype=model.dtype))
-        held.append(MemoryPart(name="activations of the projector", bytes=projected, at=(STEP, SEEN)))
-    return *held, MemoryPart(name=PIXELS, bytes=in_flight * sizes.pixels)
+        entries.append(MemoryPart(name="activations of the projector", bytes=projected, at=(STEP, SEEN)))
+    return *entries, MemoryPart(name=PIXELS, bytes=in_flight * sizes.pixels)
 
 
 def engine_parts(directory: Path, model: LLMModelConfig, *, prompt_tokens: int, at: str) -> tuple[MemoryPart, ...]:
     """Return the memory of pictures in the torch engine while prompts of so many tokens are read."""
-    whole = read_json_object(directory / "config.json", hint="see model.path")
-    if "vision_config" not in whole:
+    model_config = read_json_object(directory / "config.json", hint="see model.path")
+    if "vision_config" not in model_config:
         return ()
-    sizes = TowerSizes.of(whole)
+    sizes = TowerSizes.of(model_config)
     if sizes is None:
         return (MemoryPart(name=ACTIVATIONS, bytes=None),)
     patches = round(prompt_tokens * sizes.patches_per_token)

@@ -71,40 +71,40 @@ def find_weights(model: PreTrainedModel, source: str) -> Mapping[str, Weight] | 
         return None
     if "quantization_config" in read_json_object(directory / "config.json", hint="see model.path"):
         return None
-    wanted = model.state_dict(keep_vars=True)
+    tensors = model.state_dict(keep_vars=True)
     shapes = {spec.name: spec.shape for spec in read_specs(directory)}
-    found: dict[str, Weight] = {}
-    for name, (converter, sources) in _sources(model, shapes, wanted).items():
+    weights: dict[str, Weight] = {}
+    for name, (converter, sources) in _sources(model, shapes, tensors).items():
         weight = _weight(converter, sources, shapes)
-        if weight is None or weight.shape != tuple(wanted[name].shape):
+        if weight is None or weight.shape != tuple(tensors[name].shape):
             return None
-        found[name] = weight
-    by_id = {id(wanted[name]): weight for name, weight in found.items()}  # tied weights may be there under one name
-    if any(id(tensor) not in by_id for tensor in wanted.values()):
+        weights[name] = weight
+    by_id = {id(tensors[name]): weight for name, weight in weights.items()}  # tied weights may be there under one name
+    if any(id(tensor) not in by_id for tensor in tensors.values()):
         return None
-    return {name: by_id[id(tensor)] for name, tensor in wanted.items()}
+    return {name: by_id[id(tensor)] for name, tensor in tensors.items()}
 
 
 Sources = tuple[WeightConverter | None, dict[str, list[str]]]
 """A conversion, and for each of its source patterns the names in the checkpoint."""
 
 
-def _sources(model: PreTrainedModel, names: Mapping[str, Shape], wanted: Mapping[str, Tensor]) -> dict[str, Sources]:
+def _sources(model: PreTrainedModel, names: Mapping[str, Shape], tensors: Mapping[str, Tensor]) -> dict[str, Sources]:
     """Names in the checkpoint of each of the model's weights, by the rules of transformers' own loading."""
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, metas = model.base_model_prefix, dict(wanted)
-    found: dict[str, Sources] = {}
+    prefix, metas = model.base_model_prefix, dict(tensors)
+    sources: dict[str, Sources] = {}
     for key in sorted(names, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, metas)
-        if name not in wanted and key in wanted:
+        if name not in tensors and key in tensors:
             name, pattern = rename_source_key(key, [], [], prefix, metas)
-        if name in wanted:
+        if name in tensors:
             converter = None if pattern is None else by_pattern[pattern]
-            found.setdefault(name, (converter, {}))[1].setdefault(pattern or key, []).append(key)
-    return found
+            sources.setdefault(name, (converter, {}))[1].setdefault(pattern or key, []).append(key)
+    return sources
 
 
 def _weight(
@@ -151,13 +151,13 @@ def open_weights(source: str) -> Iterator[Callable[[Weight], Callable[[Index], T
 
 def _read(weight: Weight, index: Index, read: Callable[[str, Slices], Tensor]) -> Tensor:
     box = index if isinstance(index, tuple) else tuple(slice(0, size) for size in weight.shape)
-    found, start = [], 0
+    pieces, start = [], 0
     for names, shape in zip(weight.names, weight.pieces, strict=True):
         own = _within(box, weight.dim, start=start, size=shape[weight.dim]) if shape else box
         start += shape[weight.dim] if shape else 0
         if own is not None:
-            found.append(_stack(names, own, read) if weight.stacked else read(names[0], own))
-    return found[0] if len(found) == 1 else torch.cat(found, dim=weight.dim)
+            pieces.append(_stack(names, own, read) if weight.stacked else read(names[0], own))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=weight.dim)
 
 
 def _within(box: Slices, dim: int, *, start: int, size: int) -> Slices | None:

@@ -36,14 +36,14 @@ from cosmos_rl_llm.policy.packing import PackedLayout
 class ContextLayout:
     """Attention of a rank's rows [L/cp] to the whole row."""
 
-    whole: PackedLayout
+    layout: PackedLayout
     """Layout of all L rows."""
     axis: DeviceMesh
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query [1, heads, L/cp, D], key [1, kv_heads, L/cp, D], value alike -> [1, L/cp, heads, D']."""
         query, key, value = self._own_heads(query), self._own_heads(key), self._own_heads(value)
-        output = self.whole.attend(query, key, value, self._own_scoring(scoring))  # [1, L, heads/cp, D']
+        output = self.layout.attend(query, key, value, self._own_scoring(scoring))  # [1, L, heads/cp, D']
         return heads_to_rows(output[0], self.axis).unsqueeze(0)
 
     def _own_heads(self, states: Tensor) -> Tensor:

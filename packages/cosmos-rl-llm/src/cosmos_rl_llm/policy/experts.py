@@ -37,16 +37,16 @@ def spread_experts(model: PreTrainedModel, mesh: ReplicaMesh) -> list[nn.Module]
     Raises:
         UserError: ep does not divide the number of experts, or the model has no experts that can be sharded.
     """
-    found = {name: module for name, module in model.named_modules() if is_experts(module)}
-    if mesh.dims.ep > 1 and not found:
+    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if mesh.dims.ep > 1 and not experts:
         kind = type(model).__name__
         raise UserError(f"[policy.parallel] ep = {mesh.dims.ep}: {kind} has no experts that can be sharded; set ep = 1")
-    for name, module in found.items():
+    for name, module in experts.items():
         num_experts = _cut(name, module, mesh)
         forward = partial(_forward, module, num_experts=num_experts, ep=mesh.axis("ep"), tp=mesh.axis("tp"))
         # Splits differ from pass to pass, so compiling this would not pay off.
         module.forward = torch.compiler.disable(forward)
-    return list(found.values())
+    return list(experts.values())
 
 
 def use_mixed_experts(model: PreTrainedModel) -> None:
@@ -77,9 +77,9 @@ def _cut(name: str, module: nn.Module, mesh: ReplicaMesh) -> int:
             + (f", and weights that do not belong to one expert ({', '.join(odd)})" if odd else "")
         )
     axis = mesh.experts["ep"]
-    held = num_experts // ep
+    num_own = num_experts // ep
     for key, weight in weights.items():
-        mine = weight.detach().narrow(0, held * axis.get_local_rank(), held).clone()
+        mine = weight.detach().narrow(0, num_own * axis.get_local_rank(), num_own).clone()
         spread = DTensor.from_local(mine, axis, [Shard(0)], run_check=False)
         module.register_parameter(key, nn.Parameter(spread, requires_grad=weight.requires_grad))
     return num_experts

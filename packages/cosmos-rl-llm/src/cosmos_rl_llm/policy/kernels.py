@@ -162,12 +162,12 @@ def available(device: torch.device) -> frozenset[str]:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return frozenset()
     compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))  # as Triton searches for it
-    there = {
+    installed = {
         "flash": True,
         "flash_attn": find_spec("flash_attn") is not None,
         "flex": find_spec("triton") is not None and compiler,
     }
-    return frozenset(name for name, is_there in there.items() if is_there)
+    return frozenset(name for name, is_installed in installed.items() if is_installed)
 
 
 def describe(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> str:
@@ -334,8 +334,10 @@ def block_mask(length: int, window: int | None, device: torch.device) -> BlockMa
     some, every = apart >= 0, (apart > 0) & (number[:, None] < length // _TILE)
     if window is not None:  # the nearest pair of two blocks, the farthest pair
         some, every = some & (apart - (_TILE - 1) < window), every & (apart + (_TILE - 1) < window)
-    partly, whole = _in_order(some & ~every), _in_order(every)
-    return BlockMask.from_kv_blocks(*partly, *whole, BLOCK_SIZE=_TILE, mask_mod=seen, seq_lengths=(length, length))
+    partial_blocks, full_blocks = _in_order(some & ~every), _in_order(every)
+    return BlockMask.from_kv_blocks(
+        *partial_blocks, *full_blocks, BLOCK_SIZE=_TILE, mask_mod=seen, seq_lengths=(length, length)
+    )
 
 
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -159,8 +159,8 @@ class Vocabulary:
     def argmax(self, values: Tensor) -> Tensor:
         """values [n, own] -> the token with the largest of all [n]."""
         largest, place = values.max(-1)
-        found = torch.where(largest == self.largest(largest.clone()), place + self.start, torch.iinfo(place.dtype).max)
-        return self._reduce(found, dist.ReduceOp.MIN)
+        tokens = torch.where(largest == self.largest(largest.clone()), place + self.start, torch.iinfo(place.dtype).max)
+        return self._reduce(tokens, dist.ReduceOp.MIN)
 
     def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """values [n, own] -> the largest of all [n, k], and their tokens [n, k]."""

@@ -68,9 +68,9 @@ def layout_attention(
 
     Raises UserError for a layer with a feature that layouts do not support.
     """
-    asked = [name for name in _NOT_DONE if others.get(name) is not None]
-    if asked or layout is None or attention_mask is not None:
-        why = f"needs {asked[0]}" if asked else "uses its own mask" if layout else "does not pass keywords on"
+    extras = [name for name in _NOT_DONE if others.get(name) is not None]
+    if extras or layout is None or attention_mask is not None:
+        why = f"needs {extras[0]}" if extras else "uses its own mask" if layout else "does not pass keywords on"
         raise UserError(
             f"model.path: {type(module).__name__} {why}, so that packed sequences cannot be separated; choose another"
         )
@@ -96,9 +96,9 @@ def install_attention(model: PreTrainedModel, *, traced: bool = True) -> None:
     name = ATTENTION if traced else f"{ATTENTION}_untraced"
     AttentionInterface.register(name, layout_attention if traced else torch.compiler.disable(layout_attention))
     config = model.config.get_text_config()
-    whole = config is model.config
+    is_text_model = config is model.config
     read_grids_on_host(model)
-    model.set_attn_implementation(name if whole else {"text_config": name, "vision_config": "sdpa"})
+    model.set_attn_implementation(name if is_text_model else {"text_config": name, "vision_config": "sdpa"})
     if config._attn_implementation != name:
         raise UserError(
             f"model.path: {type(model).__name__} does not go through transformers' AttentionInterface; "
@@ -239,14 +239,14 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 def _spans(lengths: Sequence[int], rows: np.ndarray, shown: np.ndarray) -> tuple[PictureSpan, ...]:
     """The runs of tokens of one picture in each sequence; those in rows that sequences share are found once."""
     ends = np.cumsum(lengths)
-    found: dict[int, PictureSpan] = {}
+    spans: dict[int, PictureSpan] = {}
     for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True):
         changes = np.flatnonzero(np.diff(shown[start:end])) + start + 1
         for first, last in zip([start, *changes], [*changes, end], strict=True):
-            if shown[first] >= 0 and int(rows[first]) not in found:
+            if shown[first] >= 0 and int(rows[first]) not in spans:
                 keys = torch.from_numpy(rows[start:last])
-                found[int(rows[first])] = PictureSpan(keys[first - start :], keys)
-    return tuple(found.values())
+                spans[int(rows[first])] = PictureSpan(keys[first - start :], keys)
+    return tuple(spans.values())
 
 
 def _similar(lengths: Sequence[int], *, padding: bool) -> list[list[int]]:

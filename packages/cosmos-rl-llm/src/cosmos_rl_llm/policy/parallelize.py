@@ -135,8 +135,8 @@ def _styles(model: PreTrainedModel) -> Styles:
         )
     patterns = {module: _pattern(name) for name, module in language_model(model).named_modules()}
     plan = with_adapters(_gated(patterns) | _vectors(plan, patterns) | plan)
-    found = {module: plan.get(pattern) for module, pattern in patterns.items()}
-    return {module: style for module, style in found.items() if style in _CUT}
+    styles = {module: plan.get(pattern) for module, pattern in patterns.items()}
+    return {module: style for module, style in styles.items() if style in _CUT}
 
 
 def _gated(patterns: Mapping[nn.Module, str]) -> dict[str, str]:

@@ -75,7 +75,7 @@ def compare(model: PreTrainedModel) -> tuple[float, float]:
     """
     name, samples = type(model).__name__, probe_samples()
     try:
-        wanted = torch.cat([plain_logprobs(model, sample.prompt_tokens, sample.tokens) for sample in samples])
+        expected = torch.cat([plain_logprobs(model, sample.prompt_tokens, sample.tokens) for sample in samples])
     except Exception as error:  # any, from the family's own code
         raise UserError(
             f"model.path: {name} cannot be checked, since a small model of its configuration does not run "
@@ -89,7 +89,7 @@ def compare(model: PreTrainedModel) -> tuple[float, float]:
     except Exception as error:
         why = _SPARSE if _is_sparse(model) else first_line(error)
         raise UserError(f"model.path: {name} cannot run on packed sequences ({why}); choose another model") from error
-    return _difference(packed, wanted), _difference(unpacked, wanted)
+    return _difference(packed, expected), _difference(unpacked, expected)
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> Tensor:
@@ -144,12 +144,12 @@ def _check_type(
     model.to(weights)  # pyright: ignore[reportArgumentType]
     try:
         with torch.no_grad():
-            found = _logprobs(TermModel(model, compute_dtype=compute), probe_samples(), unpacked=unpacked)
+            logprobs = _logprobs(TermModel(model, compute_dtype=compute), probe_samples(), unpacked=unpacked)
     except Exception as error:  # any, from the family's own code
-        found, why = None, first_line(error)
+        logprobs, why = None, first_line(error)
     else:
         why = "values that are not finite"
-    if found is None or not found.isfinite().all():
+    if logprobs is None or not logprobs.isfinite().all():
         name = str(compute or weights).removeprefix("torch.")
         raise UserError(f'model.dtype: {kind.__name__} does not run in {name} ({why}); set model.dtype = "float32"')
 
@@ -180,8 +180,8 @@ def _why(model: PreTrainedModel) -> str:
     if _is_sparse(model):
         return _SPARSE
     prompt, tokens = probe_samples()[1].prompt_tokens, probe_samples()[1].tokens
-    whole, beginning = plain_logprobs(model, prompt, tokens), plain_logprobs(model, prompt, tokens[:-3])
-    if _difference(whole[:-3], beginning) > TOLERANCE:
+    complete, beginning = plain_logprobs(model, prompt, tokens), plain_logprobs(model, prompt, tokens[:-3])
+    if _difference(complete[:-3], beginning) > TOLERANCE:
         return "its tokens attend to later ones"
     return "its attention, or its code after the decoder, does something that is not supported"
 

@@ -36,13 +36,13 @@ _ROUTERS = ("gate", "router")
 
 def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The routers by layer number, of the local layers; empty for a dense model."""
-    found: dict[int, nn.Module] = {}
+    by_layer: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         numbered = re.search(r"\blayers\.(\d+)\.", name)
         if numbered and is_experts(module):
             beside = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
-            found |= {int(numbered[1]): beside[child] for child in _ROUTERS if child in beside}
-    return found
+            by_layer |= {int(numbered[1]): beside[child] for child in _ROUTERS if child in beside}
+    return by_layer
 
 
 class RouteRecorder:
@@ -55,14 +55,14 @@ class RouteRecorder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises UserError for a model without routers."""
-        found = routers(model)
-        if not found:
+        by_layer = routers(model)
+        if not by_layer:
             kind = type(model).__name__
             raise UserError(f"rollout.options.record_routes: {kind} has no routers; set it to false")
         self._num_layers, num_experts = _sizes(model)
         self._dtype = torch.uint8 if num_experts <= 256 else torch.int16
         self._chosen: dict[int, Tensor] = {}
-        for layer, router in found.items():
+        for layer, router in by_layer.items():
             router.register_forward_hook(partial(self._note, layer))
 
     def take(self) -> Tensor:
@@ -211,8 +211,8 @@ class _Chosen(TorchFunctionMode):
 def _choice(outputs: Any) -> Tensor | None:
     """The experts [N, k] in a router's outputs; None if there are none."""
     tensors = [each for each in outputs if isinstance(each, Tensor)] if isinstance(outputs, tuple) else []
-    whole = [each for each in tensors if each.ndim == 2 and not each.is_floating_point()]
-    return whole[0] if len(whole) == 1 else None
+    integers = [each for each in tensors if each.ndim == 2 and not each.is_floating_point()]
+    return integers[0] if len(integers) == 1 else None
 
 
 def _num_scores(router: nn.Module) -> int | None:

@@ -130,7 +130,7 @@ class TermModel(nn.Module):
         self._rope = SequenceRope(model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        self._whole = (model,)  # in a tuple: only its parts are registered, so that names have no prefix
+        self._causal_lm = (model,)  # in a tuple: only its parts are registered, so that names have no prefix
         self.mesh, self.compute_dtype = mesh, compute_dtype
         self.axis = _tensor_axis(mesh, sequence=sequence_parallel)
         self.unpacked, self.vision = unpacked, vision
@@ -157,7 +157,7 @@ class TermModel(nn.Module):
     @property
     def causal_lm(self) -> PreTrainedModel:
         """The transformers model with the same parameters."""
-        return self._whole[0]
+        return self._causal_lm[0]
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -69,8 +69,8 @@ class Truncation:
         if sampling is None:
             return None
         top_k, top_p = (sampling.top_k, sampling.top_p) if sampling.renormalise else (0, 1.0)
-        found = cls(top_k=top_k, top_p=top_p, repetition_penalty=sampling.repetition_penalty)
-        return None if found == cls() else found
+        truncation = cls(top_k=top_k, top_p=top_p, repetition_penalty=sampling.repetition_penalty)
+        return None if truncation == cls() else truncation
 
     def repeats(self, inputs: Mapping[str, Tensor], lengths: Sequence[int]) -> Repeats | None:
         """Return what penalises the terms of `Microbatch.inputs`; None without a penalty."""

@@ -113,7 +113,7 @@ def _readable(text: str) -> str:
     """Return the text without what `math-verify` does not read: other minus signs, "1e5", the back-slash of "50\\%"."""
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", plain(text))
     text = " ".join(text.strip().strip("$").strip().rstrip(".").split())
-    return _POWER_OF_TEN.sub(lambda found: rf"{found[1]}\times 10^{{{int(found[2])}}}", text)
+    return _POWER_OF_TEN.sub(lambda match: rf"{match[1]}\times 10^{{{int(match[2])}}}", text)
 
 
 def _same_mathematics(answer: str, reference: str) -> bool:
@@ -174,12 +174,12 @@ class NumericReward(Strict):
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         reference = _marked_or_whole(reference_answer(group))
-        wanted = as_number(reference)
-        if wanted is None:
+        expected = as_number(reference)
+        if expected is None:
             raise UserError(f"the reference answer {reference[:80]!r} is not a number; see data.answer_pattern")
         texts = [last_number(answer_part(group, rollout)[-LONGEST_TEXT:]) for rollout in group.rollouts]
         numbers = [as_number(text or "") for text in texts]
-        return [float(n is not None and close(n, wanted, tolerance=self.tolerance)) for n in numbers]
+        return [float(n is not None and close(n, expected, tolerance=self.tolerance)) for n in numbers]
 
 
 def _marked_or_whole(reference: str) -> str:

@@ -43,18 +43,18 @@ def plain(text: str) -> str:
 
 def last_number(text: str) -> str | None:
     """Return the text of the last number, or None."""
-    numbers = [found[0] for found in _NUMBER.finditer(plain(text))]
+    numbers = [match[0] for match in _NUMBER.finditer(plain(text))]
     return numbers[-1].strip() if numbers else None
 
 
 def as_number(text: str) -> Number | None:
     """Return the number that a text is, or None for other text."""
     bare = plain(text).strip().strip("$").strip().rstrip(".")
-    found = _NUMBER.fullmatch(bare)
-    if found is None or len(bare) > 3 * _MOST_DIGITS:
+    match = _NUMBER.fullmatch(bare)
+    if match is None or len(bare) > 3 * _MOST_DIGITS:
         return None
     parts = {
-        name.removeprefix("text_").removesuffix("_digit"): text for name, text in found.groupdict().items() if text
+        name.removeprefix("text_").removesuffix("_digit"): text for name, text in match.groupdict().items() if text
     }
     if any(len(part) > _MOST_DIGITS for part in parts.values()):
         return None

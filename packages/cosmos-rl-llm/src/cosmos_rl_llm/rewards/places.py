@@ -72,14 +72,14 @@ class IouReward(_Places):
     """Count a match with at least this overlap as 1, and any other as 0. Not set: the overlap itself."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
-        wanted = _numbers_of_row(group, self.column, sizes=(4,))
-        return [self._score(rollout, _answer(group, rollout), wanted) for rollout in group.rollouts]
+        expected = _numbers_of_row(group, self.column, sizes=(4,))
+        return [self._score(rollout, _answer(group, rollout), expected) for rollout in group.rollouts]
 
-    def _score(self, rollout: Rollout, answer: str, wanted: np.ndarray) -> float:
-        found = np.array([match.groups() for match in _BOX.finditer(answer)], np.float64).reshape(-1, 4)
-        if not len(found) or len(found) > max(_MOST_BOXES, 2 * len(wanted)):
+    def _score(self, rollout: Rollout, answer: str, expected: np.ndarray) -> float:
+        boxes = np.array([match.groups() for match in _BOX.finditer(answer)], np.float64).reshape(-1, 4)
+        if not len(boxes) or len(boxes) > max(_MOST_BOXES, 2 * len(expected)):
             return 0.0
-        overlap = overlaps(found * self.units(rollout), wanted)
+        overlap = overlaps(boxes * self.units(rollout), expected)
         total = 0.0
         for _ in range(min(overlap.shape)):
             row, column = np.unravel_index(int(overlap.argmax()), overlap.shape)
@@ -101,20 +101,20 @@ class PointReward(_Places):
     """Distance at which the reward is 0, in the row's unit."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
-        wanted = _numbers_of_row(group, self.column, sizes=(2, 4))
-        if len(wanted) != 1:
-            raise UserError(f"column {self.column!r} of a row must have one point or one box; it has {len(wanted)}")
-        return [self._score(rollout, _answer(group, rollout), wanted[0]) for rollout in group.rollouts]
+        expected = _numbers_of_row(group, self.column, sizes=(2, 4))
+        if len(expected) != 1:
+            raise UserError(f"column {self.column!r} of a row must have one point or one box; it has {len(expected)}")
+        return [self._score(rollout, _answer(group, rollout), expected[0]) for rollout in group.rollouts]
 
-    def _score(self, rollout: Rollout, answer: str, wanted: np.ndarray) -> float:
+    def _score(self, rollout: Rollout, answer: str, expected: np.ndarray) -> float:
         matches = _POINT.finditer(answer)
         points = {tuple(float(number) for number in match.groups() if number is not None) for match in matches}
         if len(points) != 1:
             return 0.0
         point = np.array(points.pop()) * self.units(rollout)[:2]
-        if len(wanted) == 4:
-            return float(bool(((point >= wanted[:2]) & (point <= wanted[2:])).all()))
-        return max(0.0, 1.0 - float(np.linalg.norm(point - wanted)) / self.radius)
+        if len(expected) == 4:
+            return float(bool(((point >= expected[:2]) & (point <= expected[2:])).all()))
+        return max(0.0, 1.0 - float(np.linalg.norm(point - expected)) / self.radius)
 
 
 def _answer(group: RolloutGroup, rollout: Rollout) -> str:
@@ -138,10 +138,10 @@ def _numbers_of_row(group: RolloutGroup, column: str, *, sizes: tuple[int, ...])
         raise UserError(f"the row has no column {column!r}; name the column of its places in the reward's options")
     value: Any = row[column]
     try:
-        found = np.atleast_2d(np.asarray(value, np.float64))
+        places = np.atleast_2d(np.asarray(value, np.float64))
     except (TypeError, ValueError):
-        found = np.zeros((0, 0))
-    if found.ndim != 2 or not len(found) or found.shape[1] not in sizes or not np.isfinite(found).all():
-        wanted = " or ".join(str(size) for size in sizes)
-        raise UserError(f"column {column!r} must have {wanted} numbers, or a list of these, not {shown(value)}")
-    return found
+        places = np.zeros((0, 0))
+    if places.ndim != 2 or not len(places) or places.shape[1] not in sizes or not np.isfinite(places).all():
+        counts = " or ".join(str(size) for size in sizes)
+        raise UserError(f"column {column!r} must have {counts} numbers, or a list of these, not {shown(value)}")
+    return places

@@ -22,8 +22,8 @@ class ExactReward(Strict):
     """Ignore case."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
-        wanted = self._normal(reference_answer(group))
-        return [float(self._normal(rollout.text) == wanted) for rollout in group.rollouts]
+        expected = self._normal(reference_answer(group))
+        return [float(self._normal(rollout.text) == expected) for rollout in group.rollouts]
 
     def _normal(self, text: str) -> str:
         joined = " ".join(text.split())
@@ -97,18 +97,18 @@ class MultipleChoiceReward(Strict):
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         reference = " ".join(reference_answer(group).split())
-        wanted = self._first(reference) or self._only(reference)
-        if wanted is None:
+        letter = self._first(reference) or self._only(reference)
+        if letter is None:
             raise UserError(
                 f"the reference answer {reference[:80]!r} has no letter of an option; see data.answer_column"
             )
         answers = [tagged(answer_part(group, rollout)).strip() for rollout in group.rollouts]
-        return [float(" ".join(each.split()) == reference or self._only(each) == wanted) for each in answers]
+        return [float(" ".join(each.split()) == reference or self._only(each) == letter) for each in answers]
 
     def _first(self, text: str) -> str | None:
         """The letter that a reference answer begins with; its words may have others."""
-        found = re.match(rf"\W*([{self.letters}])(?:[).:,]|\W*$)", text, re.IGNORECASE)
-        return found and found[1].upper()
+        match = re.match(rf"\W*([{self.letters}])(?:[).:,]|\W*$)", text, re.IGNORECASE)
+        return match and match[1].upper()
 
     def _only(self, text: str) -> str | None:
         """The letter that a text names, unless it names several."""
@@ -122,9 +122,9 @@ class MultipleChoiceReward(Strict):
     def _named(self, text: str) -> Iterator[str]:
         """Letters that stand for an option: "A" and "I" are words too, and so is a small letter."""
         one = f"[{self.letters}]"
-        for found in re.finditer(rf"(?<![\w'’])({one})(?![\w'’])", text, re.IGNORECASE):
-            first, end, letter = max(0, found.start() - _NEAR), found.end(), found[1]
-            before, after = text[first : found.start()], text[end : end + _NEAR]
+        for match in re.finditer(rf"(?<![\w'’])({one})(?![\w'’])", text, re.IGNORECASE):
+            first, end, letter = max(0, match.start() - _NEAR), match.end(), match[1]
+            before, after = text[first : match.start()], text[end : end + _NEAR]
             ends = _ENDS.match(after) is not None
             if _NAMES.search(before):
                 named = letter.isupper() or ends

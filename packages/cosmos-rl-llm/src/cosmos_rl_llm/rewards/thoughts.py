@@ -32,7 +32,7 @@ def answer_part(group: RolloutGroup, rollout: Rollout) -> str:
     After a closed thought without an answer, the response as a whole.
     """
     text = rollout.text
-    closes = [found.end() for found in _CLOSES.finditer(text)]
+    closes = [match.end() for match in _CLOSES.finditer(text)]
     rest = text[closes[-1] :] if closes else opened_thought(group) + text
     opens = _OPENS.search(rest)
     if opens is not None:
@@ -42,11 +42,11 @@ def answer_part(group: RolloutGroup, rollout: Rollout) -> str:
 
 def last_between(text: str, opening: str, closing: str) -> str | None:
     """Return the text between the last closed pair of marks, or None."""
-    found, place = None, 0
+    between, place = None, 0
     while (start := text.find(opening, place)) >= 0:
         start += len(opening)
         end = text.find(closing, start)
         if end < 0:
             break
-        found, place = text[start:end], end + len(closing)
-    return found
+        between, place = text[start:end], end + len(closing)
+    return between

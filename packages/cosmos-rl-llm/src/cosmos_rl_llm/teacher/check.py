@@ -129,9 +129,9 @@ def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[MemoryPart
     if shape is None:
         return (MemoryPart(name="teacher", bytes=None),)
     spread = dims.world_size > 1
-    size, held = BYTES[shape.compute_dtype], BYTES[policy.precision.parameters]
-    found = estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms)
-    parameters = found.parameters * (size if spread else held) // held
+    size, parameter_bytes = BYTES[shape.compute_dtype], BYTES[policy.precision.parameters]
+    teacher_memory = estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms)
+    parameters = teacher_memory.parameters * (size if spread else parameter_bytes) // parameter_bytes
     offloaded = policy.memory.parameter_offload and spread
     parts = [MemoryPart(name="teacher", bytes=parameters, host=offloaded, away=True)]
     if spread:
@@ -140,7 +140,7 @@ def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[MemoryPart
             MemoryPart(
                 name="teacher's output head", bytes=-(-shape.vocabulary // dims.tp) * shape.hidden * size, away=True
             ),
-            MemoryPart(name="teacher's gathered parameters", bytes=found.gathered, at=(TEACHES,)),
+            MemoryPart(name="teacher's gathered parameters", bytes=teacher_memory.gathered, at=(TEACHES,)),
         ]
     if config.teacher.loss == "divergence":
         parts.append(MemoryPart(name="logits of policy and teacher", bytes=rank.logits, at=(STEP,)))

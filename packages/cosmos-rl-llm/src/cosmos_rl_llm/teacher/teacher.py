@@ -92,13 +92,13 @@ class LLMTeacher:
         (row, hidden), config = states, self._config
         self.head()  # gathered by all ranks together, before the policy's pass
         if config.loss == "divergence" and not config.top_k:
-            found = {"hidden": hidden}
+            outputs = {"hidden": hidden}
         else:
             chunk = max(1, self._last.logits_bytes // (_BUFFERS * 4 * self._vocabulary.widest))
             chunks = parts(len(hidden), chunk) or [slice(0)]  # over cp a rank may have no term
             read = [self._read(hidden[part], row.labels[part]) for part in chunks]
-            found = {name: torch.cat([each[name] for each in read]) for name in read[0]}
-        return found if row.context is None else {name: row.context.all_terms(each) for name, each in found.items()}
+            outputs = {name: torch.cat([each[name] for each in read]) for name in read[0]}
+        return outputs if row.context is None else {name: row.context.all_terms(each) for name, each in outputs.items()}
 
     def _read(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
         assert self._last is not None

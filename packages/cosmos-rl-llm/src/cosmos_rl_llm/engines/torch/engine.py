@@ -89,8 +89,8 @@ def _largest_error(kind: type[PreTrainedModel], config: str, device: str) -> flo
         ) from error
     errors = []
     for sequence in (sequence for request in requests for sequence in request.sequences):
-        wanted = plain_logprobs(reference, sequence.request.prompt_tokens, np.array(sequence.tokens, dtype=np.int32))
-        errors.append((torch.tensor(sequence.logprobs, device=wanted.device) - wanted).abs().max())
+        expected = plain_logprobs(reference, sequence.request.prompt_tokens, np.array(sequence.tokens, dtype=np.int32))
+        errors.append((torch.tensor(sequence.logprobs, device=expected.device) - expected).abs().max())
     return float(torch.stack(errors).max())
 
 

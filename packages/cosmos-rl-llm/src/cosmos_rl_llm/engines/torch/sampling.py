@@ -124,8 +124,8 @@ def penalise(logits: Tensor, tokens: Sequence[int], penalty: float) -> None:
     Positive logits are divided by the penalty and negative ones multiplied by it, as in vLLM and transformers.
     """
     places = torch.tensor(tokens, device=logits.device)
-    found = logits[places]
-    logits[places] = torch.where(found > 0, found / penalty, found * penalty)
+    values = logits[places]
+    logits[places] = torch.where(values > 0, values / penalty, values * penalty)
 
 
 def _aligned(logits: Tensor) -> Tensor:

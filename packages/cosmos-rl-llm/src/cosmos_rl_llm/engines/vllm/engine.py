@@ -377,8 +377,8 @@ class VllmEngine:
 
 def refusal(report: str) -> str | None:
     """Return the message of a worker that refused the model, from vLLM's report; None if there is none."""
-    _, found, rest = report.partition(REFUSED)
-    return found + rest.partition("', please check the stack trace")[0] if found else None
+    _, mark, rest = report.partition(REFUSED)
+    return mark + rest.partition("', please check the stack trace")[0] if mark else None
 
 
 def _cancelled() -> bool:

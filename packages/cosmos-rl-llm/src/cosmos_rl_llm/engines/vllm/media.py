@@ -86,18 +86,18 @@ def placeholders(view: View, *, leads: int = 0) -> list[Any]:
     from vllm.multimodal.inputs import PlaceholderRange
 
     assert view.index is not None
-    found = []
+    ranges = []
     for number, item in enumerate(view.items):
         places = np.flatnonzero(view.index == number)
         first = int(places[0]) - (leads if item.kind == "video" else 0)
         length = int(places[-1]) + 1 - first
         shown = torch.from_numpy(view.index[first : first + length] == number)
-        found.append(PlaceholderRange(offset=first, length=length, is_embed=None if shown.all() else shown))
-    return found
+        ranges.append(PlaceholderRange(offset=first, length=length, is_embed=None if shown.all() else shown))
+    return ranges
 
 
 def _by_kind(kinds: Sequence[str], values: Sequence[Any]) -> Mapping[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    by_kind: dict[str, list[Any]] = {}
     for kind, value in zip(kinds, values, strict=True):
-        found.setdefault(kind, []).append(value)
-    return found
+        by_kind.setdefault(kind, []).append(value)
+    return by_kind

@@ -107,13 +107,13 @@ def spread(name: str, options: Mapping[str, Any], *, tp: int | None, pp: int | N
             raise UserError(f'the engine {name!r} runs the model on one GPU; set rollout.engine = "vllm"')
         return options
     engine_options(VllmEngineOptions, options)  # raises if they are wrong
-    found, extra = dict(options), options.get("extra", {})
+    spread_options, extra = dict(options), options.get("extra", {})
     if tp is not None:
-        found["tensor_parallel_size"] = _same(tp, options, "tensor_parallel_size", at="rollout.options")
+        spread_options["tensor_parallel_size"] = _same(tp, options, "tensor_parallel_size", at="rollout.options")
     if pp is not None:
         stages = _same(pp, extra, "pipeline_parallel_size", at="rollout.options.extra")
-        found["extra"] = {**extra, "pipeline_parallel_size": stages}
-    return found
+        spread_options["extra"] = {**extra, "pipeline_parallel_size": stages}
+    return spread_options
 
 
 def _same(size: int, options: Mapping[str, Any], key: str, *, at: str) -> int:

@@ -77,7 +77,7 @@ def _model(architecture: str) -> type:
     file, name = MODELS[architecture]
     with stand_in() if needed() else nullcontext():
         theirs = getattr(import_module(f"vllm.model_executor.models.{file}"), name)
-    made = theirs._processor_factory
+    factory = theirs._processor_factory
     changed: dict[str, Any] = {}
     if architecture in RENUMBERED:
         changed["get_mrope_input_positions"] = _positions
@@ -87,17 +87,17 @@ def _model(architecture: str) -> type:
         changed["hf_to_vllm_mapper"] = replace(mapper, orig_to_new_regex={**mapper.orig_to_new_regex, **level})
 
     def info(ctx: Any) -> Any:
-        found = made.info(ctx)
+        processing_info = factory.info(ctx)
         if needed():
-            found.get_mm_max_tokens_per_item = _whole_context
-        return found
+            processing_info.get_mm_max_tokens_per_item = _whole_context
+        return processing_info
 
     if architecture in TRANSPOSED:
         changed["load_weights"] = lambda self, weights: theirs.load_weights(
             self, as_published(weights, self.config.get_text_config())
         )
     own = type(name, (theirs,), {"__module__": __name__, **changed})
-    return MULTIMODAL_REGISTRY.register_processor(made.processor, info=info, dummy_inputs=made.dummy_inputs)(own)
+    return MULTIMODAL_REGISTRY.register_processor(factory.processor, info=info, dummy_inputs=factory.dummy_inputs)(own)
 
 
 def as_published(

@@ -46,13 +46,13 @@ def lands(
     limit = min(_EXACT[dtype] for dtype in dtypes)
     numbers = torch.randint(1, limit, spec.shape, generator=torch.Generator().manual_seed(0))
     tensor = numbers.to(getattr(torch, spec.dtype))
-    found = _loaded(model, {spec.name: tensor}, names, fill=0)
-    if found is None:
+    loaded = _loaded(model, {spec.name: tensor}, names, fill=0)
+    if loaded is None:
         return False
-    expected = {name: torch.zeros_like(value) for name, value in found.items()}
+    expected = {name: torch.zeros_like(value) for name, value in loaded.items()}
     for at in places:
         at.view(expected[at.parameter]).copy_(tensor[at.box.slices()])
-    return all(_same(found[name], expected[name]) for name in names)
+    return all(_same(loaded[name], expected[name]) for name in names)
 
 
 def is_repeatable(model: nn.Module, specs: Sequence[WeightSpec], parameters: set[str]) -> bool:
@@ -84,29 +84,29 @@ def _loaded(model: nn.Module, tensors: Mapping[str, Tensor], names: set[str], *,
 def _memory(model: nn.Module, names: set[str], *, fill: int) -> Iterator[None]:
     """Allocate the named parameters and buffers in all modules that have them."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    made = {id(tensors[name]): _filled(tensors[name], fill) for name in names}
-    held = [
+    allocated = {id(tensors[name]): _filled(tensors[name], fill) for name in names}
+    slots = [
         (own, name, tensor)
         for layer in model.modules()
         for own in (cast(dict[str, Any], layer._parameters), cast(dict[str, Any], layer._buffers))
         for name, tensor in own.items()
-        if id(tensor) in made
+        if id(tensor) in allocated
     ]
     try:
-        for own, name, tensor in held:
-            own[name] = made[id(tensor)]
+        for own, name, tensor in slots:
+            own[name] = allocated[id(tensor)]
         yield
     finally:
-        for own, name, tensor in held:
+        for own, name, tensor in slots:
             own[name] = tensor
 
 
 def _filled(tensor: Tensor, fill: int) -> Tensor:
     """Return an allocated tensor of the same class with the same attributes: loaders check both."""
-    made: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").fill_(fill)
-    made.__class__ = type(tensor)
-    made.__dict__.update(vars(tensor))
-    return made
+    filled: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").fill_(fill)
+    filled.__class__ = type(tensor)
+    filled.__dict__.update(vars(tensor))
+    return filled
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
@@ -140,7 +140,7 @@ class Chart:
         """Return the smallest box of a tensor with all elements that this rank needs; None if it needs none."""
         if name in self.refused or name in self.computed:
             return whole_box(self.specs[name].shape)
-        boxes = [found.box for found in self.places[name] if found.box.numel]
+        boxes = [place.box for place in self.places[name] if place.box.numel]
         if not boxes:
             return None
         offset = tuple(map(min, *(box.offset for box in boxes))) if len(boxes) > 1 else boxes[0].offset
@@ -149,7 +149,7 @@ class Chart:
 
     def is_scattered(self, name: str) -> bool:
         """Whether parts of a tensor land separately and do not form a box."""
-        return any(found.box != self.box(name) for found in self.places.get(name, ()) if found.box.numel)
+        return any(place.box != self.box(name) for place in self.places.get(name, ()) if place.box.numel)
 
     def layouts(self, rank: int) -> tuple[TensorLayout, ...]:
         """Return this rank's parts as the layouts of a manifest."""
@@ -180,14 +180,14 @@ def chart_of(model: nn.Module, specs: Sequence[WeightSpec]) -> Chart:
             agreed = by_rule is None or set(by_rule) == set(by_loader)
             places[spec.name] = tuple(by_loader if agreed else _decided(model, spec, by_rule or (), by_loader))
     computed, refused = _computed(model, specs, places, traced)
-    places = {name: found for name, found in places.items() if name not in computed}
+    places = {name: regions for name, regions in places.items() if name not in computed}
     tensors = dict(model.named_buffers()) | dict(model.named_parameters())
     known = {}
     for spec in specs:
         for parameter in computed.get(spec.name, ()):
             _landed(spec, tensors[parameter].dtype)
-        found = places.get(spec.name)
-        known[spec.name] = _landed(spec, tensors[found[0].parameter].dtype) if found else spec
+        regions = places.get(spec.name)
+        known[spec.name] = _landed(spec, tensors[regions[0].parameter].dtype) if regions else spec
     strides = {name: (tuple(t.shape), t.stride()) for name, t in tensors.items()}
     return Chart(known, places, computed, refused, strides, _aliases(model))
 
@@ -203,9 +203,9 @@ def _decided(
 ) -> Sequence[LandingRegion]:
     """Return the places that the loader fills in a run on values."""
     watched = (*by_rule, *by_loader)
-    for found in (by_loader, by_rule):
-        if lands(model, spec, found, beside=watched):
-            return found
+    for regions in (by_loader, by_rule):
+        if lands(model, spec, regions, beside=watched):
+            return regions
     where = ", ".join(sorted({place.parameter for place in watched}))
     raise ValueError(
         f"{spec.name} cannot be delivered: the loader of {type(model).__name__} does not write it to the expected "
@@ -222,16 +222,16 @@ def _computed(
     """
     if not traced.computed:
         return {}, traced.refused
-    parameters = {parameter for found in traced.computed.values() for parameter in found}
-    beside = {name: tuple(sorted({place.parameter for place in found})) for name, found in places.items()}
-    computed = traced.computed | {name: found for name, found in beside.items() if not parameters.isdisjoint(found)}
+    parameters = {parameter for owners in traced.computed.values() for parameter in owners}
+    beside = {name: tuple(sorted({place.parameter for place in regions})) for name, regions in places.items()}
+    computed = traced.computed | {name: owners for name, owners in beside.items() if not parameters.isdisjoint(owners)}
     chosen = [spec for spec in specs if spec.name in computed]
     if all(is_repeatable(model, *group) for group in _groups(chosen, computed)) and touched(model, chosen) == {
-        parameter for found in computed.values() for parameter in found
+        parameter for owners in computed.values() for parameter in owners
     }:
         return computed, traced.refused
     why = "the loader computes it, and not from the tensors that land in it alone"
-    return {}, traced.refused | {name: f"{', '.join(found)}: {why}" for name, found in traced.computed.items()}
+    return {}, traced.refused | {name: f"{', '.join(owners)}: {why}" for name, owners in traced.computed.items()}
 
 
 def _groups(

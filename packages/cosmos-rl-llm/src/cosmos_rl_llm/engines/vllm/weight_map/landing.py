@@ -143,9 +143,9 @@ def replica_manifest(parts: Iterable[Manifest]) -> Manifest:
 
 
 def _joined(layouts: Sequence[TensorLayout]) -> TensorLayout:
-    held = [layout for layout in layouts if layout.boxes]
-    boxes = {rank: box for layout in held for rank, box in layout.boxes.items()}
-    return TensorLayout((held or layouts)[0].spec, boxes)
+    with_boxes = [layout for layout in layouts if layout.boxes]
+    boxes = {rank: box for layout in with_boxes for rank, box in layout.boxes.items()}
+    return TensorLayout((with_boxes or layouts)[0].spec, boxes)
 
 
 class Landing:
@@ -171,7 +171,7 @@ class Landing:
         self._check()
         self._staged: dict[str, Tensor] = {}
         """Parameters of reloaded layers as vLLM creates them, in host memory."""
-        self._derived = [found for layer in model.modules() if (found := _kept_by_attention(layer)) is not None]
+        self._derived = [derived for layer in model.modules() if (derived := _kept_by_attention(layer)) is not None]
         """Layers that keep copies or products of others' weights: kv_b_proj split and transposed, sinks in float32."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """(place in the model, where what belongs there was written)"""
@@ -188,7 +188,7 @@ class Landing:
             for copy, original in self._copies:
                 copy.copy_(original)
             if self._refused:
-                load_whole(self._model, self._whole(), model_config=model_config)
+                load_whole(self._model, self._whole_tensors(), model_config=model_config)
             elif self._chart.computed:
                 loader: Any = self._model
                 loader.load_weights((name, self.views[name]) for name in self._chart.computed)
@@ -221,8 +221,8 @@ class Landing:
             return self._live[place.parameter]
         if place.parameter not in self._staged:
             shape, strides = self._chart.strides[place.parameter]
-            made = torch.empty_strided(shape, strides, dtype=self._dtype(place.name), device="cpu")
-            self._staged[place.parameter] = made.zero_()
+            memory = torch.empty_strided(shape, strides, dtype=self._dtype(place.name), device="cpu")
+            self._staged[place.parameter] = memory.zero_()
         return self._staged[place.parameter]
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -250,7 +250,7 @@ class Landing:
     def _reasons(self) -> dict[str, str]:
         """Find the tensors that have no live view."""
         computed = {name: f"the loader computes {', '.join(p)}" for name, p in self._chart.computed.items()}
-        landing = {name: [_layer(place.parameter) for place in found] for name, found in self._chart.places.items()}
+        landing = {name: [_layer(place.parameter) for place in places] for name, places in self._chart.places.items()}
         if self._refused:  # places unknown: every layer goes through the loader
             why = f"{next(iter(self._refused))} must go through the loader, and its layer is unknown"
             return {name: why for name, layers in landing.items() if layers} | computed | self._refused
@@ -325,13 +325,13 @@ class Landing:
                         "were equal when the engine loaded them; set tie_word_embeddings in the model's config.json"
                     )
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors with only this rank's box filled: the loader slices it again."""
         for name in self.reloaded:
-            whole = torch.zeros(self._chart.specs[name].shape, dtype=self._dtype(name), device="cpu")
+            tensor = torch.zeros(self._chart.specs[name].shape, dtype=self._dtype(name), device="cpu")
             if (box := self._chart.box(name)) is not None:
-                whole[box.slices()] = self.views[name]
-            yield name, whole
+                tensor[box.slices()] = self.views[name]
+            yield name, tensor
 
 
 def _kept_by_attention(layer: nn.Module) -> Any:

@@ -60,10 +60,10 @@ class VllmNames:
         """Return the parameters that take the tensor, an empty list if there are none on this rank, None if unknown."""
         targets: list[Target] = []
         for mapped, shard in self._mapped(name):
-            found = self._find(mapped, shard)
-            if found is None:
+            matches = self._find(mapped, shard)
+            if matches is None:
                 return None
-            targets += found
+            targets += matches
         return targets
 
     def _mapped(self, name: str) -> Iterator[tuple[str, Shard | None]]:
@@ -107,9 +107,9 @@ class VllmNames:
         number, _, rest = rest.partition(".")
         part, _, suffix = rest.partition(".")
         entries = self._experts[path].get(f"experts.{number}.{part}.", [])
-        found = [Target(layer, path, stem + suffix, shard, expert) for stem, expert, shard in entries]
+        targets = [Target(layer, path, stem + suffix, shard, expert) for stem, expert, shard in entries]
         known = dict(layer.named_parameters(recurse=False))
-        return found if found and all(target.attribute in known for target in found) else None
+        return targets if targets and all(target.attribute in known for target in targets) else None
 
 
 def _experts(layer: Any) -> dict[str, list[tuple[str, int, str]]]:

@@ -30,13 +30,13 @@ class LandingRegion:
     """Offset of the box's first element in the parameter, in elements."""
 
     @classmethod
-    def of(cls, name: str, box: Box, *, parameter: str, whole: Tensor, view: Tensor) -> LandingRegion:
-        """Describe `view`, a view of `whole` with the shape of the box."""
+    def of(cls, name: str, box: Box, *, parameter: str, tensor: Tensor, view: Tensor) -> LandingRegion:
+        """Describe `view`, a view of `tensor` with the shape of the box."""
         assert tuple(view.shape) == box.shape, f"{name}: {tuple(view.shape)} does not fit {box}"
         if not box.numel:
             return cls.nothing(name, parameter, ndim=len(box.shape))
         strides = tuple(0 if size == 1 else step for size, step in zip(view.shape, view.stride()))
-        return cls(name, box, parameter, strides, int(view.storage_offset()) - int(whole.storage_offset()))
+        return cls(name, box, parameter, strides, int(view.storage_offset()) - int(tensor.storage_offset()))
 
     @classmethod
     def nothing(cls, name: str, parameter: str, *, ndim: int) -> LandingRegion:
@@ -73,16 +73,16 @@ class Region:
         steps = {step: (size, stride) for size, step, stride in self.steps}
         sizes, strides, offset = [], [], []
         below = 1  # elements of the tensor under one index of the dim
-        for whole in reversed(shape):
-            size, stride = steps.pop(below, (1, 0)) if whole > 1 else (1, 0)
-            if size > whole and size % whole == 0:  # one dim of the copy spans several of the tensor
-                steps[below * whole] = (size // whole, stride * whole)
-                size = whole
+        for length in reversed(shape):
+            size, stride = steps.pop(below, (1, 0)) if length > 1 else (1, 0)
+            if size > length and size % length == 0:  # one dim of the copy spans several of the tensor
+                steps[below * length] = (size // length, stride * length)
+                size = length
             sizes.append(size)
             strides.append(stride)
-            offset.append(self.first // below % whole)
-            below *= whole
-        if steps or any(o + n > whole for o, n, whole in zip(offset, sizes, reversed(shape))):
+            offset.append(self.first // below % length)
+            below *= length
+        if steps or any(o + n > length for o, n, length in zip(offset, sizes, reversed(shape))):
             return None
         return Box(tuple(offset[::-1]), tuple(sizes[::-1])), tuple(strides[::-1])
 

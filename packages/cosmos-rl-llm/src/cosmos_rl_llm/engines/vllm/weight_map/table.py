@@ -161,12 +161,12 @@ def place(names: VllmNames, name: str, shape: Shape) -> list[LandingRegion] | No
         return None
     places = []
     for target in targets:
-        found = _apply(target, shape)
-        if found is None:
+        landed = _apply(target, shape)
+        if landed is None:
             return None
-        box, view = found
+        box, view = landed
         if target.expert is None or box.numel:
-            places.append(LandingRegion.of(name, box, parameter=target.parameter, whole=target.tensor, view=view))
+            places.append(LandingRegion.of(name, box, parameter=target.parameter, tensor=target.tensor, view=view))
     return places
 
 
@@ -174,11 +174,11 @@ def _apply(target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
     rule = rule_of(target)
     if rule is None:
         return None
-    found = rule(target.layer, target, shape)
-    if found is None or found[0].numel == 0:
-        return found
-    box, view = found
-    return found if whole_box(shape).contains(box) and tuple(view.shape) == box.shape else None
+    landed = rule(target.layer, target, shape)
+    if landed is None or landed[0].numel == 0:
+        return landed
+    box, view = landed
+    return landed if whole_box(shape).contains(box) and tuple(view.shape) == box.shape else None
 
 
 def rule_of(target: Target) -> Rule | None:

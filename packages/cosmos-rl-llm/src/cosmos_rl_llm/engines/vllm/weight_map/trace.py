@@ -54,11 +54,11 @@ class TracedTensor(torch.Tensor):
         is_blank: bool = False,
         is_computed: bool = False,
     ) -> TracedTensor:
-        made = torch.Tensor._make_wrapper_subclass(
+        traced = torch.Tensor._make_wrapper_subclass(
             cls, source.shape, strides=source.stride(), storage_offset=source.storage_offset(), dtype=dtype
         )
-        made.tensor_name, made.source, made.is_blank, made.is_computed = name, source, is_blank, is_computed
-        return made
+        traced.tensor_name, traced.source, traced.is_blank, traced.is_computed = name, source, is_blank, is_computed
+        return traced
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ class TracedTensor(torch.Tensor):
             if func in _COPIES:
                 return traced._like(traced.source, kwargs.get("dtype"))
             if func.is_view and func is not _aten.view.dtype:
-                found = func(traced.source, *args[1:], **kwargs)
-                return [traced._like(view) for view in found] if isinstance(found, list) else traced._like(found)
+                result = func(traced.source, *args[1:], **kwargs)
+                return [traced._like(view) for view in result] if isinstance(result, list) else traced._like(result)
         return _computed(func, args, kwargs)
 
 
@@ -101,13 +101,13 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
         raise Untraceable(f"{func} reads values")
     args, kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
     try:
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
     except (NotImplementedError, RuntimeError) as error:
         raise Untraceable(f"{func} reads values") from error
-    if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):
+    if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
         raise Untraceable(f"{func} reads values")
     (name,) = names
-    return tree_map_only(Tensor, lambda made: TracedTensor(name, made, dtype=made.dtype, is_computed=True), found)
+    return tree_map_only(Tensor, lambda leaf: TracedTensor(name, leaf, dtype=leaf.dtype, is_computed=True), result)
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
@@ -198,32 +198,34 @@ def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
     """
     recorder = _Recorder(model)
     shapes = {spec.name: spec.shape for spec in specs}
-    found = Trace({name: [] for name in shapes})
+    outcome = Trace({name: [] for name in shapes})
     with torch.no_grad(), recorder:
         for name, error in _load(cast(Any, model), specs):
             for failed in recorder.pending(shapes) if name is None else [name]:
-                found.refused[failed] = f"{type(error).__name__}: {error}"
-    found.read = (recorder.read - recorder.computed) & {parameter for _, parameter in recorder.regions}
+                outcome.refused[failed] = f"{type(error).__name__}: {error}"
+    outcome.read = (recorder.read - recorder.computed) & {parameter for _, parameter in recorder.regions}
     for name in recorder.lost:
-        found.refused.setdefault(name, "the loader stores it outside the model's parameters")
+        outcome.refused.setdefault(name, "the loader stores it outside the model's parameters")
     by_arithmetic = {name for name, parameter in recorder.regions if parameter in recorder.computed}
     by_arithmetic |= {name for name, _ in recorder.outcomes}
     for name in by_arithmetic:
         touched = {owner for tensor, owner in (*recorder.regions, *recorder.outcomes) if tensor == name}
-        found.computed[name] = tuple(sorted(touched))
+        outcome.computed[name] = tuple(sorted(touched))
     for (name, parameter), regions in recorder.regions.items():
         boxes = None if name in by_arithmetic else join(regions, shapes[name])
         if boxes is not None:
-            found.places[name] += [LandingRegion(name, box, parameter, strides, start) for box, strides, start in boxes]
+            outcome.places[name] += [
+                LandingRegion(name, box, parameter, strides, start) for box, strides, start in boxes
+            ]
         elif name not in by_arithmetic:
-            found.refused.setdefault(name, f"{parameter}: its parts are not boxes")
+            outcome.refused.setdefault(name, f"{parameter}: its parts are not boxes")
     for name, parameter in recorder.blank:
-        found.places[name].append(LandingRegion.nothing(name, parameter, ndim=len(shapes[name])))
-    for name in found.refused:
-        found.computed.pop(name, None)
-    for name in (*found.refused, *found.computed):
-        del found.places[name]
-    return found
+        outcome.places[name].append(LandingRegion.nothing(name, parameter, ndim=len(shapes[name])))
+    for name in outcome.refused:
+        outcome.computed.pop(name, None)
+    for name in (*outcome.refused, *outcome.computed):
+        del outcome.places[name]
+    return outcome
 
 
 def touched(model: nn.Module, specs: Sequence[WeightSpec]) -> set[str] | None:
