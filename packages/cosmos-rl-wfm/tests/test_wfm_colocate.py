@@ -134,7 +134,7 @@ class Sides:
         parameters = list(tensors_of(model.network))
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.dim()]
-        averages = [tensor for follower in policy._followers for tensor in follower._held.values()]
+        averages = [tensor for follower in policy._followers for tensor in follower._copies.values()]
         vae = getattr(model._codec, "_vae", None)
         codec = [] if vae is None else list(tensors_of(vae))
         unconditional = policy._unconditional

@@ -90,7 +90,7 @@ def test_a_part_that_was_not_asked_for_is_not_there():
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # torch, of its slower norm under autocast
 def test_a_network_held_in_float32_can_compute_in_bfloat16():
-    built = tiny_model(dtype="bfloat16", held_dtype=torch.float32)
+    built = tiny_model(dtype="bfloat16", parameter_dtype=torch.float32)
     assert {parameter.dtype for parameter in built.network.parameters()} == {torch.float32}
     condition = built.encode_text(CAPTIONS)
     v = built.velocity(noise(built, 2), torch.tensor([0.3, 1.0]), condition)

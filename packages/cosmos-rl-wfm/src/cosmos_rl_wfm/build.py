@@ -51,7 +51,7 @@ def build_policy(
     device = own_device() if setup.mesh is None else setup.mesh.device
     # With a mesh, a network from scratch is on the host until `fully_shard` has moved and sharded it block by block.
     first = device if setup.mesh is None else torch.device("cpu")
-    model = build_model(config, seed=config.seed, held_dtype=parameter_dtype, filled=not in_parts, device=first)
+    model = build_model(config, seed=config.seed, parameter_dtype=parameter_dtype, filled=not in_parts, device=first)
     _check_sizes(model, data)
     guided = sampling is not None and sampling.guidance is not None
     unconditional = _unconditional(model, config, device=device) if guided else None

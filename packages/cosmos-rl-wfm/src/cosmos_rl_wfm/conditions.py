@@ -32,25 +32,25 @@ class CaptionCache:
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held: OrderedDict[Hashable, Condition] = OrderedDict()
+        self._conditions: OrderedDict[Hashable, Condition] = OrderedDict()
         self.num_bytes = 0
         """Bytes in the cache."""
 
     def get(self, key: Hashable) -> Condition | None:
         """Return the condition [1] of `key`, on the CPU; None if it is not cached."""
-        if key in self._held:
-            self._held.move_to_end(key)
-        return self._held.get(key)
+        if key in self._conditions:
+            self._conditions.move_to_end(key)
+        return self._conditions.get(key)
 
     def put(self, key: Hashable, condition: Condition) -> None:
         """Cache a condition [1] on the CPU, unless it is larger than the whole cache."""
         size = bytes_of(condition)
-        if key in self._held or size > self._max_bytes:
+        if key in self._conditions or size > self._max_bytes:
             return
-        self._held[key] = condition
+        self._conditions[key] = condition
         self.num_bytes += size
         while self.num_bytes > self._max_bytes:
-            _, oldest = self._held.popitem(last=False)
+            _, oldest = self._conditions.popitem(last=False)
             self.num_bytes -= bytes_of(oldest)
 
 

@@ -36,28 +36,28 @@ class Follower:
         """Whether the network holds these weights at present."""
 
     @cached_property
-    def _held(self) -> dict[str, Tensor]:
+    def _copies(self) -> dict[str, Tensor]:
         """Made at first use; a policy that only serves as a reference never makes it."""
-        return {name: _held_in_float32(tensor) for name, tensor in self._live.items()}
+        return {name: _float32_copy(tensor) for name, tensor in self._live.items()}
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the held tensors by checkpoint name; the first call makes them, equal to the trained ones."""
-        return self._held
+        return self._copies
 
     def tensors(self) -> Iterable[Tensor]:
         """Return the held tensors, none before they are made."""
-        return vars(self).get("_held", {}).values()
+        return vars(self).get("_copies", {}).values()
 
     @torch.no_grad()
     def follow(self, version: int) -> None:
         """Move towards the trained weights after the step that made `version`."""
-        assert "_held" in vars(self), "made of the weights before the first step"
+        assert "_copies" in vars(self), "made of the weights before the first step"
         share = 1.0 - self._decay(version)
         for name, tensor in self._live.items():
             if tensor.is_floating_point():
-                self._held[name].lerp_(tensor.float(), share)
+                self._copies[name].lerp_(tensor.float(), share)
             else:
-                self._held[name].copy_(tensor)
+                self._copies[name].copy_(tensor)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -71,7 +71,7 @@ class Follower:
             return
         with torch.no_grad():
             trained = {name: tensor.clone() for name, tensor in self._live.items()}
-            self._put(self._held)
+            self._put(self._copies)
         self._counts = True
         try:
             yield
@@ -104,7 +104,7 @@ class FollowerReference:
             return self._policy.forward(microbatch, with_entropy=with_entropy)
 
 
-def _held_in_float32(tensor: Tensor) -> Tensor:
+def _float32_copy(tensor: Tensor) -> Tensor:
     """A float32 copy; integers, such as counters among the buffers, keep their dtype."""
     return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 

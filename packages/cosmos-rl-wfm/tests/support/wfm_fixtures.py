@@ -104,10 +104,12 @@ def shown(*videos: np.ndarray | None, **row: Any) -> RolloutGroup:
 # -- models
 
 
-def tiny_model(family: FamilyName = "wan", *, held_dtype: torch.dtype | None = None, **keys: Any) -> DiffusersModel:
+def tiny_model(
+    family: FamilyName = "wan", *, parameter_dtype: torch.dtype | None = None, **keys: Any
+) -> DiffusersModel:
     """Return a tiny model with autoencoder and words for captions; `keys` are of [model]."""
     config = WFMModelConfig.model_validate({"family": family, "tiny": True, "text": {"encoder": "words"}} | keys)
-    return build_model(config, parts=("network", "codec", "text"), seed=config.seed, held_dtype=held_dtype)
+    return build_model(config, parts=("network", "codec", "text"), seed=config.seed, parameter_dtype=parameter_dtype)
 
 
 def image_to_video_model() -> DiffusersModel:

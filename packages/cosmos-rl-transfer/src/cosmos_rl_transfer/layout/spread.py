@@ -116,13 +116,13 @@ def stages(specs: Sequence[WeightSpec], count: int) -> list[list[WeightSpec]]:
     num_layers = max(known, default=-1) + 1
     if count > max(num_layers, 1):
         raise LayoutError(f"{num_layers} layers cannot be cut into {count} stages")
-    found_stages: list[list[WeightSpec]] = [[] for _ in range(count)]
+    by_stage: list[list[WeightSpec]] = [[] for _ in range(count)]
     begun = False
     for spec, layer in zip(specs, layers):
         begun = begun or layer is not None
         place = (count - 1 if begun else 0) if layer is None else layer * count // num_layers
-        found_stages[place].append(spec)
-    return found_stages
+        by_stage[place].append(spec)
+    return by_stage
 
 
 def replicas(manifest: Manifest, count: int) -> Manifest:

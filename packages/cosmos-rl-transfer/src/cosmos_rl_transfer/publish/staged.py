@@ -69,7 +69,7 @@ class StagedWeights:
         bucket_hash = pieces_hash(packed_pieces(bucket, shared))
         return Packed(shared, Proof(bucket_hash, tuple(value & MASK for value in hashes.tolist())))
 
-    def pack_there(self, bucket: Bucket, out: torch.Tensor) -> tuple[int, ...]:
+    def pack_on_gpu(self, bucket: Bucket, out: torch.Tensor) -> tuple[int, ...]:
         """Gather the live bucket into `out` uint8 [bucket.num_bytes] on the GPU; return each piece's additive hash."""
         with self._side.current():
             sums = self._live.gather(bucket, out, table=self._side.table)

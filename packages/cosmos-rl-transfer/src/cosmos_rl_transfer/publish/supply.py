@@ -255,7 +255,7 @@ class Supply:
         if isinstance(out, Tensor):
             assert self.staged is not None, "slots on a GPU are for weights there"
             if copied is None:
-                return Proof(NOT_HASHED, self.staged.pack_there(bucket, out))
+                return Proof(NOT_HASHED, self.staged.pack_on_gpu(bucket, out))
             self.staged.upload(copied, out)
             return Proof(NOT_HASHED, self.prove(version, bucket, packed_pieces(bucket, copied)).sums)
         if copied is None:

@@ -86,13 +86,13 @@ class Shadow:
         sums: additive hashes of the pieces; bucket_hash: xxh3-64 of all, None where it is not known. After false the
         bucket must be written again before the weights are used.
         """
-        is_there = np.may_share_memory(self.memory, data)  # received at `place`
-        proof = self.arena.prove(bucket) if is_there else self.arena.scatter(data, bucket)
+        is_in_place = np.may_share_memory(self.memory, data)  # received at `place`
+        proof = self.arena.prove(bucket) if is_in_place else self.arena.scatter(data, bucket)
         if self._pending is not None:
             self._pending.add_whole(bucket)
         return self._sums.confirm(bucket, proof, sums, bucket_hash=bucket_hash)
 
-    def write_there(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
+    def write_from_gpu(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
         """Do the same with packed bytes on a GPU, which are copied to the host."""
         side = self.side or SideStream(data.device)
         return self.write(bucket, side.to_host(data, torch.uint8).numpy(), sums)
@@ -220,7 +220,7 @@ class InPlace:
                 finish()
         return good
 
-    def write_there(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
+    def write_from_gpu(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
         if self.side is None:
             return self.write(bucket, SideStream(data.device).to_host(data, torch.uint8).numpy(), sums)
         hashes = []

@@ -177,7 +177,7 @@ class PeerServer:
         tensor. partial: landed buckets of an incomplete version. Raises TransportUnavailable if `transport` cannot
         serve, OSError if `bind` is not an address of this host.
         """
-        served = _as_held(manifest, wire_dtypes)
+        served = _with_wire_dtypes(manifest, wire_dtypes)
         self._supply = Supply(
             shadow.arena,
             served,
@@ -307,7 +307,7 @@ class Offer:
             self._server.close()
 
 
-def _as_held(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> Manifest:
+def _with_wire_dtypes(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> Manifest:
     """Return a replica's manifest with the dtypes of its shadows."""
     layouts = (TensorLayout(replace(x.spec, dtype=wire_dtypes[x.spec.name]), x.boxes) for x in manifest.layouts)
     return Manifest(tuple(layouts), manifest.tied, manifest.replicas)

@@ -271,7 +271,7 @@ class Puller:
         if not data.num_bytes:
             return False  # there is no delta
         if isinstance(packed, Tensor):
-            good = self.landing.write_there(bucket, packed, data.sums)
+            good = self.landing.write_from_gpu(bucket, packed, data.sums)
         elif data.delta:
             if not packed.flags.writeable:  # the publisher's slot, which may be reused between two reads of it
                 packed = packed.copy()

@@ -48,7 +48,7 @@ def build_model(
     *,
     parts: Collection[Part] = ("network",),
     seed: int = 0,
-    held_dtype: torch.dtype | None = None,
+    parameter_dtype: torch.dtype | None = None,
     filled: bool = True,
     device: torch.device | None = None,
 ) -> DiffusersModel:
@@ -56,7 +56,7 @@ def build_model(
 
     Args:
         seed: of random weights, and of adapters' first values.
-        held_dtype: parameter dtype of the network; None: the `dtype` that it computes in.
+        parameter_dtype: of the network; None: the `dtype` that it computes in.
         filled: False leaves the parameters of a model with a path on meta, for a network that is sharded first;
             `fill_network` then allocates and reads this rank's shards.
         device: of all parts; None: this process's own.
@@ -72,7 +72,7 @@ def build_model(
     row = network_class(class_name)
     if row is None:
         try_forward(class_name, values)
-    parameter_dtype = held_dtype or dtype
+    parameter_dtype = parameter_dtype or dtype
     if folder is None:
         network = random_network(class_name, values, dtype=parameter_dtype, seed=seed)
     elif filled:

@@ -156,7 +156,7 @@ class WFMModelConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _parts_there(self) -> Self:
+    def _parts_exist(self) -> Self:
         if not self.path and not self.tiny and self.codec == "vae":
             raise ValueError('a network from scratch has no autoencoder: set codec = "pixels", or tiny = true')
         if not self.path and self.text.encoder == "model":

@@ -27,7 +27,7 @@ from cosmos_rl_wfm.models.captions import CaptionEncoder, ImageEncoder, pad_text
 from cosmos_rl_wfm.models.codec import Codec, clips_at_once, fingerprint, to_clips, to_video
 from cosmos_rl_wfm.models.config import Guidance
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
-from cosmos_rl_wfm.models.networks.family import Family, held_dtype
+from cosmos_rl_wfm.models.networks.family import Family, parameter_dtype
 from cosmos_rl_wfm.models.weights import named_weights
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class DiffusersModel:
         `latents`, so that sampling ends at the given frames and their loss is 0.
         """
         assert latents.shape[1] == self.family.channels and times.shape == latents.shape[:1], "latents [B, C, f, h, w]"
-        mixed = self._compute_dtype is not None and held_dtype(self.network) != self._compute_dtype
+        mixed = self._compute_dtype is not None and parameter_dtype(self.network) != self._compute_dtype
         with torch.autocast(latents.device.type, dtype=self._compute_dtype) if mixed else nullcontext():
             v = self.family.velocity(self.network, latents.float(), times.float(), condition)
         return v.float()

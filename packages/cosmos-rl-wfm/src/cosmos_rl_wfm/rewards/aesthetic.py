@@ -150,7 +150,7 @@ class AestheticReward(Strict):
 
     @field_validator("head")
     @classmethod
-    def _is_there(cls, head: str) -> str:
+    def _exists(cls, head: str) -> str:
         if not Path(head).expanduser().is_file():
             raise ValueError("there is no such file")
         return head

@@ -38,7 +38,7 @@ class Pretrained(Strict):
 
     @field_validator("model")
     @classmethod
-    def _is_there(cls, model: str) -> str:
+    def _exists(cls, model: str) -> str:
         if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
             raise ValueError("there is no such folder; a model of the hub is written as owner/name")
         return model

@@ -31,7 +31,7 @@ class FrameFiles:
         self._path, self._max_bytes = path, max_bytes
         self._number = 0
         self._writer: Any = None
-        self._held: list[pa.Table] = []
+        self._tables: list[pa.Table] = []
         self._bytes = 0
 
     def add(self, episode: pa.Table) -> int:
@@ -41,9 +41,9 @@ class FrameFiles:
             self._number += 1
         if self._writer is None:
             self._writer, self._bytes = self._opened(episode), 0
-        self._held.append(episode)
+        self._tables.append(episode)
         self._bytes += episode.nbytes
-        if sum(map(len, self._held)) >= _ROWS:
+        if sum(map(len, self._tables)) >= _ROWS:
             self._flush()
         return self._number
 
@@ -64,9 +64,9 @@ class FrameFiles:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        if self._held:
-            self._writer.write_table(pa.concat_tables(self._held), row_group_size=max(map(len, self._held)) + _ROWS)
-            self._held = []
+        if self._tables:
+            self._writer.write_table(pa.concat_tables(self._tables), row_group_size=max(map(len, self._tables)) + _ROWS)
+            self._tables = []
 
 
 class VideoFiles:

@@ -20,7 +20,7 @@ from cosmos_rl_wfm.models.config import Guidance
 from cosmos_rl_wfm.models.networks.family import (
     Family,
     frame_mask,
-    held_dtype,
+    parameter_dtype,
     projected_once,
     put_given,
     straight_on_given,
@@ -62,7 +62,7 @@ class Cosmos(Family):
         return DEFAULT_NEGATIVE_PROMPT
 
     def velocity(self, network: nn.Module, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
-        dtype = held_dtype(network)
+        dtype = parameter_dtype(network)
         inputs = put_given(condition, latents).to(dtype)
         mask = frame_mask(condition, latents)
         timestep = times

@@ -16,7 +16,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.classes import network_class
 from cosmos_rl_wfm.models.networks.cosmos import Cosmos
-from cosmos_rl_wfm.models.networks.family import Family, held_dtype
+from cosmos_rl_wfm.models.networks.family import Family, parameter_dtype
 from cosmos_rl_wfm.models.networks.wan import Wan
 
 _GIVEN = {"self", "hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "pooled_projections"}
@@ -55,7 +55,7 @@ class FlowTransformer(Family):
         if condition.given is not None:
             raise UserError(f"{type(network).__name__} takes no given frames: set model.given max_frames = 0")
         condition = condition.gathered()
-        dtype = held_dtype(network)
+        dtype = parameter_dtype(network)
         more: dict[str, Tensor] = {}
         if "encoder_attention_mask" in self._takes:
             more["encoder_attention_mask"] = condition.text_mask.long()

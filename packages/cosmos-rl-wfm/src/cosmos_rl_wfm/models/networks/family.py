@@ -65,7 +65,7 @@ class Family(ABC):
         return self.config[key]
 
 
-def held_dtype(network: nn.Module) -> torch.dtype:
+def parameter_dtype(network: nn.Module) -> torch.dtype:
     """Return the dtype that a network of diffusers computes in.
 
     It is the dtype of the first parameter not kept in float32; diffusers' own `dtype` walks all modules.

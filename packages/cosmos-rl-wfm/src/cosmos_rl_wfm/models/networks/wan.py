@@ -13,7 +13,7 @@ from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.networks.family import (
     Family,
     frame_mask,
-    held_dtype,
+    parameter_dtype,
     projected_once,
     put_given,
     straight_on_given,
@@ -47,7 +47,7 @@ class Wan(Family):
         return self._mask_channels > 0
 
     def velocity(self, network: nn.Module, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
-        dtype = held_dtype(network)
+        dtype = parameter_dtype(network)
         if self.config.get("image_dim") and condition.image is None:
             raise UserError(
                 "this network of Wan takes an embedded image beside the text: give the folder of its whole pipeline, "
