@@ -72,15 +72,15 @@ def build_model(
     row = network_class(class_name)
     if row is None:
         try_forward(class_name, values)
-    parameter_dtype = parameter_dtype or dtype
+    network_dtype = parameter_dtype or dtype
     if folder is None:
-        network = random_network(class_name, values, dtype=parameter_dtype, seed=seed)
+        network = random_network(class_name, values, dtype=network_dtype, seed=seed)
     elif filled:
-        network = empty_network(class_name, values, dtype=parameter_dtype)
+        network = empty_network(class_name, values, dtype=network_dtype)
         fill(network, folder.weights(NETWORK))
     else:
         with parameters_on_meta():
-            network = empty_network(class_name, values, dtype=parameter_dtype)
+            network = empty_network(class_name, values, dtype=network_dtype)
     family = make_family(class_name, network.config)
     if config.lora is not None:
         family_targets = ATTENTION if row is None else row.lora_targets
@@ -97,7 +97,7 @@ def build_model(
         captions=_captions(config, family, folder, traits, device=device) if "text" in parts else None,
         images=_images(config, folder, device=device) if "codec" in parts else None,
         source=folder,
-        compute_dtype=None if parameter_dtype == dtype else dtype,
+        compute_dtype=None if network_dtype == dtype else dtype,
     )
 
 

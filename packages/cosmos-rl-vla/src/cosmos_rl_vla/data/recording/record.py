@@ -204,7 +204,7 @@ def record(
                 waiting.popleft()
     expert.close()
     attempts = {each.task: each.attempts for each in series}
-    return Recorded(episodes=writer.num_successes, frames=writer.num_frames, attempts=attempts)
+    return Recorded(episodes=writer.num_episodes, frames=writer.num_frames, attempts=attempts)
 
 
 def _is_due(series: Series) -> bool:
