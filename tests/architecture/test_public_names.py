@@ -21,7 +21,8 @@ PUBLIC = {
     ),
     "cosmos_rl_transfer": (
         "AuthenticationError Box LayoutError Manifest PeerLost Publisher ReplicaMember ReplicaSubscriber "
-        "Replicate Shard Subscriber TensorLayout Topology TransferError TransferPlan WeightMismatch plan published_specs whole_box"
+        "Replicate Shard Subscriber TensorLayout Topology TransferError TransferPlan WeightMismatch plan "
+        "published_specs whole_box"
     ),
     "cosmos_rl_llm": "Chat LLM LLMDomain write_sums write_tiny_model",
     "cosmos_rl_vla": (

@@ -10,7 +10,7 @@ import pytest
 from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.given import open_recipe
+from cosmos_rl_core.launch.open_recipe import open_recipe
 from cosmos_rl_core.launch.run import run_given
 from cosmos_rl_core.workers.directory import RunDirectory
 

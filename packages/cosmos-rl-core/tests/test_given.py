@@ -13,8 +13,8 @@ from functools import partial
 import pytest
 
 from cosmos_rl_core import Request, UserError, evaluate, generate, run
-from cosmos_rl_core.launch.given import open_recipe
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
+from cosmos_rl_core.launch.open_recipe import open_recipe
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.tiny import TINY
 from cosmos_rl_core.testing.tiny_task import hits

@@ -12,7 +12,7 @@ from cosmos_rl_core.errors import OutOfMemory
 from cosmos_rl_core.launch import memory
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.parallel.held import STEP, MemoryPart, Needs
+from cosmos_rl_core.parallel.process_memory import STEP, MemoryPart, Needs
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.tiny import Tiny
 from cosmos_rl_core.wire.handshake import Hello

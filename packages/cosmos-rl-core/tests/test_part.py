@@ -8,8 +8,8 @@ import pytest
 
 from cosmos_rl_core.algorithms.advantages import BatchAdvantage
 from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.train.batch_part import BatchPart
 from cosmos_rl_core.train.batcher import Batcher
-from cosmos_rl_core.train.part import BatchPart
 from cosmos_rl_core.types import Episode, Prompt, Rollout, RolloutGroup, TrainBatch
 
 COUNT = 3

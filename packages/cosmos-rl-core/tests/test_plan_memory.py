@@ -19,7 +19,7 @@ from cosmos_rl_core.ops.plan.plan import MemoryPlan, _memory_texts
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of
-from cosmos_rl_core.parallel.held import START, STEP, UPDATE, MemoryPart, Needs
+from cosmos_rl_core.parallel.process_memory import START, STEP, UPDATE, MemoryPart, Needs
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection, SamplingSection, SyncSection

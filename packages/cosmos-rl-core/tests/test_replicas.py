@@ -21,9 +21,9 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
 from cosmos_rl_core.errors import EpochOver, PeersUnreachable, UserError
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.train import pieces, replicas
+from cosmos_rl_core.train import byte_sums, replicas
+from cosmos_rl_core.train.byte_sums import Checksum, packed, unpack
 from cosmos_rl_core.train.learner import Undo
-from cosmos_rl_core.train.pieces import Checksum, packed, unpack
 from cosmos_rl_core.train.replicas import RankWaits, ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, StepResult
@@ -311,9 +311,9 @@ def exchange(trainers, *, version, **options):
     return in_threads(work, len(trainers))
 
 
-@pytest.mark.parametrize("piece_bytes", [pieces.PIECE_BYTES, 16])  # of 16: tensors are cut, and put together
+@pytest.mark.parametrize("piece_bytes", [byte_sums.PIECE_BYTES, 16])  # of 16: tensors are cut, and put together
 def test_a_newcomer_has_weights_and_optimizer_state_of_its_peer_to_the_bit(monkeypatch, piece_bytes):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(byte_sums, "PIECE_BYTES", piece_bytes)
     trainers = [trainer(seed=place, steps=0 if place else 3) for place in range(3)]
     assert exchange(trainers, version=3) == [False, True, True]
     old, *others = map(values, trainers)
@@ -325,7 +325,7 @@ def test_a_newcomer_has_weights_and_optimizer_state_of_its_peer_to_the_bit(monke
 
 def test_the_others_wait_for_the_state_of_a_newcomer_longer_than_for_a_sum(monkeypatch):
     """It is sent for longer than the limit of an operation, and one of three has nothing to do meanwhile."""
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 16)
+    monkeypatch.setattr(byte_sums, "PIECE_BYTES", 16)
     add = Checksum.add
     monkeypatch.setattr(Checksum, "add", lambda self, data: (time.sleep(0.1), add(self, data)))
     waits = [RankWaits() for _ in range(3)]
@@ -489,14 +489,14 @@ def test_a_watchdog_that_would_end_the_process_is_off_for_groups_between_replica
 def test_a_digest_depends_on_every_bit_and_on_the_order():
     device = torch.device("cpu")
     tensors = [torch.arange(3, dtype=torch.float32), torch.ones(3, dtype=torch.bfloat16)]
-    before = pieces.digest(tensors, device)
-    assert before == pieces.digest([each.clone() for each in tensors], device)
-    assert before != pieces.digest(reversed(tensors), device)
+    before = byte_sums.digest(tensors, device)
+    assert before == byte_sums.digest([each.clone() for each in tensors], device)
+    assert before != byte_sums.digest(reversed(tensors), device)
     for tensor in tensors:
         for i in range(8 * tensor.nbytes):
             data = tensor.view(torch.uint8)
             data[i // 8] ^= 1 << i % 8
-            assert pieces.digest(tensors, device) != before
+            assert byte_sums.digest(tensors, device) != before
             data[i // 8] ^= 1 << i % 8
 
 

@@ -25,7 +25,7 @@ from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 from cosmos_rl_llm.engines.vllm.weight_map.chart import chart_of
 from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, manifest_for
 from cosmos_rl_llm.engines.vllm.weight_map.names import VllmNames
-from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
+from cosmos_rl_llm.engines.vllm.weight_map.region import LandingRegion
 from cosmos_rl_llm.engines.vllm.weight_map.table import place
 from cosmos_rl_llm.engines.vllm.weight_map.trace import trace
 from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, detached, twin

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.weight_map.chart import is_repeatable, lands
-from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
+from cosmos_rl_llm.engines.vllm.weight_map.region import LandingRegion
 from cosmos_rl_transfer.layout.manifest import Box
 
 Load = Callable[["Model", Tensor], object]

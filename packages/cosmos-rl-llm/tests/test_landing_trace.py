@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.engines.vllm.weight_map.place import Region, join
+from cosmos_rl_llm.engines.vllm.weight_map.region import Region, join
 from cosmos_rl_llm.engines.vllm.weight_map.trace import Trace, trace
 from cosmos_rl_transfer.layout.manifest import Box
 

@@ -21,7 +21,7 @@ from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.checkpoint import read_shape
-from cosmos_rl_llm.model.parts import freeze
+from cosmos_rl_llm.model.vision_parts import freeze
 from doubles.fake_ranks import Collectives
 from doubles.ranks import run_ranks
 

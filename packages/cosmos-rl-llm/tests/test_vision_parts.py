@@ -21,7 +21,7 @@ from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.media.vision import find_family
 from cosmos_rl_llm.model.causal_lm import load_model
-from cosmos_rl_llm.model.parts import part_of
+from cosmos_rl_llm.model.vision_parts import part_of
 from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
 
 pytest.importorskip("PIL")

@@ -25,7 +25,7 @@ from cosmos_rl_llm.engines.vllm.media import placeholders
 from cosmos_rl_llm.engines.vllm.options import PICTURES, VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.media.item import MediaItem, View
-from cosmos_rl_llm.model.parts import freeze
+from cosmos_rl_llm.model.vision_parts import freeze
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 pytest.importorskip("PIL")

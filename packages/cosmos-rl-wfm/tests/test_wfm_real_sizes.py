@@ -16,8 +16,8 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, Polic
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import materialise, parameters_on_meta
 from cosmos_rl_core.parallel.estimate import estimate
-from cosmos_rl_core.parallel.held import START
 from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
+from cosmos_rl_core.parallel.process_memory import START
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.domain import WFM

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.interfaces import Recorder, RewardFn, Teacher
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
-    from cosmos_rl_core.parallel.held import MemoryPart
+    from cosmos_rl_core.parallel.process_memory import MemoryPart
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
@@ -211,12 +211,12 @@ class DomainBase(Domain):
         return False
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[MemoryPart]:
-        """Return the memory of a policy rank beyond `rank`; `held.STEP` marks memory needed only during a step."""
+        """Return the memory of a policy rank beyond `rank`; `process_memory.STEP` marks memory needed only during a step."""
         return ()
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[MemoryPart]:
         """Return the memory of a rollout replica beside the network's weights, live and staged."""
-        from cosmos_rl_core.parallel.held import MemoryPart
+        from cosmos_rl_core.parallel.process_memory import MemoryPart
 
         return (MemoryPart(name="the engine's caches and activations", bytes=None),)
 

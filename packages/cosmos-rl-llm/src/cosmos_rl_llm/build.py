@@ -21,7 +21,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.model.causal_lm import empty_model, load_model
-from cosmos_rl_llm.model.parts import freeze
+from cosmos_rl_llm.model.vision_parts import freeze
 from cosmos_rl_llm.model.weights import Weight, find_weights, open_weights
 from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters

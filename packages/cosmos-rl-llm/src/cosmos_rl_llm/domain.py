@@ -16,12 +16,12 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install, quiet_torchao
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.observe.startup import READING, phase
-from cosmos_rl_core.parallel.held import MemoryPart
+from cosmos_rl_core.parallel.process_memory import MemoryPart
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, LLMTorchOptions
-from cosmos_rl_llm.data.parts import attach_files
+from cosmos_rl_llm.data.message_parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.long_prompt import engine_tolerance, prompt_beyond_window
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, no_pictures, shared, spread
@@ -310,7 +310,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: LLMTorchO
     from cosmos_rl_core.parallel.device import own_device
     from cosmos_rl_llm.engines.torch.engine import TorchEngine
     from cosmos_rl_llm.model.causal_lm import load_model
-    from cosmos_rl_llm.model.parts import freeze
+    from cosmos_rl_llm.model.vision_parts import freeze
     from cosmos_rl_llm.policy.kernels import log_kernels
     from cosmos_rl_llm.policy.lora import add_adapters
 

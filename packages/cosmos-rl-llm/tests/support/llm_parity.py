@@ -36,7 +36,7 @@ from cosmos_rl_llm.config import LLMLoraSection, Part
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.media.item import VisionFamily, view_of
 from cosmos_rl_llm.model.causal_lm import make_model
-from cosmos_rl_llm.model.parts import freeze
+from cosmos_rl_llm.model.vision_parts import freeze
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy

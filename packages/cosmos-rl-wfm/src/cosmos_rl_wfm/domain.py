@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
-    from cosmos_rl_core.parallel.held import MemoryPart
+    from cosmos_rl_core.parallel.process_memory import MemoryPart
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig

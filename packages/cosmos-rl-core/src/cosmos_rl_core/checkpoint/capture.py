@@ -16,8 +16,8 @@ from torch import Tensor
 from cosmos_rl_core.checkpoint.contents import Contents, file_of, key_of
 from cosmos_rl_core.checkpoint.host import copy_to_host, host_buffers
 from cosmos_rl_core.checkpoint.manifest import TrainState
-from cosmos_rl_core.checkpoint.pieces import TensorPiece, assign, local_pieces
 from cosmos_rl_core.checkpoint.safetensors_file import as_bytes, by_alignment, header
+from cosmos_rl_core.checkpoint.write_plan import TensorPiece, assign, local_pieces
 from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.rank_group import RankGroup
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from cosmos_rl_core.checkpoint.pieces import TensorPiece, dtype_of
+from cosmos_rl_core.checkpoint.write_plan import TensorPiece, dtype_of
 from cosmos_rl_core.storage.folder import Folder
 
 CONTENTS = "contents.json"

@@ -60,7 +60,7 @@ def train(
     """
     from cosmos_rl_core.errors import WorkerFailed
     from cosmos_rl_core.launch.check import check_in_child
-    from cosmos_rl_core.launch.given import open_recipe
+    from cosmos_rl_core.launch.open_recipe import open_recipe
     from cosmos_rl_core.launch.supervised.command import run_supervised
     from cosmos_rl_core.observe.record import STOPPED
     from cosmos_rl_core.recipe.load import load

@@ -20,7 +20,7 @@ from cosmos_rl_core.errors import UserError, one_line_errors
 from cosmos_rl_core.inference.generate import Generated, generate_rows, rows_on_disk
 from cosmos_rl_core.inference.request import GenerationWeights, Instances, Request, folder_of
 from cosmos_rl_core.inference.rollouts_file import Line
-from cosmos_rl_core.launch.given import Recipe, Rewards, Rows, open_recipe
+from cosmos_rl_core.launch.open_recipe import Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig

@@ -26,8 +26,8 @@ from cosmos_rl_core.inference.pool import InstanceTask, Pool
 from cosmos_rl_core.inference.prompts import Prompts, evaluation_prompts, read_prompts
 from cosmos_rl_core.inference.request import GenerationWeights, Request, folder_of, identity
 from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile
-from cosmos_rl_core.launch.given import Given, Recipe, Rows, open_recipe
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
+from cosmos_rl_core.launch.open_recipe import OpenRecipe, Recipe, Rows, open_recipe
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
@@ -84,7 +84,7 @@ def generate(
 
 
 @contextlib.contextmanager
-def rows_on_disk(given: Given) -> Iterator[RunConfig]:
+def rows_on_disk(given: OpenRecipe) -> Iterator[RunConfig]:
     """Write given rows to temporary files; only their content is part of a request's identity."""
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-rows-") as folder:
         given.write_rows(Path(folder))

@@ -25,7 +25,7 @@ from cosmos_rl_core.launch.preflight.machine import (
     sink_problems,
     transport_problems,
 )
-from cosmos_rl_core.launch.preflight.parts import part_problems
+from cosmos_rl_core.launch.preflight.named_parts import part_problems
 from cosmos_rl_core.launch.preflight.rewards import FAILED, report, reward_problems
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.recipe.load import LoadedRecipe, load_domain

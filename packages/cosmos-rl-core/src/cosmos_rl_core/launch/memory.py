@@ -14,8 +14,8 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.parallel.held import REDUCED, STEP, UPDATE, MemoryPart, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
+from cosmos_rl_core.parallel.process_memory import REDUCED, STEP, UPDATE, MemoryPart, Needs
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig

@@ -37,14 +37,14 @@ from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.errors import OutOfMemory, UserError, one_line_errors
 from cosmos_rl_core.launch.check import check_here, warnings_for
 from cosmos_rl_core.launch.external import start_external
-from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.gpus import assign_gpus
 from cosmos_rl_core.launch.interrupts import Interrupts, run_to_end
 from cosmos_rl_core.launch.local import start_processes
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
+from cosmos_rl_core.launch.open_recipe import OpenRecipe, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
-from cosmos_rl_core.launch.preflight.parts import look_up
+from cosmos_rl_core.launch.preflight.named_parts import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
 from cosmos_rl_core.launch.supervised.link import SupervisedKeeper
@@ -116,14 +116,14 @@ def run(
     return run_given(given, resume=resume, overwrite=overwrite)
 
 
-def run_given(given: Given, *, resume: str | None, overwrite: bool) -> RunResult:
+def run_given(given: OpenRecipe, *, resume: str | None, overwrite: bool) -> RunResult:
     """As `run`, of a recipe that is open."""
     with prepared(given, resume=resume, overwrite=overwrite) as directory:
         return control(given, directory, resume=resume, overwrite=overwrite)
 
 
 @contextlib.contextmanager
-def prepared(given: Given, *, resume: str | None, overwrite: bool) -> Iterator[RunDirectory]:
+def prepared(given: OpenRecipe, *, resume: str | None, overwrite: bool) -> Iterator[RunDirectory]:
     """Lock the run's directory. Errors in the block are explained."""
     config, path = given.config, given.config.run.directory
     try:
@@ -140,7 +140,7 @@ def prepared(given: Given, *, resume: str | None, overwrite: bool) -> Iterator[R
 
 
 def control(
-    given: Given,
+    given: OpenRecipe,
     directory: RunDirectory,
     *,
     resume: str | None,
@@ -178,7 +178,7 @@ class _Run:
 
     def __init__(
         self,
-        given: Given,
+        given: OpenRecipe,
         opened: RunDirectory,
         supervised: SupervisedKeeper | None,
         resumption: Resumption | None,

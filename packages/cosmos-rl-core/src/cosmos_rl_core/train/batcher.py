@@ -13,7 +13,7 @@ import numpy as np
 from cosmos_rl_core.algorithms.advantages import BatchAdvantage, StepAdvantages, critic_metrics
 from cosmos_rl_core.data.mixing import DataTerm
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.train.part import BatchPart
+from cosmos_rl_core.train.batch_part import BatchPart
 from cosmos_rl_core.types import Rollout, RolloutGroup, TrainBatch
 
 Collate = Callable[[Sequence[RolloutGroup]], TrainBatch]

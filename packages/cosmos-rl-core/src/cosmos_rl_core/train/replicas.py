@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cosmos_rl_core.errors import EpochOver, PeersUnreachable
 from cosmos_rl_core.parallel.device import use_device
-from cosmos_rl_core.train.pieces import WORD_BYTES, Checksum, packed, pieces, room_for, unpack
+from cosmos_rl_core.train.byte_sums import WORD_BYTES, Checksum, packed, pieces, room_for, unpack
 
 BUCKET_BYTES = 32 << 20
 """Bytes of gradients in one all-reduce."""

@@ -25,9 +25,9 @@ from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
 from cosmos_rl_core.rollout.spool.store import Spooled
+from cosmos_rl_core.train.batch_part import BatchPart
 from cosmos_rl_core.train.batcher import Batcher
 from cosmos_rl_core.train.comparison import EngineComparison
-from cosmos_rl_core.train.part import BatchPart
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import Prompt, Share, TrainBatch
 from cosmos_rl_core.wire.payload import decode_group

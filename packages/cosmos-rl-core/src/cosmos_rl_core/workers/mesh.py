@@ -31,7 +31,7 @@ from cosmos_rl_core.interfaces import HoldsTensors
 from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
-from cosmos_rl_core.train.pieces import digest
+from cosmos_rl_core.train.byte_sums import digest
 from cosmos_rl_core.train.replicas import RankWaits, ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.wire.blocking import BlockingConnection

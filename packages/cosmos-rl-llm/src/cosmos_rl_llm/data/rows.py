@@ -28,7 +28,7 @@ from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, s
 from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.columns import readable_columns, with_base64
-from cosmos_rl_llm.data.parts import normalise_content, with_media
+from cosmos_rl_llm.data.message_parts import normalise_content, with_media
 from cosmos_rl_llm.media.source import LIMITS, shows_media
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")

@@ -32,7 +32,7 @@ from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import parameters_on_meta
 from cosmos_rl_core.parallel.lora import adapter_weights, whole_weights
 from cosmos_rl_llm.model.checkpoint import resolve
-from cosmos_rl_llm.model.parts import part_of
+from cosmos_rl_llm.model.vision_parts import part_of
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 """Config keys that logits are multiplied by: Cohere, Falcon-H1, Muse Glimmer."""

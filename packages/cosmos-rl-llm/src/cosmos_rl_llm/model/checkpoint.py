@@ -13,8 +13,8 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, is_expert, layer_of
-from cosmos_rl_core.parallel.held import MemoryPart
 from cosmos_rl_core.parallel.memory.activations import BYTES
+from cosmos_rl_core.parallel.process_memory import MemoryPart
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import neighbour
@@ -23,8 +23,8 @@ from cosmos_rl_core.storage.safetensors_header import read_header, weight_files
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.config import LLMModelConfig, LLMTorchOptions
 from cosmos_rl_llm.model.bin_weights import convert_bin_weights
-from cosmos_rl_llm.model.parts import part_of
 from cosmos_rl_llm.model.tower_memory import engine_parts
+from cosmos_rl_llm.model.vision_parts import part_of
 
 CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}

@@ -20,7 +20,7 @@ from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import LLMLoraSection, Part
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import empty_model
-from cosmos_rl_llm.model.parts import part_of
+from cosmos_rl_llm.model.vision_parts import part_of
 from cosmos_rl_llm.model.weights import find_weights
 
 _WITH_FUSED_MIXERS = frozenset(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"))

@@ -44,7 +44,7 @@ from cosmos_rl_core.parallel.memory.float8 import use_float8
 from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model
-from cosmos_rl_llm.model.parts import tower_blocks
+from cosmos_rl_llm.model.vision_parts import tower_blocks
 from cosmos_rl_llm.policy.context import check_heads
 from cosmos_rl_llm.policy.experts import is_experts, spread_experts, use_mixed_experts
 from cosmos_rl_llm.policy.lora import with_adapters

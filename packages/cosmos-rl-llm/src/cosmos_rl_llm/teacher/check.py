@@ -10,8 +10,8 @@ from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.parallel.held import START, STEP, MemoryPart
 from cosmos_rl_core.parallel.memory.activations import BYTES
+from cosmos_rl_core.parallel.process_memory import START, STEP, MemoryPart
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import read_json_object

@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cosmos_rl_core.control.address_file import NAME
-from cosmos_rl_core.launch.given import Given
 from cosmos_rl_core.launch.observer import RunResult
+from cosmos_rl_core.launch.open_recipe import OpenRecipe
 from cosmos_rl_core.launch.placement import STOP_GRACE_S
 from cosmos_rl_core.launch.run import control, prepared, run_given
 from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
@@ -32,7 +32,7 @@ from cosmos_rl_core.processes import end_with
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run_supervised(given: Given, *, resume: str | None, overwrite: bool) -> RunResult:
+def run_supervised(given: OpenRecipe, *, resume: str | None, overwrite: bool) -> RunResult:
     """As `run.run_given`, with a controller that is started again after its death.
 
     Returns in the controller's process alone. The calling process keeps the workers, and ends with the exit code of the

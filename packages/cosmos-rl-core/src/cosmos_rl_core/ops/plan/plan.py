@@ -23,13 +23,13 @@ from cosmos_rl_core.launch.memory import (
     written,
 )
 from cosmos_rl_core.launch.placement import threads
-from cosmos_rl_core.launch.preflight.parts import look_up_parts
+from cosmos_rl_core.launch.preflight.named_parts import look_up_parts
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.parallel.axes.traffic import CollectiveCalls, traffic
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
-from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, MemoryPart, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
+from cosmos_rl_core.parallel.process_memory import NOT_COUNTED, STEP, MemoryPart, Needs
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.weight_map.names import VllmNames
-from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
+from cosmos_rl_llm.engines.vllm.weight_map.region import LandingRegion
 from cosmos_rl_llm.engines.vllm.weight_map.table import place
 from cosmos_rl_llm.engines.vllm.weight_map.trace import LOADER_ERRORS, Trace, touched, trace
 from cosmos_rl_transfer import Box, TensorLayout, whole_box

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.weight_map.chart import Chart, chart_of
 from cosmos_rl_llm.engines.vllm.weight_map.names import is_a
-from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
+from cosmos_rl_llm.engines.vllm.weight_map.region import LandingRegion
 from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, twin
 from cosmos_rl_transfer import Box, Manifest, TensorLayout
 

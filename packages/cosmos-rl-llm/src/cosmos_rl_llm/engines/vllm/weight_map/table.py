@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cosmos_rl_llm.engines.vllm.weight_map.names import Target, VllmNames
-from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion
+from cosmos_rl_llm.engines.vllm.weight_map.region import LandingRegion
 from cosmos_rl_transfer import Box, whole_box
 
 Shape = tuple[int, ...]

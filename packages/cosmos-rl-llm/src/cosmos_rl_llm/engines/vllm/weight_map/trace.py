@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.engines.vllm.weight_map.place import LandingRegion, Region, join
+from cosmos_rl_llm.engines.vllm.weight_map.region import LandingRegion, Region, join
 
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)

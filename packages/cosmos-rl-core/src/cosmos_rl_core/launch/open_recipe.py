@@ -47,7 +47,7 @@ FILES = {"data": "rows.jsonl", "eval.data": "eval_rows.jsonl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class OpenRecipe:
     """A recipe with given rewards and rows."""
 
     config: RunConfig
@@ -60,7 +60,7 @@ class Given:
     notes: tuple[str, ...] = ()
     """Remarks of the checks before the start."""
 
-    def placed_in(self, folder: Path) -> Given:
+    def placed_in(self, folder: Path) -> OpenRecipe:
         """Return a copy whose recipe reads the rows from files in `folder`."""
         config = self.config
         if "data" in self.rows:
@@ -94,7 +94,7 @@ def open_recipe(
     eval_rows: Rows | None = None,
     generating: bool = False,
     check: Check | None = None,
-) -> Given:
+) -> OpenRecipe:
     """Load a recipe; given rewards replace [reward] functions, given rows replace [data] and [eval.data] path.
 
     `generating`: nothing is trained, and other processes do the work for any placement. check: returns notes on the
@@ -128,7 +128,7 @@ def open_recipe(
     if check is not None:
         with _rows_in_files(loaded, sections) as (readable, config):
             notes = check(readable, config, functions)
-    return Given(
+    return OpenRecipe(
         config=loaded.whole(),
         python_path=tuple(dict.fromkeys([*python_path, *(one.folder for one in named_rewards if one.folder)])),
         rewards=functions if inline else {},
@@ -148,7 +148,7 @@ def _rows_in_files(loaded: LoadedRecipe, rows: Mapping[str, Rows]) -> Iterator[t
         yield loaded, loaded.config
         return
     with TemporaryDirectory() as folder:
-        with_rows = Given(config=loaded.config, python_path=(), rows=valid)
+        with_rows = OpenRecipe(config=loaded.config, python_path=(), rows=valid)
         with_rows.write_rows(Path(folder))
         try:
             readable = replace(loaded, config=with_rows.placed_in(Path(folder)).config)
