@@ -3,10 +3,14 @@
 import json
 import os
 import re
+import select
 import signal
 import time
 
 import pytest
+
+from cosmos_rl_core.launch.supervised.keeper import ROLLOUT_GRACE_S
+from cosmos_rl_core.processes import kill_tree
 
 pytestmark = pytest.mark.ci
 
@@ -135,6 +139,25 @@ def test_a_killed_policy_process_ends_the_run_with_its_last_words(
     assert "\nthe policy is built\n" in errors.partition("logs/policy-0.log:")[2]
     assert "Traceback" not in errors
     assert pid_of(run_dir, "rollout-0") is None
+
+
+def test_a_rollout_that_cannot_end_by_itself_does_not_outlive_the_command(
+    tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
+):
+    """SIGSTOP is as a call that keeps Python's lock: no thread of it notices the end of the command."""
+    run_dir = tmp_path / "run"
+    process = start("run", write_recipe(tmp_path / "run.toml", bandit(run_dir, run__max_steps=10_000)))
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
+    stopped = pid_of(run_dir, "rollout-0")
+    ended = os.pidfd_open(stopped)
+    os.kill(stopped, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    try:
+        assert select.select([ended], [], [], ROLLOUT_GRACE_S + 20.0)[0]
+    finally:
+        os.close(ended)
+        kill_tree(stopped)
 
 
 LEASE_TTL_S = 4.0

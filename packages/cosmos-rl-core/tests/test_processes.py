@@ -3,6 +3,7 @@
 import asyncio
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,8 +45,10 @@ def test_an_end_is_awaited_by_several_and_time_may_run_out():
     asyncio.run(main())
 
 
-def test_what_a_child_has_started_is_killed_with_it(tmp_path):
-    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]).pid, flush=True); "
+@pytest.mark.parametrize("own_session", [False, True])
+def test_what_a_child_has_started_is_killed_with_it(own_session, tmp_path):
+    grandchild = f"subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], start_new_session={own_session})"
+    code = f"import subprocess, sys; print({grandchild}.pid, flush=True); "
     with (tmp_path / "log").open("wb") as log:
         child = start(code + SLEEPER, log)
     while not (written := (tmp_path / "log").read_text()).endswith("\n"):
@@ -98,6 +101,35 @@ def test_a_process_ends_after_another_one():
     watched.wait(30)
     late = subprocess.run([sys.executable, "-c", AFTER, str(watched.pid)], capture_output=True, check=False)
     assert (late.returncode, late.stdout) == (1, b"")
+
+
+KEEPER = """
+import signal, subprocess, sys
+from cosmos_rl_core.processes import ChildProcess, OrphanGuard, environment
+guard = OrphanGuard()
+children = [ChildProcess([sys.executable, "-c", sys.argv[1]], environment=environment(), output=2) for _ in range(2)]
+for child, grace_s in zip(children, (0.0, 600.0)):
+    guard.watch(child.pid, grace_s=grace_s)
+ended = ChildProcess([sys.executable, "-c", ""], environment=environment(), output=2)
+guard.watch(ended.pid, grace_s=0.0)
+ended.wait()
+guard.forget(ended.pid)
+print(*(child.pid for child in children), guard._process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_stopped_process_that_outlives_its_parent_is_killed_after_its_grace():
+    with subprocess.Popen([sys.executable, "-c", KEEPER, SLEEPER], stdin=-1, stdout=-1) as parent:
+        first, second, guard = map(os.pidfd_open, pids := [int(pid) for pid in parent.stdout.readline().split()])
+        os.kill(pids[0], signal.SIGSTOP)
+        parent.kill()
+    assert select.select([first], [], [], 30)[0]
+    assert not select.select([second, guard], [], [], 0)[0]
+    os.kill(pids[1], signal.SIGKILL)
+    assert select.select([guard], [], [], 30)[0], "it ends with those that it watches"
+    for descriptor in (first, second, guard):
+        os.close(descriptor)
 
 
 def test_the_environment_names_threads_and_gpus_where_they_are_given(monkeypatch):

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from cosmos_rl_core.imports import child_environment
+from cosmos_rl_core.imports import PYTHON, child_environment
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STACKS = signal.SIGURG
@@ -38,6 +38,8 @@ GRACE_S = 2.0
 LAST_LINES = 12
 """Number of lines shown of a dead process's log."""
 _LAST_BYTES = 16384
+_LOOK_S = 0.25
+"""Seconds between two looks at processes that have outlived the one that started them."""
 
 
 class ChildProcess:
@@ -124,9 +126,63 @@ class ChildProcess:
         self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
-        """Kill its whole session, with all processes it has started. Does not wait."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kill it and all processes it has started. Does not wait."""
+        if self.exit_code is None:
+            kill_tree(self.pid)  # children with sessions of their own
+        _kill_session(self.pid)
+
+
+class OrphanGuard:
+    """A process that kills others if they outlive this one: those that are stopped, or in which no thread runs because
+    one keeps Python's lock, do not end by themselves.
+    """
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        code = f"from {__name__} import kill_orphans; kill_orphans()"
+        self._process, self._socket = ChildProcess.connected(
+            [*PYTHON, "-c", code], environment=environment(), output=subprocess.DEVNULL
+        )
+
+    def watch(self, pid: int, *, grace_s: float) -> None:
+        """Kill the leader of a session, and all it has started, if it runs `grace_s` after the end of this process."""
+        self._send(f"{pid} {grace_s}")
+
+    def forget(self, pid: int) -> None:
+        """Do not kill it: it has ended."""
+        self._send(str(pid))
+
+    def close(self) -> None:
+        """End the guard: nothing is watched any more."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed the guard; without it processes end as well
+            self._socket.sendall(f"{line}\n".encode())
+
+
+def kill_orphans() -> None:
+    """Work as an `OrphanGuard` until the process that has started it ends, and all that it watches have ended."""
+    watched: dict[int, float] = {}
+    with inherited_socket() as inherited, inherited.makefile("r") as lines:
+        for line in lines:
+            pid, *grace_s = line.split()
+            watched.pop(int(pid), None)
+            watched |= {int(pid): float(limit) for limit in grace_s}
+    closed = time.monotonic()
+    while watched := {pid: grace_s for pid, grace_s in watched.items() if is_alive(pid)}:
+        for pid, grace_s in watched.items():
+            if time.monotonic() - closed >= grace_s:
+                kill_tree(pid)
+                _kill_session(pid)
+        time.sleep(_LOOK_S)
+
+
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 async def all_ended(children: Iterable[ChildProcess], *, timeout_s: float | None = None) -> bool:

@@ -19,9 +19,12 @@ from typing import Protocol
 import msgspec
 
 from cosmos_rl_core.imports import WORKER
-from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
+from cosmos_rl_core.processes import ChildProcess, OrphanGuard, all_ended, environment, last_lines
 from cosmos_rl_core.wire.handshake import keep_secret
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
+
+ROLLOUT_GRACE_S, POLICY_GRACE_S = 10.0, 60.0
+"""Maximum seconds that a worker runs after the end of its keeper's process. A policy may save meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,8 @@ class ProcessKeeper:
         self._processes: dict[str, ChildProcess] = {}
         self._ended: dict[str, WorkerEnded] = {}
         self._watchers: set[asyncio.Task[None]] = set()
+        self._guard: OrphanGuard | None = None
+        """Runs while there are workers."""
 
     async def attach(
         self, controller: str, *, secrets: Mapping[str, str], on_end: Callable[[WorkerEnded], None]
@@ -134,6 +139,8 @@ class ProcessKeeper:
     def forget(self, name: str) -> None:
         for found in (self._specs, self._processes, self._ended):
             found.pop(name, None)
+        if not self._specs:
+            self._close_guard()
 
     async def all_ended(self, *, grace_s: float) -> None:
         """Wait until all processes have ended; kill the remaining ones after `grace_s`."""
@@ -142,6 +149,7 @@ class ProcessKeeper:
             self.kill_all()
             await all_ended(running)
         await asyncio.gather(*self._watchers)
+        self._close_guard()
 
     def kill_all(self) -> None:
         self.kill(list(self._processes))
@@ -156,6 +164,7 @@ class ProcessKeeper:
         address = replace(spec.address, controller=self._controller, launcher=os.getpid())
         log = self._log_dir / f"{spec.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._guard = self._guard or OrphanGuard()
         with log.open("ab") as output:
             process = self._processes[spec.name] = ChildProcess(
                 [*WORKER, *to_arguments(address, spec.node)],
@@ -163,6 +172,7 @@ class ProcessKeeper:
                 output=output,
                 keeps=self._policy_keeps if address.role == "policy" else (),
             )
+        self._guard.watch(process.pid, grace_s=POLICY_GRACE_S if address.role == "policy" else ROLLOUT_GRACE_S)
         watcher = asyncio.create_task(self._watch(spec, process, log))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -171,6 +181,13 @@ class ProcessKeeper:
         status = await process.ended()
         code = process.exit_code
         assert code is not None
+        if self._guard is not None:
+            self._guard.forget(process.pid)
         end = WorkerEnded(name=spec.name, exit_code=code, status=status, last_lines=last_lines(log))
         self._ended[spec.name] = end
         self._on_end(end)
+
+    def _close_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
