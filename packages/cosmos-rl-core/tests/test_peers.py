@@ -2,9 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.peers import AT_ONCE, Peers, WorkerPeer
 from cosmos_rl_core.observe.startup import Phases
+from cosmos_rl_core.observe.trace import POLICY_WAITS, Timeline
+from cosmos_rl_core.ops.dashboard.timeline import RunTimeline
 from cosmos_rl_core.wire.channel import ConnectionClosed
 
 
@@ -12,31 +16,49 @@ class NoConnection:
     """Nothing is sent in these tests."""
 
 
-def beat(progress, busy_s):
-    return p.Heartbeat(progress=progress, busy_s=busy_s, holding=[])
+def beat(waited_s, running_s):
+    return p.Heartbeat(waited_s=waited_s, running_s=running_s)
 
 
 def test_idleness_is_taken_over_the_time_between_two_steps():
     peer = WorkerPeer(name="rollout-0", role="rollout", connection=NoConnection(), heartbeat_at=100.0)
     peers = Peers()
     peers.add(peer)
-    peer.beat(beat(1, 1.0), now=102.0)
-    peer.beat(beat(2, 3.0), now=104.0)
-    assert peers.metrics()["members"] == 0.0, "it is not ready"
-    peer.is_ready = True
-    peer.beat(beat(2, 4.5), now=106.0)
+    peer.beat(beat(1.0, 20.0), now=120.0)
+    peer.ready(p.Ready(), now=120.5)
+    assert peers.metrics() == {"members": 1.0}
+    peer.beat(beat(1.0, 21.0), now=121.0)
+    peer.beat(beat(2.0, 23.0), now=123.0)
+    peer.beat(beat(2.0, 25.0), now=125.0)
     assert peers.metrics() == {"members": 1.0, "rollout_idle_fraction": 0.25}
-    peer.beat(beat(3, 4.5), now=107.0)
+    assert peers.metrics()["rollout_idle_fraction"] == 0.25, "without a new heartbeat the last value stands"
+    peer.beat(beat(3.0, 26.0), now=126.0)
     assert peers.metrics()["rollout_idle_fraction"] == 1.0
 
 
-def test_without_a_new_heartbeat_the_last_figure_stands():
-    peer = WorkerPeer(name="policy-0", role="policy", connection=NoConnection(), heartbeat_at=100.0)
+def test_the_metric_and_the_timeline_agree_on_the_waits_of_short_steps(tmp_path):
+    """Steps of 0.1 s, of which 80 % wait, with heartbeats that come late by less than a second."""
+    now = 0.0
+    timeline = Timeline("policy-0", clock=lambda: now, wall=lambda: now)
+    timeline.stream(tmp_path / "policy-0.jsonl")
+    peer = WorkerPeer(name="policy-0", role="policy", connection=NoConnection(), heartbeat_at=now)
     peers = Peers()
     peers.add(peer)
-    peer.beat(beat(1, 1.0), now=102.0)
-    assert peers.metrics()["policy_idle_fraction"] == 0.5
-    assert peers.metrics()["policy_idle_fraction"] == 0.5
+    parts = {"wait for batch": 0.07, "forward_backward": 0.01, "wait for commit": 0.01, "publish": 0.01}
+    measured = []
+    for step in range(100):
+        for name, seconds in parts.items():
+            with timeline.span(name):
+                now += seconds
+        if step % 10 == 9:
+            peer.beat(beat(*timeline.waited()), now=now + (0.0 if step % 20 == 9 else 0.9))
+        measured += [value for name, value in peers.metrics().items() if name == "policy_idle_fraction"]
+    timeline.close()
+    spans = RunTimeline(tmp_path)
+    spans.update()
+    shares = spans.recent_shares(length=now, end=now)
+    assert sum(shares[name] for name in POLICY_WAITS) == pytest.approx(0.8, abs=0.01)
+    assert measured == pytest.approx([0.8] * 81, abs=0.01)
 
 
 def test_a_rollout_has_started_when_it_has_weights_and_a_policy_when_it_is_ready():

@@ -19,7 +19,7 @@ HELLO = Hello(name="rollout-0", role="rollout")
 CONTROLLER = Hello(name="controller", role="controller")
 DECODER = msgspec.msgpack.Decoder(p.ToController)
 SENT = [
-    p.Heartbeat(progress=7, busy_s=0.5, holding=(3,)),
+    p.Heartbeat(progress=7, waited_s=0.5, holding=(3,)),
     p.RequestLeases(version=3, capacity=4),
     p.Ready(address="tcp://127.0.0.1:1"),
     p.StepDone(step=1, version=2, metrics={"loss": 0.5}),

@@ -211,7 +211,7 @@ class DomainBase(Domain):
         return False
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[MemoryPart]:
-        """Return the memory of a policy rank beyond `rank`; `process_memory.STEP` marks memory needed only during a step."""
+        """Return the memory of a policy rank beyond `rank`; `STEP` marks memory needed only during a step."""
         return ()
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[MemoryPart]:

@@ -46,9 +46,8 @@ class WorkerPeer:
     held: p.RequestLeases | None = None
     """Rollout: a request deferred to the end of an evaluation."""
     progress: int = 0
-    busy_s: float = 0.0
-    idle_fraction: float = 0.0
-    """Fraction of idle time, over the last step with a heartbeat."""
+    idle_fraction: float | None = None
+    """Fraction of the time without work, over the last step with a heartbeat; None before."""
     version: int = -1
     """Version of its weights; -1: none yet."""
     heartbeat_at: float = 0.0
@@ -73,11 +72,12 @@ class WorkerPeer:
     """Messages posted before its Welcome."""
     _later: list[p.ToWorker] = field(default_factory=list)
     """Queued messages, which go before the next one."""
-    _measured: tuple[float, float] = field(init=False)
-    """`busy_s` and `heartbeat_at` when `idle_fraction` was computed."""
+    _waited: tuple[float, float] | None = None
+    """`waited_s` and `running_s` of its last heartbeat,"""
+    _measured: tuple[float, float] | None = None
+    """and of that up to which `idle_fraction` was computed; at first of the first one since it was ready."""
 
     def __post_init__(self) -> None:
-        self._measured = (self.busy_s, self.heartbeat_at)
         self.since = self.heartbeat_at
 
     @property
@@ -87,7 +87,9 @@ class WorkerPeer:
 
     def beat(self, message: p.Heartbeat, *, now: float) -> None:
         """Record a heartbeat."""
-        self.progress, self.busy_s, self.heartbeat_at = message.progress, message.busy_s, now
+        self.progress, self.heartbeat_at = message.progress, now
+        self._waited = message.waited_s, message.running_s
+        self._measured = self._measured or self._waited
         self.has_beaten = True
         self.version = message.version
         if self.phases.current == WEIGHTS and message.version >= 0:
@@ -96,16 +98,18 @@ class WorkerPeer:
     def ready(self, message: p.Ready, *, now: float) -> None:
         """Record that it is built and can work."""
         self.address, self.is_ready, self.since, self.gpu = message.address, True, now, message.gpu
+        self._measured = None  # its start does not count
         if self.phases.current:
             self.phases.enter(WEIGHTS if self.role == "rollout" else "", now=now)
 
     def measure_idleness(self) -> None:
         """Compute `idle_fraction` since the last call."""
-        busy_s, heartbeat_at = self._measured
-        if self.heartbeat_at > heartbeat_at:
-            busy = (self.busy_s - busy_s) / (self.heartbeat_at - heartbeat_at)
-            self.idle_fraction = min(1.0, max(0.0, 1.0 - busy))
-            self._measured = (self.busy_s, self.heartbeat_at)
+        if self._waited is None or self._measured is None:
+            return
+        waited_s, running_s = (now - before for now, before in zip(self._waited, self._measured, strict=True))
+        if running_s > 0:
+            self.idle_fraction = min(1.0, waited_s / running_s)
+            self._measured = self._waited
 
     def post(self, message: p.ToWorker) -> None:
         """Send a message; no-op on a closed connection, for which the ledger gets a Disconnected.
@@ -253,6 +257,9 @@ class Peers:
         """Number of members, and the idle fraction of each role since the last call."""
         for peer in self.by_name.values():
             peer.measure_idleness()
-        idle = {role: [peer.idle_fraction for peer in peers.values()] for role, peers in self._of_role.items()}
+        idle = {
+            role: [peer.idle_fraction for peer in peers.values() if peer.idle_fraction is not None]
+            for role, peers in self._of_role.items()
+        }
         fractions = {f"{role}_idle_fraction": fmean(values) for role, values in idle.items() if values}
         return {"members": float(sum(peer.is_ready for peer in self.by_name.values())), **fractions}

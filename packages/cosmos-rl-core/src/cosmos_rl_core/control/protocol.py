@@ -106,8 +106,10 @@ class Heartbeat(Message, frozen=True):
     progress: int = 0
     """Counter of finished work, and of heartbeats of a policy that waits for the controller; constant in a worker that
     is alive but stuck."""
-    busy_s: float = 0.0
-    """Busy seconds since the start."""
+    waited_s: float = 0.0
+    """Seconds without work, because others work, since the start of its process."""
+    running_s: float = 0.0
+    """Seconds since the start of its process."""
     holding: tuple[int, ...] = ()
     """Rollout: samples in work or not yet delivered; their leases are renewed."""
     version: int = -1

@@ -35,6 +35,8 @@ FILE_BYTES = 32 * 2**20
 EARLIER = ".earlier"
 WAITS = "waits"
 """Row of the spans in which a process waits for others."""
+POLICY_WAITS, ROLLOUT_WAITS = ("wait for batch", "wait for commit"), ("wait for leases",)
+"""Spans of a policy and of a rollout without work, because others work."""
 
 row: ContextVar[str] = ContextVar("row", default="")
 """Row of the spans of this task, in place of the thread's name."""
@@ -68,6 +70,7 @@ class Timeline:
         """`clock` and `wall` return seconds; of more than `max_events` unwritten spans, the newest are kept."""
         self.process = process
         self._clock = clock
+        self._began = clock()
         self._wall_minus_clock_s = _wall_minus_clock_s(wall, clock)
         self._events: deque[SpanLine] = deque(maxlen=max_events)  # append is atomic
         self._running: dict[int, _Span] = {}
@@ -92,6 +95,10 @@ class Timeline:
         with self._lock:
             running = sum(now - span.start for span in self._running.values() if span.name in names)
             return running + sum(self._totals.get(name, 0.0) for name in names)
+
+    def waited(self) -> tuple[float, float]:
+        """Return the total seconds without work, those of a running wait included, and the seconds since the start."""
+        return self.total(*POLICY_WAITS, *ROLLOUT_WAITS), self._clock() - self._began
 
     def span_of(self, error: BaseException) -> str:
         """Return the name of the innermost span that `error` has ended, if it is the last error; else ""."""

@@ -13,7 +13,6 @@ unblocks   the trainer's next batch
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -103,8 +102,6 @@ class RolloutWorker:
         self._changed = asyncio.Event()
         """Set after each change of the groups in work and of the spool."""
         self._num_answered = 0
-        self._busy_before = 0.0
-        self._busy_since = 0.0
         self._idle = ExitStack()
         """Holds the span in which no group is in work."""
 
@@ -127,11 +124,6 @@ class RolloutWorker:
     def num_rows(self) -> int:
         """Rows of an evaluation in work."""
         return len(self._running) - len(self.holding)
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds with at least one group in work."""
-        return self._busy_before + (time.perf_counter() - self._busy_since if self._running else 0.0)
 
     async def run(self) -> None:
         weights = self._weights.run(switched=self._request, rolled_back=self._drop_groups)
@@ -164,7 +156,6 @@ class RolloutWorker:
             for lease in leases:
                 if not self._running:
                     self._idle.close()
-                    self._busy_since = time.perf_counter()
                 task = asyncio.create_task(self._answer(lease))
                 task.add_done_callback(self._notice_failure)
                 self._running[lease.prompt.sample_id, lease.evaluation] = task
@@ -196,7 +187,6 @@ class RolloutWorker:
             if self._running.get(key) is asyncio.current_task():  # not a newer task for the same sample
                 del self._running[key]
             if not self._running:
-                self._busy_before += time.perf_counter() - self._busy_since
                 self._begin_idle()
             self._request()
 

@@ -31,7 +31,7 @@ class ControllerClient:
     """Receives a worker's messages and sends its heartbeats.
 
     client = ControllerClient(connection)
-    await client.beside(work, pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
+    await client.beside(work, pulse=lambda: Heartbeat(progress=..., waited_s=..., holding=...))
     """
 
     def __init__(

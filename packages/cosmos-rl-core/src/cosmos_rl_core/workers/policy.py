@@ -41,8 +41,6 @@ from cosmos_rl_core.workers.mesh import PolicyMesh
 from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ProfiledSteps, ValidatedSteps
 
 FIRST = "policy-0"
-WORK = ("forward_backward", "optim_step")
-"""Spans of the timeline that count as busy time."""
 
 
 class PolicyRole:
@@ -60,9 +58,11 @@ class PolicyRole:
     def pulse(self) -> p.Heartbeat:
         self._waits += self._link.is_waiting or self._residence.is_waiting
         progress, version = (self._trainer.progress, self._trainer.version) if self._trainer else (0, -1)
+        waited_s, running_s = self._at.context.timeline.waited()
         return p.Heartbeat(
             progress=progress + self._waiting.completed + self._waits,
-            busy_s=self._at.context.timeline.total(*WORK),
+            waited_s=waited_s,
+            running_s=running_s,
             version=version,
             waits_for_peers=self._waiting.is_now,
         )

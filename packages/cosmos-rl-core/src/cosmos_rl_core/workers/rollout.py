@@ -44,14 +44,16 @@ class RolloutRole:
         """Heartbeats while it waited for its turn, which may take longer than a lease."""
 
     def pulse(self) -> p.Heartbeat:
+        waited_s, running_s = self._at.context.timeline.waited()
         if self._worker is None:
-            return p.Heartbeat()
+            return p.Heartbeat(waited_s=waited_s, running_s=running_s)
         worker = self._worker
         self._waits += self._turn is not None and self._turn.is_waiting
         progress = worker.progress + self._waits
         return p.Heartbeat(
             progress=progress,
-            busy_s=worker.busy_s,
+            waited_s=waited_s,
+            running_s=running_s,
             holding=tuple(worker.holding),
             version=worker.version,
             rows=worker.num_rows,

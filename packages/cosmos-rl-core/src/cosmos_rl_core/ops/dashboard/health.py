@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from cosmos_rl_core.observe.trace import POLICY_WAITS, ROLLOUT_WAITS
 from cosmos_rl_core.ops.dashboard.curves import Curves
 
 LAST = 10
@@ -17,7 +18,6 @@ MOST = 8
 EQUAL = 0.9
 """Share of groups with equal rewards from which on nothing is learned."""
 ORDER = ("bad", "warn", "good")
-POLICY_WAITS, ROLLOUT_WAITS = ("wait for batch", "wait for commit"), ("wait for leases",)
 LENGTHS = {"llm": "rollout.sampling.max_tokens", "vla": "rollout.sampling.max_steps"}
 """The key with the maximum length of a rollout, by domain."""
 

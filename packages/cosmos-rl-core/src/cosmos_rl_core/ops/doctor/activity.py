@@ -7,11 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from cosmos_rl_core.observe.trace import EARLIER, FLUSH_S
+from cosmos_rl_core.observe.trace import EARLIER, FLUSH_S, POLICY_WAITS, ROLLOUT_WAITS
 from cosmos_rl_core.ops.dashboard.timeline import ProcessSpans
 
-WAITING = ("wait for batch", "wait for commit", "wait for leases")
-"""Spans of a process that waits for others, of which the status says more."""
 OUTER = ("rollout", "evaluate", "turn")
 """Spans with others inside."""
 BESIDE = "wait for weights"
@@ -73,7 +71,7 @@ class Spans:
         for name, process in self._processes.items():
             begun = _began(process)
             for span in process.open.values():
-                if span.name in (*WAITING, *OUTER) or span.at < begun:
+                if span.name in (*POLICY_WAITS, *ROLLOUT_WAITS, *OUTER) or span.at < begun:
                     continue  # the second: of an earlier process of this name
                 activities.append(Activity(name, span.name, now - span.at, self.usual(name, span.name), span.args))
         return sorted(activities, key=lambda activity: -activity.seconds)
