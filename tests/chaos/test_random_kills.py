@@ -80,7 +80,7 @@ class Campaign:
             os.kill(pid, signal.SIGSTOP)
             removed = kind == "SIGSTOP until removed"
             time.sleep(SILENCE_S + GRACE_S + 1.5 if removed else self.chance.uniform(0.0, 0.4 * SILENCE_S))
-            with contextlib.suppress(ProcessLookupError):  # a rollout worker that was removed is killed
+            with contextlib.suppress(ProcessLookupError):  # a worker that was removed is killed
                 os.kill(pid, signal.SIGCONT)
 
     def ready(self, role):

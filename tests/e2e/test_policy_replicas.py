@@ -141,14 +141,15 @@ def test_nothing_is_left_of_a_run_that_is_killed_while_a_rank_hangs(
     wait_for(lambda: not rank_pids(run_dir, "policy-0"), "the end of the ranks")
 
 
-def test_a_policy_that_hangs_is_left_behind_and_ends_when_it_wakes(
-    tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_policy_that_hangs_is_killed_and_started_again(
+    replicas, tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
 ):
     run_dir = tmp_path / "run"
     tables = recipe(
         bandit,
         run_dir,
-        replicas=2,
+        replicas=replicas,
         elastic={"silence_s": SILENCE_S, "suspect_grace_s": 1.0},
         logging__sinks=["console", "jsonl"],
     )
@@ -158,13 +159,14 @@ def test_a_policy_that_hangs_is_left_behind_and_ends_when_it_wakes(
     hung = pid_of(run_dir, "policy-0")  # the one that publishes, saves and reports
     os.kill(hung, signal.SIGSTOP)
     before, stopped = len(rows_of(metrics)), time.monotonic()
-    wait_for(lambda: len(rows_of(metrics)) > before + 2, "steps without it")
-    waited_s = time.monotonic() - stopped
-    print(f"next commits {waited_s:.2f} s after the stop")
-    assert SILENCE_S < waited_s < SILENCE_S + 5.0
-    os.kill(hung, signal.SIGCONT)
+    if replicas > 1:
+        wait_for(lambda: len(rows_of(metrics)) > before + 2, "steps without it")
+        waited_s = time.monotonic() - stopped
+        print(f"next commits {waited_s:.2f} s after the stop")
+        assert SILENCE_S < waited_s < SILENCE_S + 5.0
+    wait_for(lambda: pid_of(run_dir, "policy-0") not in (None, hung), "its next process", timeout_s=60)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    assert "policy-0 incarnation 1 was replaced or removed" in " ".join(output.split())
+    assert "policy-0 has not answered for too long and is killed" in " ".join(output.split())
     assert [row["step"] for row in rows_of(metrics)] == list(range(STEPS))
     assert read_state(run_dir / "checkpoints" / f"step_{STEPS}").step == STEPS

@@ -281,7 +281,8 @@ class Controller:
                 self._evaluator.lose(output.replica, self.peers)
                 self._succession.returned(output.replica, ())
                 self._recovery.lost(output.replica)
-                if output.is_silent:
+                is_policy = self.ledger.members.by_name[output.replica].role == "policy"
+                if output.is_silent and not (is_policy and self.turns.is_over):  # it may be saving the last checkpoint
                     self.end_silent(output.replica)
                 if (peer := self.peers.by_name.get(output.replica)) is not None and peer.leaving:
                     peer.dismiss("it has left")

@@ -146,8 +146,8 @@ class LocalWorkers:
                 self.keeper.kill([name])
 
     def end_silent(self, name: str) -> None:
-        """Kill a rollout worker that does not answer, as in a call that keeps Python's lock; it is started again."""
-        if name in self.names("rollout"):
+        """Kill a worker that does not answer, as in a call that keeps Python's lock; it is started again."""
+        if name in self._workers and name not in self._leaving:
             self.note(f"{name} has not answered for too long and is killed")
             self.keeper.kill([name])
 

@@ -425,7 +425,7 @@ class ElasticSection(Strict):
     """Time a disconnected worker has to reconnect before it is removed from the run."""
     silence_s: float = Field(default=120.0, gt=0)
     """Time without a heartbeat, which a worker sends each second, after which it counts as hung: it is removed from the
-    run after `suspect_grace_s`, and ends when it goes on; `cosmos-rl run` kills a rollout worker and restarts it."""
+    run after `suspect_grace_s`, and ends when it goes on; `cosmos-rl run` kills and restarts it."""
     stall_s: float = Field(default=1800.0, gt=0)
     """Time without progress of a policy that sends heartbeats, after which it counts as hung: it is removed from the
     run and ends. Progress is the forward and backward pass of a step, and each wait for the controller; set it above
