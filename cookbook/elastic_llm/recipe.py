@@ -112,6 +112,8 @@ def prepare(directory: Path, *, seed: int) -> list[str]:
         [*overrides, f"run.seed={seed}", "run.max_steps=100"],
         overwrite=True,
     )
+    if warm_up.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
     assert warm_up.checkpoint is not None
     return [f"model.path={warm_up.checkpoint / 'policy'}", f"data.path={train}", f"eval.data.path={test}"]
 

@@ -40,6 +40,8 @@ def main() -> None:
         overrides = [f"run.output_dir={directory / name}", f"model.path={base}", f"run.max_steps={steps * times}"]
         begin = time.monotonic()
         result = run(HERE / "sft.toml", [*overrides, f"run.seed={seed}"], rows=rows, overwrite=True)
+        if result.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+            raise SystemExit(130)
         assert result.checkpoint is not None
         model, request = result.checkpoint / "policy", Request(out=directory / name / "eval", overwrite=True)
         scored = evaluate(HERE / "run.toml", [f"model.path={model}"], rows=test, request=request)
@@ -56,6 +58,8 @@ def main() -> None:
         overrides += [f"run.max_steps={2 * times}", f"run.seed={seed}", *arguments.overrides]
         begin = time.monotonic()
         result = run(HERE / "run.toml", overrides, rows=train, eval_rows=test, overwrite=True)
+        if result.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+            raise SystemExit(130)
         found[name] = result.evaluations[2 * times]["eval/reward_mean"], time.monotonic() - begin
     request = Request(out=directory / "samples", overwrite=True)
     overrides = [f"model.path={teacher}", "eval.temperature=1", f"run.seed={seed}"]

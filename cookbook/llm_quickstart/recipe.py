@@ -32,6 +32,8 @@ def main() -> None:
     overrides += [f"run.seed={arguments.seed}"]
     overrides += [f"run.max_steps={arguments.warm_up_steps}"] if arguments.warm_up_steps else []
     warm = run(HERE / "sft.toml", overrides, overwrite=True)
+    if warm.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
 
     print("3/3  asynchronous GRPO: controller, policy and rollout as separate processes")
     assert warm.checkpoint is not None

@@ -54,9 +54,11 @@ def main() -> None:
 
     print("2/4  a small pi0.5 imitates it, and learns to say where things are")
     keys = [f"run.max_steps={arguments.sft_steps}", f"run.output_dir={directory / 'sft'}", f"run.seed={arguments.seed}"]
-    imitation = run(HERE / "sft.toml", [*keys, f"data.demos={directory / 'demos'}"]).checkpoint
-    assert imitation is not None
-    keys = [f"model.path={imitation / 'policy'}", f"eval.data.num_inits={arguments.inits}"]
+    imitation = run(HERE / "sft.toml", [*keys, f"data.demos={directory / 'demos'}"])
+    if imitation.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
+    assert imitation.checkpoint is not None
+    keys = [f"model.path={imitation.checkpoint / 'policy'}", f"eval.data.num_inits={arguments.inits}"]
     keys += [f"{section}.tasks={json.dumps(arguments.tasks)}" for section in ("data", "eval.data")]
     before = evaluate(
         HERE / "rl.toml", [*keys, f"run.output_dir={directory}"], request=Request(out=directory / "before")
@@ -68,7 +70,9 @@ def main() -> None:
         out = directory / f"ppo_{seed}"
         own = [*keys, f"run.output_dir={out}", f"run.seed={seed}"]
         trained = ["eval.data.num_inits=8", 'eval.data.perturb=["none"]', f"run.max_steps={arguments.rl_steps}"]
-        run(HERE / "rl.toml", [*own, *trained])
+        result = run(HERE / "rl.toml", [*own, *trained])
+        if result.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+            raise SystemExit(130)
         after.append(evaluate(HERE / "rl.toml", own, request=Request(checkpoint=str(out), out=out / "after")))
 
     print("4/4  what came of it, from initial states that training never saw (95 % intervals)\n")

@@ -46,14 +46,18 @@ def main() -> None:
     print("2/4  a small pi0.5 imitates it")
     overrides = [f"run.max_steps={arguments.sft_steps}", f"run.output_dir={directory / 'sft'}"]
     overrides += [f"data.demos={directory / 'demos'}", f"run.seed={arguments.seed}"]
-    imitation = run(HERE / "sft.toml", overrides).checkpoint
-    assert imitation is not None
+    imitation = run(HERE / "sft.toml", overrides)
+    if imitation.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
+    assert imitation.checkpoint is not None
 
     print("3/4  PPO, with success as its only reward")
-    overrides = [f"run.output_dir={directory / 'ppo'}", f"model.path={imitation / 'policy'}"]
+    overrides = [f"run.output_dir={directory / 'ppo'}", f"model.path={imitation.checkpoint / 'policy'}"]
     overrides += [f"eval.data.num_inits={arguments.inits}", f"run.seed={arguments.seed}"]
     before = evaluate(HERE / "rl.toml", overrides, request=Request(out=directory / "before", media=False))
-    run(HERE / "rl.toml", [*overrides, f"run.max_steps={arguments.rl_steps}", 'eval.data.perturb=["none"]'])
+    result = run(HERE / "rl.toml", [*overrides, f"run.max_steps={arguments.rl_steps}", 'eval.data.perturb=["none"]'])
+    if result.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
     after = evaluate(
         HERE / "rl.toml", overrides, request=Request(checkpoint=str(directory / "ppo"), out=directory / "after")
     )

@@ -43,7 +43,9 @@ def main() -> None:
     print("2/4  a short supervised warm-up, so that some answers are right")
     overrides = [*common, f"run.output_dir={directory / 'sft'}", f"model.path={base}", f"eval.data.path={validation}"]
     overrides += [f"run.seed={arguments.seed}"]
-    run(HERE / "sft.toml", [*overrides, f"run.max_steps={arguments.sft_steps}"])
+    result = run(HERE / "sft.toml", [*overrides, f"run.max_steps={arguments.sft_steps}"])
+    if result.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
     warm = first_below(directory / "sft", loss=ENOUGH)
     print(f"on from {warm.parent.name}")
 
@@ -51,7 +53,9 @@ def main() -> None:
     overrides = [*common, f"run.output_dir={directory / 'grpo'}", f"model.path={warm}", f"eval.data.path={test}"]
     overrides += [f"run.seed={arguments.seed}"]
     before = evaluate(HERE / "rl.toml", overrides, request=Request(out=directory / "before"))
-    run(HERE / "rl.toml", [*overrides, f"run.max_steps={arguments.rl_steps}"])
+    result = run(HERE / "rl.toml", [*overrides, f"run.max_steps={arguments.rl_steps}"])
+    if result.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
     after = evaluate(
         HERE / "rl.toml", overrides, request=Request(checkpoint=str(directory / "grpo"), out=directory / "after")
     )

@@ -47,13 +47,15 @@ def main() -> None:
     overrides = [f"run.output_dir={directory / 'base'}", f"data.path={data}"]
     overrides += [f"run.max_steps={arguments.pretrain_steps}", f"run.seed={arguments.seed}"]
     overrides += [f"policy.schedule.warmup_steps={min(50, arguments.pretrain_steps // 4)}"]
-    base = run(HERE / "sft.toml", overrides, overwrite=True).checkpoint
-    assert base is not None
+    base = run(HERE / "sft.toml", overrides, overwrite=True)
+    if base.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
+    assert base.checkpoint is not None
 
     print("3/4  rewards from a service of their own; the model is rewarded in four ways")
     with reward_server(directory / "reward.token") as url:
         keys = [f"run.max_steps={arguments.rl_steps}", f"run.seed={arguments.seed}"]
-        results = [train(arm, base / "policy", directory, url, keys=keys) for arm in ARMS]
+        results = [train(arm, base.checkpoint / "policy", directory, url, keys=keys) for arm in ARMS]
 
     print("4/4  what came of it")
     print(write_report(directory, base_of(results), results))
@@ -113,7 +115,9 @@ def train(arm: Arm, base: Path, directory: Path, url: str, *, keys: Sequence[str
     ]
     recipe = tomllib.loads((HERE / "rl.toml").read_text(encoding="utf-8"))
     recipe["reward"]["functions"] = rewards
-    run(recipe, overrides, overwrite=True, python_path=[str(HERE)])
+    result = run(recipe, overrides, overwrite=True, python_path=[str(HERE)])
+    if result.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
+        raise SystemExit(130)
     return result_of(arm, directory)
 
 

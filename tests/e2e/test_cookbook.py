@@ -87,6 +87,15 @@ def test_llm_quickstart_shortened(tmp_path):
     assert all_are_described(tmp_path / "sft", tmp_path / "grpo")
 
 
+def test_a_stop_in_the_warm_up_ends_the_script(tmp_path, wait_for, rows_of, finished):
+    command = [sys.executable, str(COOKBOOK / "llm_quickstart/recipe.py"), "--dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:
+        wait_for(lambda: rows_of(tmp_path / "sft/metrics.jsonl"), "the first step of the warm-up")
+        process.terminate()
+        finished(process, 130)
+    assert not (tmp_path / "grpo").exists()
+
+
 @pytest.mark.slow
 def test_llm_distill_shortened(tmp_path):
     """Too short to learn: every run trains, and the table has a line for each."""
