@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedTokenizerFast
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoImageProcessor,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
 from cosmos_rl_core.errors import MediaError, UserError
@@ -66,9 +71,10 @@ def test_a_placeholder_expands_as_in_transformers(name, size, tmp_path):
     item = family.image(shown)
     newer = getattr(kind, "images_kwargs", None)  # of transformers 5.24
     given = kind.valid_processor_kwargs._defaults.get("images_kwargs", {}) if newer is None else newer
-    found = family.image_processor(shown, return_tensors="np", **given)
+    image_processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    found = image_processor(shown, return_tensors="np", **given)
     processor = SimpleNamespace(
-        image_processor=family.image_processor,
+        image_processor=image_processor,
         image_token=WORDS[model.config.image_token_id],
         image_seq_len=4,
         image_seq_length=4,

@@ -11,20 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
 
 NAMES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-
-_MODULES = {"CLIP": "clip", "Llava": "llava", "Siglip": "siglip", "Qwen2VL": "qwen2_vl", "GotOcr2": "got_ocr2"} | {
-    "Gemma3": "gemma3",
-    "Idefics3": "idefics3",
-    "SmolVLM": "smolvlm",
-}
-"""Beginning of an image processor's name -> its package in transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +46,8 @@ class ProcessorFiles:
 
         Raises UserError if there is no file, or if it is of another family.
         """
+        import transformers
+
         values = self.section("preprocessor_config.json", "image_processor")
         if not values:
             raise UserError(
@@ -67,10 +61,8 @@ class ProcessorFiles:
                 f"model.path = {self.source!r}: preprocessor_config.json is of {given}, and {self.kind} takes {wanted}"
                 "; copy the files of the processing from the checkpoint of the model"
             )
-        package = _MODULES[name]
-        module = import_module(f"transformers.models.{package}.image_processing_pil_{package}")
         known = {key: value for key, value in values.items() if not key.endswith(("_type", "_class"))}
-        return getattr(module, f"{name}ImageProcessorPil")(**known)
+        return getattr(transformers, f"{name}ImageProcessorPil")(**known)
 
     def agree(self, name: str, given: Any, wanted: Any) -> None:
         """Raise UserError unless a value of the processing is that of the model's configuration."""

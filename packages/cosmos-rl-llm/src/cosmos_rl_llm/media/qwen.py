@@ -11,7 +11,6 @@ the families, arXiv:2409.12191 (M-RoPE), arXiv:2502.13923 (absolute time).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -45,33 +44,31 @@ class QwenVideoProcessing:
     """Minimum pixels after resizing: of a frame, or in Qwen3-VL of the whole video."""
     most: int
     """Maximum pixels, likewise."""
-    mean: np.ndarray
-    """[3] float32, of the channels; `deviation` likewise."""
-    deviation: np.ndarray
+    mean: Sequence[float]
+    """[3], of the channels; `deviation` likewise."""
+    deviation: Sequence[float]
     max_tokens: int | None
     """Tokens that limit a frame further, if the file has cap_pixels_per_frame."""
 
     @classmethod
     def of(cls, files: ProcessorFiles, *, whole: bool) -> Self:
         """Read the section for videos, or else the picture's, as transformers do. whole: of Qwen3-VL."""
+        from transformers import image_utils
+
         given = files.section("video_preprocessor_config.json", "video_processor")
         given = given or files.section("preprocessor_config.json", "image_processor")
         size, side = given.get("size") or {}, 32 if whole else 28
-        mean, deviation = (_HALF, _HALF) if whole else (_CLIP_MEAN, _CLIP_DEVIATION)
+        mean = image_utils.IMAGENET_STANDARD_MEAN if whole else image_utils.OPENAI_CLIP_MEAN
+        deviation = image_utils.IMAGENET_STANDARD_STD if whole else image_utils.OPENAI_CLIP_STD
         return cls(
             least=given.get("min_pixels") or size.get("shortest_edge") or 128 * side**2,
             most=given.get("max_pixels") or size.get("longest_edge") or 768 * side**2,
-            mean=np.array(given.get("image_mean") or mean, np.float32),
-            deviation=np.array(given.get("image_std") or deviation, np.float32),
+            mean=given.get("image_mean") or mean,
+            deviation=given.get("image_std") or deviation,
             max_tokens=given.get("max_video_tokens", 768 if whole else 128_000)
             if given.get("cap_pixels_per_frame")
             else None,
         )
-
-
-_HALF = (0.5, 0.5, 0.5)
-_CLIP_MEAN, _CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of transformers' video processors, where the file has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +141,16 @@ class QwenVision:
     def video(self, video: Video, limits: MediaSection = CHECKPOINTS) -> MediaItem:
         stored = video.stored or video.frames.shape[1:3]
         resize = self._fit(len(video.frames), stored[0], stored[1], limits=limits)
-        resized, times = np.stack([resize(frame) for frame in video.frames]), video.times
-        if missing := -len(resized) % self.frames_per_step:
-            resized = np.concatenate([resized, np.repeat(resized[-1:], missing, axis=0)])
+        frames, times = [resize(frame) for frame in video.frames], video.times
+        if missing := -len(frames) % self.frames_per_step:
+            frames += frames[-1:] * missing
             times = np.concatenate([times, np.repeat(times[-1:], missing)])
-        shaped, (height, width) = self._normalised(resized), resized.shape[1:3]
         steps = times.reshape(-1, self.frames_per_step)
+        pixels, (height, width) = self._patches(frames)
         return MediaItem(
             kind="video",
-            pixels=patches(shaped, patch=self.patch, merge=self.merge, frames=self.frames_per_step),
-            grid=(len(steps), height // self.patch, width // self.patch),
+            pixels=pixels,
+            grid=(len(steps), height, width),
             seconds=self.frames_per_step / video.fps,
             times=tuple(((steps[:, 0] + steps[:, -1]) / 2).tolist()),
         )
@@ -226,26 +223,32 @@ class QwenVision:
         return blocks
 
     def _fit(self, count: int, height: int, width: int, *, limits: MediaSection) -> Callable[[np.ndarray], np.ndarray]:
+        from transformers.image_transforms import resize
+
         try:
             size = self._video_size(count, height, width, limits=limits)
         except ValueError as error:
             raise MediaError(f"frames of {width} x {height} pixels: {error}") from error
-        return partial(_resized, size=size, resample=int(self.image_processor.resample))
+        resample = self.image_processor.resample
+        return partial(resize, size=size, resample=resample, input_data_format="channels_last")
 
     def _video_size(self, count: int, height: int, width: int, *, limits: MediaSection) -> tuple[int, int]:
         """Return height and width of a video's frames: divisible, and within the limits of the recipe or checkpoint."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as frame_size
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_size
 
         factor = self.patch * self.merge
         least, most = self.videos.least, self._most(count)
         if self.timestamps and not limits.resizes:
-            return whole_video_size(count, height, width, factor=factor, least=least, most=most)
+            step = self.frames_per_step
+            limited = {"factor": factor, "min_pixels": least, "max_pixels": most}
+            return video_size(max(count, step), height, width, temporal_factor=step, **limited)
         shown = count + -count % self.frames_per_step
         whole = limits.total_pixels or (most if self.timestamps else None)
         frame = limits.max_pixels or (None if self.timestamps else most)
         most = max(1, min(each for each in (frame, whole and whole // shown) if each is not None))
         least = limits.min_pixels or (least // shown if self.timestamps else least)
-        return smart_resize(height, width, factor=factor, min_pixels=min(least, most), max_pixels=most)
+        return frame_size(height, width, factor=factor, min_pixels=min(least, most), max_pixels=most)
 
     def _most(self, count: int) -> int:
         """Maximum pixels of the checkpoint, of a frame or of the whole video, for a video of `count` frames."""
@@ -257,51 +260,22 @@ class QwenVision:
         share = int(tokens * square * 0.9) * self.frames_per_step // count
         return max(min(videos.most, share), int(videos.least * 1.05))
 
-    def _normalised(self, frames: np.ndarray) -> np.ndarray:
-        """[T, H, W, 3] uint8 -> [T, 3, H, W] float32."""
-        scaled = frames.astype(np.float32)
-        scaled *= np.float32(self.image_processor.rescale_factor)
-        scaled -= self.videos.mean
-        scaled /= self.videos.deviation
-        return scaled.transpose(0, 3, 1, 2)
+    def _patches(self, frames: list[np.ndarray]) -> tuple[np.ndarray, tuple[int, int]]:
+        """[T H W 3] uint8 -> patches [n, 3 x 2 x p x p], and the numbers of patches along height and width.
 
-
-def whole_video_size(
-    count: int, height: int, width: int, *, factor: int, least: int, most: int, frames: int = 2
-) -> tuple[int, int]:
-    """Return height and width of the frames of a video whose pixels together are limited, as Qwen3-VL does.
-
-    count: frames, before those of the last step are completed to `frames`. Raises ValueError for strips.
-    """
-    count = max(count, frames)
-    if min(height, width) < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    if max(height, width) > 200 * min(height, width):
-        raise ValueError("one side is more than 200 times the other")
-    long = round(count / frames) * frames
-    tall, wide = (round(side / factor) * factor for side in (height, width))
-    if long * tall * wide > most:
-        scale = math.sqrt(count * height * width / most)
-        tall, wide = (max(factor, math.floor(side / scale / factor) * factor) for side in (height, width))
-    elif long * tall * wide < least:
-        scale = math.sqrt(least / (count * height * width))
-        tall, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
-    return tall, wide
-
-
-def _resized(frame: np.ndarray, *, size: tuple[int, int], resample: int) -> np.ndarray:
-    """[H, W, 3] uint8 -> [*size, 3] uint8."""
-    from PIL import Image
-
-    if frame.shape[:2] == size:
-        return frame
-    return np.asarray(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling(resample)))
-
-
-def patches(shown: np.ndarray, *, patch: int, merge: int, frames: int) -> np.ndarray:
-    """[T, 3, H, W] -> [T H W / (frames patch^2), 3 frames patch^2]: `frames` of a step together, squares in order."""
-    count, channels, height, width = shown.shape
-    rows, columns = height // (patch * merge), width // (patch * merge)
-    cut = shown.reshape(count // frames, frames, channels, rows, merge, patch, columns, merge, patch)
-    return cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, channels * frames * patch * patch)
+        The image processor shows a picture in all frames of a step. Each frame here is a picture of one-frame patches,
+        and those of a step's frames are then joined: [t, 2, h w, 3, p p] -> [t, h w, 3, 2, p p].
+        """
+        processed = self.image_processor(
+            frames,
+            do_resize=False,
+            temporal_patch_size=1,
+            image_mean=self.videos.mean,
+            image_std=self.videos.deviation,
+            input_data_format="channels_last",
+            return_tensors="np",
+        )
+        _, height, width = processed["image_grid_thw"][0].tolist()
+        by_frame = processed["pixel_values"].reshape(-1, self.frames_per_step, height * width, 3, self.patch**2)
+        joined = by_frame.transpose(0, 2, 3, 1, 4).reshape(-1, 3 * self.frames_per_step * self.patch**2)
+        return joined, (height, width)
