@@ -30,6 +30,8 @@ BANNED_CALLS = {
     "torch.load": "use safetensors",
 }
 BANNED_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+UNPICKLES = "cosmos_rl_core.storage.unpickle"
+"""The program of a child process with limits, which may unpickle; no module imports it (decision 0015)."""
 
 
 def dotted(node: ast.expr) -> str:
@@ -94,6 +96,9 @@ def test_the_sources_are_found():
 def test_shape(file):
     text = file.read_text(encoding="utf-8")
     found = list(offences(ast.parse(text)))
+    if module_of(file) == UNPICKLES:
+        found = [offence for offence in found if not offence.endswith("imports pickle")]
+        assert importers()[UNPICKLES] == set()
     lines = len(text.splitlines())
     if lines > FILE_LINES:
         found.append(f"{lines} lines, at most {FILE_LINES}")

@@ -4,25 +4,30 @@ import contextlib
 import os
 import pickle
 import random
+import resource
 import struct
-import time
+import subprocess
+import sys
 import tracemalloc
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.storage.pickles import MAX_OPERATIONS, read_array
+from cosmos_rl_core.storage.pickles import PROGRAM, read_array
 
 PROTOCOLS = (2, 3, 4, 5)
 FLOATS = arrays.arrays(
     st.sampled_from(["<f4", ">f8", "<f2", "<i8", "|u1", "|b1"]), arrays.array_shapes(min_dims=0, max_dims=4, min_side=0)
 )
+
+
+FROM_BUFFER = b"cnumpy._core.numeric\n_frombuffer\n"
 
 
 class Calls:
@@ -39,6 +44,7 @@ def first(content, *, protocol=4):
     return read_array(pickle.dumps(content, protocol=protocol), name="x")
 
 
+@settings(max_examples=25)  # a process each
 @given(array=FLOATS, protocol=st.sampled_from(PROTOCOLS), fortran=st.booleans())
 def test_any_array_comes_back(array, protocol, fortran):
     array = np.asfortranarray(array) if fortran else array
@@ -76,7 +82,7 @@ def test_the_first_array_of_what_holds_it_comes_back(content):
     np.testing.assert_array_equal(first(content), np.ones(2))
 
 
-def test_many_arrays_are_within_the_budget():
+def test_many_arrays_are_within_the_limits():
     assert first([np.ones((4, 4)) for _ in range(500)]).sum() == 16
 
 
@@ -115,7 +121,13 @@ def test_a_hostile_pickle_inside_of_a_storage_is_refused(tmp_path):
     head = b"".join(pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
     storage = head + pickle.dumps(Calls(exec, f"open({str(trace)!r}, 'w').close()"), protocol=2)
     with pytest.raises(UserError, match=r"asks for (builtins|__builtin__)\.exec"):
-        read_array(pickle.dumps(Calls(torch.storage._load_from_bytes, storage)), name="x")
+        first(
+            Calls(
+                torch._utils._rebuild_tensor_v2,
+                Calls(torch.storage._load_from_bytes, storage),
+                *(0, (1,), (1,), False, OrderedDict()),
+            )
+        )
     assert not trace.exists()
 
 
@@ -124,20 +136,23 @@ def test_a_hostile_pickle_inside_of_a_storage_is_refused(tmp_path):
     [
         (pickle.dumps(np.array([1, "a"], dtype=object)), "an array of 'O8'"),
         (b"\x80\x02X\x01\x00\x00\x00a.", "holds no array but a str"),
-        (b"I1\n.", "the operation INT"),
+        (b"I1\n.", "holds no array but a int"),
         (pickle.dumps(np.zeros(2, [("a", "f4")])), "an array of 'V4'"),
         (
             pickle.dumps(torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)),
             r"torch._utils._rebuild_sparse",
         ),
-        (b"cnumpy\nndarray\n}C\x01xK\x01sb.", "a dict with a bytes as a key"),
+        (b"cnumpy\nndarray\n}C\x01xK\x01sb.", "the state of numpy.ndarray"),
         (b"cnumpy\nndarray\n}\x8c\x01xK\x01sb.", "the state of numpy.ndarray"),
         (b"cnumpy\ndtype\nN}\x8c\x05_nameK\x01s\x86b.", "the state of numpy.dtype"),
         (b"ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x00K\x02\x85K\x01\x85\x89NtR.", "a tensor without a storage"),
-        (b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\ndtype\nK\x00\x85C\x01b\x87R.", "an array of the class"),
-        (b"(\x8c\x04trueios\nsystem\n.", "the operation INST"),
-        (b"\x80\x02\x82\x01.", "the operation EXT1"),
-        (b"cnumpy\ndtype\n\x8c\x09f4,(2)f4,\x85R.", "an array of 'f4"),
+        (
+            b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\ndtype\nK\x00\x85C\x01b\x87R.",
+            "asks for numpy._core.multiarray._reconstruct as an array",
+        ),
+        (b"(\x8c\x04trueios\nsystem\n.", "asks for os.system"),
+        (b"\x80\x02\x82\x01.", "unregistered extension code"),
+        (FROM_BUFFER + b"(C\x00cnumpy\ndtype\n\x8c\x09f4,(2)f4,\x85R)\x8c\x01CtR.", "an array of 'f4"),
         (pickle.dumps(slice(1)), "builtins.slice"),
     ],
     ids=lambda value: (
@@ -162,6 +177,7 @@ def test_a_damaged_pickle_is_named(data):
         read_array(data, name="broken.pickle")
 
 
+@settings(max_examples=25)
 @given(st.binary(max_size=64))
 def test_any_bytes_give_an_answer_or_a_user_error(data):
     with contextlib.suppress(UserError):
@@ -179,39 +195,36 @@ def long(number):
     return b"\x8a%c" % len(data) + data
 
 
-FROM_BUFFER = b"cnumpy._core.numeric\n_frombuffer\n"
-TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
+UINT8 = b"cnumpy\ndtype\n\x8c\x02u1\x85RK\x03\x8c\x01|\x86b"
+LIMITS = r"asks for more than 1 s of processor time or \d+ MiB of memory"
 BOMBS = {
     "a shared tuple": (deep(60) + b".", "holds no array but a tuple"),
     "a list that holds itself": (b"]q\x00h\x00a.", "holds no array but a list"),
-    "a tuple as a key": (b"}" + deep(39) + b"Ns.", "a dict with a tuple as a key"),
-    "the name of a type": (b"cnumpy\ndtype\n" + deep(60) + b"\x85R.", "an array of a tuple"),
-    "a byte order": (b"cnumpy\ndtype\n\x8c\x02f4\x85RK\x03" + deep(60) + b"\x86b.", "byte order a tuple"),
-    "two equal sizes": (TENSOR + b"(NK\x00(" + deep(60) + deep(60, 1) + b"t)tR.", "a negative size, or none"),
-    "a call": (deep(60) + b")R.", "a call of a tuple"),
-    "a shape of large numbers": (
-        TENSOR + b"(NK\x00(" + (long(2**2000) + b"q\x00" + b"h\x00" * 50_000) + b"t)tR.",
-        "an array without a shape",
+    "a tuple as a key": (b"}" + deep(39) + b"Ns.", LIMITS),
+    "a key that is a million tuples deep": (b"})" + b"\x85" * 1_000_000 + b"Ns.", LIMITS),
+    "the name of a type": (FROM_BUFFER + b"(C\x00cnumpy\ndtype\n" + deep(60) + b"\x85R)\x8c\x01CtR.", "of objects"),
+    "a shape of shared tuples": (FROM_BUFFER + b"(C\x00" + UINT8 + deep(60) + b"\x8c\x01CtR.", LIMITS),
+    "a million sizes": (
+        FROM_BUFFER + b"(C\x00" + UINT8 + b"(" + b"K\x01" * 1_000_000 + b"t\x8c\x01CtR.",
+        "without a shape",
     ),
-    "keys that collide": (b"}(" + b"".join(long(k * (2**61 - 1)) + b"N" for k in range(1, 30_000)) + b"u.", "as a key"),
-    "a million lists": (b"(" + b"]" * 1_000_000 + b"t.", f"more than {MAX_OPERATIONS} operations"),
-    "the same bytes again": (
-        b"B"
-        + struct.pack("<I", 4 << 20)
-        + bytes(4 << 20)
-        + b"q\x00cnumpy\ndtype\n\x8c\x02u1\x85Rq\x01("
-        + (FROM_BUFFER + b"(h\x00h\x01J\x00\x00\x40\x00\x85\x8c\x01CtR") * 1400
-        + b"t.",
-        "the same bytes again and again",
+    "an array of other arrays": (FROM_BUFFER + b"(]q\x00h\x00a" + UINT8 + b")\x8c\x01CtR.", "an array of objects"),
+    "parameters of parameters": (
+        b"(" + b"ctorch._utils\n_rebuild_parameter\n" * 100_000 + b"N" + b"\x85R" * 100_000 + b".",
+        "RecursionError",
     ),
+    "a call": (deep(60) + b")R.", "'tuple' object is not callable"),
+    "keys that collide": (b"}(" + b"".join(long(k * (2**61 - 1)) + b"N" for k in range(1, 60_000)) + b"u.", LIMITS),
+    "a million lists": (b"(" + b"]" * 1_000_000 + b"t.", "holds no array but a list"),
+    "the largest memo": (b"Nr\xff\xff\xff\x7f.", LIMITS),
     "the same text again": (
         b"X"
         + struct.pack("<I", 4 << 20)
         + b"x" * (4 << 20)
         + b"q\x00("
-        + b"c_codecs\nencode\nh\x00\x8c\x06latin1\x86R" * 1400
+        + (FROM_BUFFER + b"(c_codecs\nencode\nh\x00\x8c\x06latin1\x86R" + UINT8 + b")\x8c\x01CtR") * 1400
         + b"t.",
-        "the same bytes again and again",
+        "reshape",
     ),
     "a name of large parts": (
         b"X" + struct.pack("<I", 4 << 20) + b"x" * (4 << 20) + b"q\x00q\x01(" + b"h\x00h\x01\x93" * 1400 + b"t.",
@@ -220,17 +233,40 @@ BOMBS = {
 }
 
 
+def children_s():
+    """Processor time of the child processes that ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_ends_soon_and_in_little_memory(bomb):
     data, says = BOMBS[bomb]
-    started = time.process_time()
+    before = children_s()
     tracemalloc.start()
     with pytest.raises(UserError, match=says):
         read_array(data, name="bomb.pickle")
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert time.process_time() - started < 10  # those that were found took minutes, and doubled with each level
+    assert children_s() - before < 3  # seconds; without the limits some take minutes, and double with each level
     assert most < 3 * len(data) + (32 << 20)
+
+
+def test_the_process_that_reads_a_pickle_can_open_no_file():
+    """So that a fault of the unpickler itself does less harm."""
+    program = f"""
+import runpy, sys
+
+class Stdin:
+    @property
+    def buffer(self):
+        open("/dev/null")
+
+sys.stdin = Stdin()
+runpy.run_path({str(PROGRAM)!r})["main"]("first", "1", str(1 << 28))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "Too many open files: '/dev/null'" in ended.stderr
 
 
 def seeds(trace):
@@ -274,11 +310,11 @@ def fuzz(count, trace):
 
 
 def test_damaged_pickles_are_read_or_refused(tmp_path):
-    assert len(fuzz(600, tmp_path / "trace")) == 3
+    assert len(fuzz(60, tmp_path / "trace")) == 3
 
 
 @pytest.mark.slow
-def test_20_000_damaged_pickles_are_read_or_refused(tmp_path):
-    outcomes = fuzz(20_000, tmp_path / "trace")
+def test_4_000_damaged_pickles_are_read_or_refused(tmp_path):
+    outcomes = fuzz(4_000, tmp_path / "trace")
     print(dict(outcomes))
-    assert min(outcomes["read"], outcomes["refused"], outcomes["damaged"]) > 1000
+    assert min(outcomes["read"], outcomes["refused"], outcomes["damaged"]) > 200

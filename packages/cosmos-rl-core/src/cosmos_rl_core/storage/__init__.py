@@ -1,4 +1,4 @@
-"""Files: local folders, S3 and other object stores, JSON of users, pickles that are read without being executed.
+"""Files: local folders, S3 and other object stores, JSON of users, pickles of arrays, read in a child process.
 
 Used by `checkpoint` and by the readers of the domains.
 """

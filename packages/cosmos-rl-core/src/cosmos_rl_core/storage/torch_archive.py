@@ -1,14 +1,13 @@
-"""Reads the tensors of a file of torch.save: pytorch_model.bin of older models. No torch, and no pickle is run.
+"""Reads the tensors of a file of torch.save: pytorch_model.bin of older models. No torch.
 
     zip: NAME/data.pkl, a pickle that names storages | NAME/data/0, NAME/data/1, ..., their bytes, not compressed
 
-`pickles` follows the pickle's operations; its storages are views of the mapped file, so that a tensor is read when it
-is used. The format is that of torch/serialization.py.
+`pickles` reads the pickle in a child process; the storages are views of the mapped file, so that a tensor is read when
+it is used. The format is that of torch/serialization.py.
 """
 
 from __future__ import annotations
 
-import io
 import struct
 import zipfile
 from pathlib import Path
@@ -16,19 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.storage.pickles import (
-    FAULTS,
-    STORAGES,
-    Array,
-    Budget,
-    ForbiddenPickle,
-    PickleMachine,
-    StandIn,
-    Storage,
-)
+from cosmos_rl_core.storage.pickles import Array, DamagedPickle, ForbiddenPickle, array_in, run_unpickle
 
-OPERATIONS_PER_STORAGE = 400
-"""Of the pickle: a tensor takes about 60, and a storage may have several tensors."""
 MAX_SHARING = 4
 """Times that the tensors together may be larger than the file: tied ones share a storage."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
@@ -45,18 +33,21 @@ def read_torch_archive(path: Path) -> dict[str, Array]:
         with zipfile.ZipFile(path) as archive:
             storages = _Storages(path, archive)
             pickled = archive.read(storages.member("data.pkl"))
-        budget = Budget(num_bytes=2 * len(pickled), operations=1000 + OPERATIONS_PER_STORAGE * len(storages))
-        content = PickleMachine(budget, storages=storages.find).run(io.BytesIO(pickled))
+        answer, _ = run_unpickle("archive", pickled)
+        arrays = {
+            name: array_in(storages.bytes_of(f"data/{tensor.storage}"), tensor)
+            for name, tensor in (answer.arrays or {}).items()
+        }
     except ForbiddenPickle as refused:
         raise UserError(f"{path}: refused: it asks for {refused}; only tensors are read") from None
-    except (OSError, zipfile.BadZipFile, *FAULTS) as error:
+    except (DamagedPickle, LookupError, OSError, ValueError, struct.error, zipfile.BadZipFile) as error:
         cause = f"{type(error).__name__}: {str(error)[:200]}"
         raise UserError(f"{path} is damaged, or no file of torch.save of torch 1.6 or later ({cause})") from None
-    if type(content) is not dict or not all(isinstance(tensor, Array) for tensor in content.values()):
+    if answer.arrays is None:
         raise UserError(f"{path} has no state dict, a flat dict of tensors")
-    if sum(tensor.view.nbytes for tensor in content.values()) > MAX_SHARING * path.stat().st_size:
+    if sum(array.view.nbytes for array in arrays.values()) > MAX_SHARING * path.stat().st_size:
         raise UserError(f"{path}: refused: its tensors share the same bytes more than {MAX_SHARING} times")
-    return content
+    return arrays
 
 
 class _Storages:
@@ -69,26 +60,21 @@ class _Storages:
         if order is not None and archive.read(order) != b"little":
             raise ForbiddenPickle("big-endian storages")
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def member(self, name: str) -> zipfile.ZipInfo:
         """Return a member by its name in the archive. Raises KeyError without one."""
-        return self._members[name]
-
-    def find(self, kind: StandIn, key: str) -> Storage:
-        """Return a storage by its key in the pickle."""
-        member = self._members[f"data/{key}"]
+        member = self._members[name]
         if member.compress_type != zipfile.ZIP_STORED:
-            raise ForbiddenPickle("a compressed storage")
+            raise ForbiddenPickle("a compressed member")
+        return member
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """Return the bytes of a member, uint8."""
+        member = self.member(name)
         magic, name_length, extra_length = _LOCAL_HEADER.unpack_from(self._bytes.data, member.header_offset)
         if magic != b"PK\x03\x04":
             raise ForbiddenPickle("a storage outside of the archive")
         start = member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
-        dtype = STORAGES[kind.name.removeprefix("torch.")]
-        is_bfloat16 = dtype == "bfloat16"
-        element = np.dtype("<u2" if is_bfloat16 else dtype)
-        data = self._bytes[start : start + member.file_size]
-        if len(data) != member.file_size or member.file_size % element.itemsize:
+        content = self._bytes[start : start + member.file_size]
+        if len(content) != member.file_size:
             raise ForbiddenPickle("a storage that ends outside of the file")
-        return Storage(np.frombuffer(data, element), is_bfloat16)
+        return content

@@ -1,4 +1,4 @@
-"""pytorch_model.bin of older models: converted once into safetensors beside it, since nothing here runs a pickle."""
+"""pytorch_model.bin of older models: converted once into safetensors beside it, since no pickle is loaded here."""
 
 from __future__ import annotations
 
@@ -87,9 +87,7 @@ def _convert_file(source: Path, name: str) -> None:
     from cosmos_rl_core.checkpoint.safetensors_file import write_tensors
 
     def tensor_of(array: Array) -> torch.Tensor:
-        view = array.view
-        assert view is not None
-        tensor = torch.from_numpy(np.ascontiguousarray(view))  # of the mapped file; a transposed one is copied
+        tensor = torch.from_numpy(np.ascontiguousarray(array.view))  # of the mapped file; a transposed one is copied
         return tensor.view(torch.bfloat16) if array.is_bfloat16 else tensor
 
     tensors = {key: tensor_of(array) for key, array in read_torch_archive(source).items()}
