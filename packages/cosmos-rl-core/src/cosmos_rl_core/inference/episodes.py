@@ -8,9 +8,9 @@ Reads the files of `cosmos-rl generate` and `eval`: rollouts.jsonl, and of each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.inference.rollouts_file import ROLLOUTS
 from cosmos_rl_core.storage.json_files import parse_json
+
+if TYPE_CHECKING:
+    from av.video.frame import VideoFrame
 
 QUALITY = 90
 """Of the JPEG images in a recording, in percent."""
@@ -56,13 +59,11 @@ def _export(rerun: Any, line: Mapping[str, Any], video: Path, path: Path) -> Pat
     reward = "" if line.get("reward") is None else f", reward {line['reward']:.3g}"
     about = f"{line['prompt']}\n\n{line['response']}{reward}, weights of version {line['policy_version']}"
     recording.log("episode", rerun.TextDocument(about), static=True)
-    seen_at = [*decided_at, len(actions)]
+    seen_at = [*decided_at.tolist(), len(actions)]
     others = sorted(video.parent.glob(f"{video.stem}_camera*.mp4"), key=lambda file: (len(file.name), file.name))
     videos = [] if video.suffix == ".npz" else [video, *others]  # an episode without a camera
     for camera, file in enumerate(videos):
-        for at, frame in zip(seen_at, _frames(file), strict=False):  # the last observation has the first camera alone
-            recording.set_time(STEP, sequence=int(at))
-            recording.log(f"camera/{camera}", rerun.Image(frame).compress(jpeg_quality=QUALITY))
+        _log_camera(rerun, recording, f"camera/{camera}", file, seen_at)
     for at, values in zip(decided_at, state, strict=True):
         recording.set_time(STEP, sequence=int(at))
         recording.log("state", rerun.Scalars(values))
@@ -77,10 +78,13 @@ def _export(rerun: Any, line: Mapping[str, Any], video: Path, path: Path) -> Pat
     return path
 
 
-def _frames(file: Path) -> Iterator[np.ndarray]:
-    """Yield the frames of a video, uint8 [H, W, 3]."""
-    import av
+def _log_camera(rerun: Any, recording: Any, name: str, file: Path, steps: Sequence[int]) -> None:
+    """Log the frames of a video at their steps; the last observation has the first camera alone."""
+    from cosmos_rl_core.data.video import VideoFile
 
-    with av.open(str(file)) as container:
-        for frame in container.decode(video=0):
-            yield frame.to_ndarray(format="rgb24")
+    def log(frame: VideoFrame, place: int) -> None:
+        recording.set_time(STEP, sequence=steps[place])
+        recording.log(name, rerun.Image(frame.to_ndarray(format="rgb24")).compress(jpeg_quality=QUALITY))
+
+    with VideoFile(file) as video:
+        video.read(range(min(len(steps), len(video.table.pts))), log)
