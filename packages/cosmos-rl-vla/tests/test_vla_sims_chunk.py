@@ -33,7 +33,7 @@ def actions(horizon):
 def test_a_chunk_without_an_end_is_executed_whole():
     script = Script(stepped(1.0), stepped(2.0), stepped(0.5))
     result = run_chunk(script, actions(3))
-    assert result.rewards.tolist() == [1.0, 2.0, 0.5]
+    assert result.rewards == [1.0, 2.0, 0.5]
     assert result.valid.tolist() == [True, True, True]
     assert (result.steps, result.done, result.success) == (3, False, False)
     assert script.actions == [[0.0], [1.0], [2.0]]
@@ -43,7 +43,7 @@ def test_nothing_is_executed_after_the_end():
     script = Script(stepped(1.0), stepped(5.0, terminated=True, success=True))
     result = run_chunk(script, actions(4))
     assert len(script.actions) == 2
-    assert result.rewards.tolist() == [1.0, 5.0, 0.0, 0.0]
+    assert result.rewards == [1.0, 5.0, 0.0, 0.0]
     assert result.valid.tolist() == [True, True, False, False]
     assert (result.terminated, result.truncated, result.success, result.done) == (True, False, True, True)
 
@@ -89,7 +89,7 @@ def test_side_by_side_slots_give_what_each_gives_alone():
     assert taken == {4: 2, 7: 3, 9: 1}
     for slot, result in zip(scripts, together):
         alone = run_chunk(Script(*scripts[slot]), actions(3))
-        assert result.rewards.tolist() == alone.rewards.tolist()
+        assert result.rewards == alone.rewards
         assert result.valid.tolist() == alone.valid.tolist()
         assert (result.terminated, result.truncated, result.success) == (
             alone.terminated,

@@ -31,8 +31,8 @@ def decision(number, *, tokens=(7, 8)):
 
 def result(rewards, *, valid=(1, 1), terminated=False, truncated=False, success=False):
     return ChunkResult(
-        rewards=np.array(rewards, np.float32),
-        valid=np.array(valid, bool),
+        rewards=[float(reward) for reward in rewards],
+        steps=sum(valid),
         terminated=terminated,
         truncated=truncated,
         success=success,
@@ -71,7 +71,7 @@ def test_one_that_was_cut_off_goes_on_with_the_critics_estimate():
 
 def test_a_chunk_cut_short_at_the_limit_was_not_executed_beyond_it():
     short = padded_result(result([3.0], valid=(1,)), H)
-    assert short.rewards.tolist() == [3.0, 0.0] and short.valid.tolist() == [True, False]
+    assert short.rewards == [3.0, 0.0] and short.valid.tolist() == [True, False]
 
 
 def test_decisions_are_dealt_into_microbatches_with_their_terms():

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from cosmos_rl_core.observe.gallery import Gallery
@@ -130,7 +131,7 @@ class Trajectory:
         valid = np.stack([result.valid for result in results])
         logprobs = np.stack([decision.logprobs for decision in decisions])
         action_dim = logprobs.shape[-1]
-        rewards = rewards_of(np.stack([r.rewards for r in results]), valid, steps=sampling.steps)
+        rewards = rewards_of(np.array([r.rewards for r in results], np.float32), valid, steps=sampling.steps)
         values = values_of(np.stack([decision.values for decision in decisions]), valid, steps=sampling.steps)
         following = 0.0 if last_values is None or not len(last_values) else float(last_values[0])
         of_decisions = np.array([decision.version for decision in decisions], np.int32)
@@ -176,7 +177,7 @@ def _executed(decisions: Sequence[Decision], results: Sequence[ChunkResult]) -> 
     steps = [result.steps for result in results]
     return {
         "actions": np.concatenate([one.actions[:n] for one, n in zip(decisions, steps)]).astype(np.float32),
-        "step_rewards": np.concatenate([result.rewards[result.valid] for result in results]).astype(np.float32),
+        "step_rewards": np.concatenate([result.rewards[: result.steps] for result in results]).astype(np.float32),
         "decided_at": np.cumsum([0, *steps[:-1]], dtype=np.int32),
     }
 
@@ -192,10 +193,7 @@ def padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 def padded_result(result: ChunkResult, horizon: int) -> ChunkResult:
     """Pad a chunk that was truncated at the step limit to `horizon`; the padding is not valid."""
-    missing = horizon - len(result.valid)
-    if not missing:
-        return result
-    return replace(result, rewards=np.pad(result.rewards, (0, missing)), valid=np.pad(result.valid, (0, missing)))
+    return msgspec.structs.replace(result, rewards=result.rewards + [0.0] * (horizon - len(result.rewards)))
 
 
 class EpisodeGallery(Gallery):

@@ -27,7 +27,6 @@ from cosmos_rl_vla.sims.pool.messages import (
     AttachMemory,
     Began,
     Broke,
-    Chunked,
     ChunkResult,
     Command,
     ExecuteChunk,
@@ -218,7 +217,7 @@ class SimulatorProcess:
             raise UserError(f"simulator {self._make.simulator!r} was {self.spec}; built again it is {reply.spec}")
         self.spec, self._building = reply.spec, False
 
-    def _event(self, slot: int, outcome: Began | Chunked | Broke) -> SlotReady | Lost:
+    def _event(self, slot: int, outcome: Began | ChunkResult | Broke) -> SlotReady | Lost:
         if isinstance(outcome, Broke):
             self._blame(outcome.reason)
             self._running.discard(slot)
@@ -226,10 +225,9 @@ class SimulatorProcess:
         if isinstance(outcome, Began):
             return SlotReady(slot=slot, result=None)
         self.faults = 0
-        result = outcome.result()
-        if result.done:
+        if outcome.done:
             self._running.discard(slot)
-        return SlotReady(slot=slot, result=result)
+        return SlotReady(slot=slot, result=outcome)
 
     def _blame(self, reason: str) -> None:
         self.faults, self.fault = self.faults + 1, reason

@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,30 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkResult:
-    """Results of the H actions of one decision. Substeps after the first that ended the episode were not executed."""
-
-    rewards: NDArray[np.float32]
-    """[H], 0 for substeps not executed."""
-    valid: NDArray[np.bool_]
-    """[H], the executed substeps: ones, then zeros."""
-    terminated: bool
-    """The last executed substep ended the episode."""
-    truncated: bool
-    """The last executed substep was at the step limit; the observation after it is the final one."""
-    success: bool
-    """The task was done at an executed substep."""
-
-    @property
-    def steps(self) -> int:
-        return int(self.valid.sum())
-
-    @property
-    def done(self) -> bool:
-        return self.terminated or self.truncated
 
 
 class Make(msgspec.Struct, frozen=True, tag=True):
@@ -84,33 +59,28 @@ class Made(msgspec.Struct, frozen=True, tag=True):
     spec: SimSpec
 
 
-class Chunked(msgspec.Struct, frozen=True, tag=True):
-    """A ChunkResult."""
+class ChunkResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Results of the H actions of one decision. Substeps after the first that ended the episode were not executed."""
 
-    rewards: bytes
-    valid: bytes
+    rewards: list[float]
+    """[H], 0 for substeps not executed."""
+    steps: int
+    """Number of executed substeps, the first ones."""
     terminated: bool
+    """The last executed substep ended the episode."""
     truncated: bool
+    """The last executed substep was at the step limit; the observation after it is the final one."""
     success: bool
+    """The task was done at an executed substep."""
 
-    @staticmethod
-    def of(result: ChunkResult) -> Chunked:
-        return Chunked(
-            rewards=result.rewards.tobytes(),
-            valid=result.valid.tobytes(),
-            terminated=result.terminated,
-            truncated=result.truncated,
-            success=result.success,
-        )
+    @property
+    def valid(self) -> NDArray[np.bool_]:
+        """[H], the executed substeps."""
+        return np.arange(len(self.rewards)) < self.steps
 
-    def result(self) -> ChunkResult:
-        return ChunkResult(
-            rewards=np.frombuffer(self.rewards, np.float32),
-            valid=np.frombuffer(self.valid, np.bool_),
-            terminated=self.terminated,
-            truncated=self.truncated,
-            success=self.success,
-        )
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
@@ -126,7 +96,7 @@ class Broke(msgspec.Struct, frozen=True, tag=True):
 class Outcomes(msgspec.Struct, frozen=True, tag=True):
     """Results of the slots of one command, in its order. Observations are in the shared memory."""
 
-    slots: list[Began | Chunked | Broke]
+    slots: list[Began | ChunkResult | Broke]
 
 
 class SimulatorRefused(msgspec.Struct, frozen=True, tag=True):

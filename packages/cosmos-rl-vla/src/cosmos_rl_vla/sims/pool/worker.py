@@ -26,7 +26,6 @@ from cosmos_rl_vla.sims.pool.messages import (
     AttachMemory,
     Began,
     Broke,
-    Chunked,
     ChunkResult,
     Command,
     ExecuteChunk,
@@ -75,8 +74,7 @@ def _goes_on(
 
 class _Tally:
     def __init__(self, horizon: int) -> None:
-        self._rewards = np.zeros(horizon, np.float32)
-        self._valid = np.zeros(horizon, np.bool_)
+        self._rewards = [0.0] * horizon
         self._steps = 0
         self._terminated = self._truncated = self._success = False
 
@@ -84,8 +82,7 @@ class _Tally:
         """Count one step. Returns whether the episode is over."""
         if not math.isfinite(stepped.reward):
             raise SimulatorError(f"the reward is {stepped.reward}")
-        self._rewards[self._steps] = stepped.reward
-        self._valid[self._steps] = True
+        self._rewards[self._steps] = float(stepped.reward)  # simulators give numbers of numpy too
         self._steps += 1
         self._terminated, self._truncated = stepped.terminated, stepped.truncated and not stepped.terminated
         self._success |= stepped.success
@@ -94,7 +91,7 @@ class _Tally:
     def result(self) -> ChunkResult:
         return ChunkResult(
             rewards=self._rewards,
-            valid=self._valid,
+            steps=self._steps,
             terminated=self._terminated,
             truncated=self._truncated,
             success=self._success,
@@ -218,7 +215,7 @@ class SlotGroup:
             return Broke(str(error))
         return Began()
 
-    def _run(self, command: ExecuteChunk) -> list[Began | Chunked | Broke]:
+    def _run(self, command: ExecuteChunk) -> list[Began | ChunkResult | Broke]:
         shape = (len(command.slots), command.horizon, self._action_dim)
         actions = np.frombuffer(command.actions, np.float32).reshape(shape)
         results = run_chunks(self._step, command.slots, actions)
@@ -228,7 +225,7 @@ class SlotGroup:
         self._beat(SimulatorPhase.STEP)
         return self._simulator.step(slots, actions)
 
-    def _seen(self, slot: int, result: ChunkResult | SimulatorError) -> Chunked | Broke:
+    def _seen(self, slot: int, result: ChunkResult | SimulatorError) -> ChunkResult | Broke:
         if isinstance(result, SimulatorError):
             return Broke(str(result))
         try:
@@ -236,7 +233,7 @@ class SlotGroup:
             self._observe(slot)
         except SimulatorError as error:
             return Broke(str(error))
-        return Chunked.of(result)
+        return result
 
     def _observe(self, slot: int) -> None:
         self._memory.write(self._first + slot, self._simulator.observe(slot))
