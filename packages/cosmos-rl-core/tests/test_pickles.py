@@ -314,7 +314,8 @@ def test_damaged_pickles_are_read_or_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_4_000_damaged_pickles_are_read_or_refused(tmp_path):
-    outcomes = fuzz(4_000, tmp_path / "trace")
+@pytest.mark.timeout(600)  # a process for each
+def test_2_000_damaged_pickles_are_read_or_refused(tmp_path):
+    outcomes = fuzz(2_000, tmp_path / "trace")
     print(dict(outcomes))
-    assert min(outcomes["read"], outcomes["refused"], outcomes["damaged"]) > 200
+    assert min(outcomes["read"], outcomes["refused"], outcomes["damaged"]) > 100
