@@ -76,9 +76,9 @@ def test_a_process_that_shall_end_before_its_start_is_not_started(process):
 
 def test_a_process_ends_with_the_one_that_has_started_it(tmp_path):
     text = (
-        "import asyncio, os; from cosmos_rl_core.ops.clusters.restarted import Job, RestartedProcess\n"
+        "import asyncio, os; from cosmos_rl_core.ops.clusters.restarted import ProcessJob, RestartedProcess\n"
         "command = ('bash', '-c', 'echo $$; exec sleep 600')\n"
-        f"job = Job(name='a', command=command, log='{tmp_path}/log', restarts=0)\n"
+        f"job = ProcessJob(name='a', command=command, log='{tmp_path}/log', restarts=0)\n"
         "asyncio.run(RestartedProcess(job, os.environ).run())"
     )
     parent = subprocess.Popen([sys.executable, "-c", text])

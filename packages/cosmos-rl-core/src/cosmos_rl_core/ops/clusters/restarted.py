@@ -1,7 +1,7 @@
 """Processes that are started again after a crash, and end with the process that has started them.
 
-process = RestartedProcess(Job(name="rollout-0", command=("cosmos-rl", "worker", ...), restarts=3), environment())
-code = await process.run()
+job = ProcessJob(name="rollout-0", command=("cosmos-rl", "worker", ...), restarts=3)
+code = await RestartedProcess(job, environment()).run()
 
 processes = Processes(preamble=["module load cuda"], variables={}, restarts=3)
 code = await processes.keep("rollout-0", ["cosmos-rl", "worker", ...], gpus=["0"])
