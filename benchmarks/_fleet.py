@@ -112,7 +112,7 @@ class FakeReplica:
 
     def beat(self) -> None:
         self._progress += 1
-        self.send(p.Heartbeat(self._progress, 0.5 * self._progress, tuple(self.held), version=0))
+        self.send(p.Heartbeat(self._progress, 0.5 * self._progress, 1.0 * self._progress, tuple(self.held), version=0))
 
     def request(self, capacity: int) -> None:
         self.send(p.RequestLeases(NEWEST, capacity))
