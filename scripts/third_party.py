@@ -22,7 +22,7 @@ HEAD = """# Third-party packages
 
 What `pip install` of the five packages and their extras brings, as `uv.lock` resolves it for all platforms; tools of
 development are not among it. Part of this repository are uPlot 1.6.32 (MIT), the charts of the dashboard, in
-`cosmos_rl_core/dashboard/static`, and in `docs/site` Noto Sans Math (OFL 1.1) and iframe-worker 1.0.4 (MIT), the
+`cosmos_rl_core/ops/dashboard/static`, and in `docs/site` Noto Sans Math (OFL 1.1) and iframe-worker 1.0.4 (MIT), the
 formulas and the search of the site, each with its licence. Made by `scripts/third_party.py`. A licence is
 what the package says of itself, where this page was made; "not installed" is what another platform, or an extra that
 was not installed there, brings. No legal advice.

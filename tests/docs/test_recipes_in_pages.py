@@ -128,7 +128,7 @@ def test_keys_that_the_text_names_are_known(page, known):
     assert sorted({key for key in named if not is_key(key, known)} - NOT_KEYS - EXTRAS) == []
 
 
-REMEDIES = [*(CORE / "doctor").glob("*.py"), CORE / "dashboard" / "health.py"]
+REMEDIES = [*(CORE / "ops/doctor").glob("*.py"), CORE / "ops/dashboard/health.py"]
 IN_TEXT = re.compile(r"(?<![\w./])([a-z]+(?:\.[a-z_]+)+)(?![\w./(])|\[([a-z.]+)\] ([a-z_]+)")
 """rollout.group_size, [rollout] group_size."""
 

