@@ -48,16 +48,16 @@ def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
         "policy.replicas=2", "policy.ranks_per_node=8", "policy.num_nodes=2", "rollout.replicas=2",
         'cluster.ray.resources={rollout={CPU=4, "accelerator_type:H100"=0.001}}',
     )  # fmt: skip
-    found = {one.job.name: one for one in processes_of_run(run)}
+    by_name = {one.job.name: one for one in processes_of_run(run)}
     workers = ["policy-0.0", "policy-0.1", "policy-1.0", "policy-1.1", "rollout-0", "rollout-1"]
-    assert list(found) == [*workers, "controller"] and list(found["controller"].place.after) == workers
-    assert found["controller"].resources == {"CPU": 1}
-    assert found["policy-1.1"].resources == {"CPU": 1, "GPU": 8}
-    assert found["policy-1.1"].strategy == "STRICT_SPREAD" and found["policy-1.1"].place.machine == 1
-    assert found["policy-1.1"].place.group == f"{run.label}.policy-1"
-    assert found["rollout-0"].strategy == "SPREAD" and not found["rollout-0"].place.group
-    assert found["rollout-0"].needs == "4 CPU, 1 GPU, 0.001 accelerator_type:H100 on one machine"
-    assert found["policy-0.0"].needs == "1 CPU, 8 GPU on each of 2 machines"
+    assert list(by_name) == [*workers, "controller"] and list(by_name["controller"].place.after) == workers
+    assert by_name["controller"].resources == {"CPU": 1}
+    assert by_name["policy-1.1"].resources == {"CPU": 1, "GPU": 8}
+    assert by_name["policy-1.1"].strategy == "STRICT_SPREAD" and by_name["policy-1.1"].place.machine == 1
+    assert by_name["policy-1.1"].place.group == f"{run.label}.policy-1"
+    assert by_name["rollout-0"].strategy == "SPREAD" and not by_name["rollout-0"].place.group
+    assert by_name["rollout-0"].needs == "4 CPU, 1 GPU, 0.001 accelerator_type:H100 on one machine"
+    assert by_name["policy-0.0"].needs == "1 CPU, 8 GPU on each of 2 machines"
     (single, *_) = processes(cluster("policy.ranks_per_node=2"), cluster("policy.ranks_per_node=2").policies())
     assert single.job.name == "policy-0" and single.strategy == "STRICT_PACK" and single.resources["GPU"] == 2
     (cpu, *_) = processes(cluster("cluster.gpus=false"), cluster("cluster.gpus=false").policies())

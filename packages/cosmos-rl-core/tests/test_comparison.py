@@ -43,7 +43,7 @@ def group_of(*lengths, version=3, compared=None):
 
 
 def collate(groups, share):
-    """A microbatch for each rollout of the share, with a term that is not trained on."""
+    """Return a microbatch for each rollout of the share. One term of each is masked: it is not trained on."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     microbatches = [
         Microbatch(

@@ -162,11 +162,11 @@ def test_the_dashboard_joins_the_files_of_a_machine(tmp_path):
                 gpu = {"index": 0, "name": "H100", "memory": number, "memory_total": 80, "busy": 0.5}
                 row["machine"] = {**figures, "cpu": 0.5, "memory": number, "gpus": [gpu]}
                 log.write(json.dumps(row) + "\n")
-    found = MachineHistory(tmp_path).read()
-    [host] = found["machines"]
+    history = MachineHistory(tmp_path).read()
+    [host] = history["machines"]
     assert (host["host"], host["cpus"], host["at"][-1], host["memory"][-1]) == ("a", 2, 2999.0, 999)
     assert len(host["at"]) == len(host["gpus"][0]["busy"]) <= MOST_POINTS
-    assert [(row["process"], row["largest"], row["at"][-1]) for row in found["processes"]] == [
+    assert [(row["process"], row["largest"], row["at"][-1]) for row in history["processes"]] == [
         ("policy-0", 999, 999.0),
         ("rollout-0", 999, 2999.0),
     ]

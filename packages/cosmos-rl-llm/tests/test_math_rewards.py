@@ -138,7 +138,8 @@ def test_unequal_answers(answer, reference):
     assert not equivalent(answer, reference)
 
 
-# The signal may come in a finaliser of an object of another test. Python passes over it there, and it comes again.
+# The signal may arrive while the finaliser of another test's object runs. Python drops its exception there; the
+# signal is then sent again.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("bomb", ["9^{9^{9^9}}", "(9!)!", "(1+x+x^2)^{3000}-1", "\\binom{10^9}{10^8}"])
 def test_an_expression_without_a_value_is_another_answer(bomb, monkeypatch):

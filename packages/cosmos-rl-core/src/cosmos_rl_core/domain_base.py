@@ -67,7 +67,7 @@ class DomainBase(Domain):
     def attach_files(
         self, data: Any, row: Mapping[str, Any], *, images: Sequence[Path], videos: Sequence[Path]
     ) -> Mapping[str, Any]:
-        """Return the row of `prompt_row` with the content of these files before its text. Raises UserError."""
+        """Put these files before the text of a row from `prompt_row`, and return it. Raises UserError."""
         raise UserError(f"--image and --video: prompts of the {self.name} domain have no pictures or videos")
 
     def prompt_media(self, data: Any, row: Mapping[str, Any]) -> tuple[Mapping[str, str], Mapping[str, np.ndarray]]:
@@ -131,7 +131,7 @@ class DomainBase(Domain):
         return self.reward_table().get(name)
 
     def specimen(self, config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup | None:
-        """Return a group of [rollout] group_size made-up rollouts for a row, with which checks call the rewards.
+        """Return a sample group for a row, [rollout] group_size rollouts, on which checks call the rewards.
 
         origin: location of the row, for messages. None: rewards are not called before the start.
         """

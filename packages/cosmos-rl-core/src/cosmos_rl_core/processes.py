@@ -38,8 +38,8 @@ GRACE_S = 2.0
 LAST_LINES = 12
 """Number of lines shown of a dead process's log."""
 _LAST_BYTES = 16384
-_LOOK_S = 0.25
-"""Seconds between two looks at processes that have outlived the one that started them."""
+_POLL_S = 0.25
+"""Seconds between two checks of processes that have outlived the one that started them."""
 
 
 class ChildProcess:
@@ -177,7 +177,7 @@ def kill_orphans() -> None:
             if time.monotonic() - closed >= grace_s:
                 kill_tree(pid)
                 _kill_session(pid)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _kill_session(leader: int) -> None:

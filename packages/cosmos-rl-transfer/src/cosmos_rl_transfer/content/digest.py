@@ -94,7 +94,7 @@ def tensor_sum(array: Raw, box: Box, shape: tuple[int, ...]) -> int:
 
 @_compiled(uint64(_array(types.uint8), uint64, _array(uint64), uint64))
 def _sum_rows(memory: Any, step: Any, starts: Any, width: Any) -> Any:
-    """Return the part of H of rows of `width` bytes.
+    """Return what rows of `width` bytes each add to the tensor hash H.
 
     The r-th row is at memory[r * step] and begins with byte starts[r] of the tensor.
     """

@@ -382,7 +382,7 @@ class Outgoing:
         return _Selected(positions, changes.positions[which], changes.old[which])
 
     def _values(self, piece: BucketPiece, selected: _Selected, wide: Raw) -> Raw:
-        """Return the values at `wide`, positions in the piece that are those of `selected` or more."""
+        """Return the values at the positions `wide` of the piece, which include those of `selected`."""
         at = selected.at
         if wide is not selected.positions:
             place = self.arena.places[piece.name]

@@ -135,9 +135,10 @@ class NixlAgent:
         remote_space: Space = HOST,
         here: Space = HOST,
     ) -> None:
-        """Read a peer's registered memory, in `remote_space`, into ours, in `here`, and wait for it without spinning.
+        """Copy a peer's registered memory into ours and wait for the end without spinning.
 
-        Raises PeerLost if the peer is lost, `link` to it is closed or `timeout_s` is over.
+        remote_space, here: the kind of memory, host or GPU, at the peer and on this side. Raises PeerLost if the peer
+        is lost, `link` to it is closed or `timeout_s` is over.
         """
         targets = self._descriptors([(local, size) for _, local, size in moves], here)
         sources = self._descriptors([(remote, size) for remote, _, size in moves], remote_space)

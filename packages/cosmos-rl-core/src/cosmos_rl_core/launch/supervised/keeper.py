@@ -137,8 +137,8 @@ class ProcessKeeper:
                 process.kill()
 
     def forget(self, name: str) -> None:
-        for found in (self._specs, self._processes, self._ended):
-            found.pop(name, None)
+        for by_name in (self._specs, self._processes, self._ended):
+            by_name.pop(name, None)
         if not self._specs:
             self._close_guard()
 
