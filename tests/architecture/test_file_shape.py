@@ -95,14 +95,14 @@ def test_the_sources_are_found():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: "/".join(file.parts[-3:]))
 def test_shape(file):
     text = file.read_text(encoding="utf-8")
-    found = list(offences(ast.parse(text)))
+    breaches = list(offences(ast.parse(text)))
     if module_of(file) == UNPICKLES:
-        found = [offence for offence in found if not offence.endswith("imports pickle")]
+        breaches = [offence for offence in breaches if not offence.endswith("imports pickle")]
         assert importers()[UNPICKLES] == set()
     lines = len(text.splitlines())
     if lines > FILE_LINES:
-        found.append(f"{lines} lines, at most {FILE_LINES}")
-    assert found == []
+        breaches.append(f"{lines} lines, at most {FILE_LINES}")
+    assert breaches == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: "/".join(folder.parts[-3:]))

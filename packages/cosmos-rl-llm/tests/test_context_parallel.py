@@ -107,9 +107,9 @@ def all_figures(rank, world_size, **sizes):
 
 
 def every_metric(setup):
-    found = {family: metrics_of(family, setup) for family in FAMILIES}
-    found["penalised"] = metrics_of(next(iter(FAMILIES)), setup, Truncation(top_k=9, repetition_penalty=1.5))
-    return {f"{family}/{name}": value for family, metrics in found.items() for name, value in metrics.items()}
+    of_ranks = {family: metrics_of(family, setup) for family in FAMILIES}
+    of_ranks["penalised"] = metrics_of(next(iter(FAMILIES)), setup, Truncation(top_k=9, repetition_penalty=1.5))
+    return {f"{family}/{name}": value for family, metrics in of_ranks.items() for name, value in metrics.items()}
 
 
 @pytest.fixture(scope="module")

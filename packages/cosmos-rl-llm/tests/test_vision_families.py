@@ -72,7 +72,7 @@ def test_a_placeholder_expands_as_in_transformers(name, size, tmp_path):
     newer = getattr(kind, "images_kwargs", None)  # of transformers 5.24
     given = kind.valid_processor_kwargs._defaults.get("images_kwargs", {}) if newer is None else newer
     image_processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
-    found = image_processor(shown, return_tensors="np", **given)
+    features = image_processor(shown, return_tensors="np", **given)
     processor = SimpleNamespace(
         image_processor=image_processor,
         image_token=WORDS[model.config.image_token_id],
@@ -88,10 +88,10 @@ def test_a_placeholder_expands_as_in_transformers(name, size, tmp_path):
         num_additional_image_tokens=1,
         vision_feature_select_strategy="default",
     )
-    wanted = kind.replace_image_token(processor, found, 0)
+    wanted = kind.replace_image_token(processor, features, 0)
     assert family.expansion(item) == wanted
     assert family.num_tokens(item) == wanted.count(processor.image_token)
-    pixels = found["pixel_values"]
+    pixels = features["pixel_values"]
     np.testing.assert_array_equal(item.pixels, pixels[0] if name in ("idefics3", "smolvlm") else pixels)
 
 
