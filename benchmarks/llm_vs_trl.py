@@ -63,7 +63,7 @@ class Row:
     is_memory: bool = False
 
 
-STEP = Row(text="step", unit="s", of=lambda one: one.step_s, compare=truediv, target="<= 0.33", note=TIME_NOTE)
+STEP = Row(text="step", unit="s", of=lambda one: one.step_s, compare=truediv, target="<= 0.7", note=TIME_NOTE)
 TRAINED = Row(
     text="trained",
     unit="tokens/s",
