@@ -191,7 +191,7 @@ from cosmos_rl_core.reward.processes import RewardProcesses
 async def go():
     processes = RewardProcesses(timeout_s=1.0, workers=1)
     hangs = processes.reward("process_rewards:loops", label="loops", options={{}})
-    pool = await processes._started()
+    pool = await processes.started()
     calls = asyncio.create_task(hangs.steps(group("loop")))
     await asyncio.sleep(0)
     print(*pool.pids, flush=True)

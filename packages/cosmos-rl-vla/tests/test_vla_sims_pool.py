@@ -135,7 +135,7 @@ def test_an_episode_that_breaks_is_lost_alone(fault):
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("exit", "exit code 3"), ("raise", "out of order"), ("hang", "longer for a step than step_timeout_s = 2")],
+    [("exit", "exit code 3"), ("raise", "out of order"), ("hang", "took longer than step_timeout_s = 2 and was killed")],
 )
 def test_a_process_that_fails_is_replaced_and_its_episodes_are_lost(fault, reason, tmp_path):
     options = {"faults": {"13": fault}, "once": str(tmp_path / "failed")}
@@ -157,7 +157,7 @@ def test_a_process_that_is_killed_while_nobody_asks_is_noticed():
         victim = pool.process_ids[0]
         os.kill(victim, signal.SIGKILL)
         os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
-        reason = "the process of the simulators ended (signal SIGKILL)"
+        reason = "the process of the simulators died (signal SIGKILL)"
         assert pool.wait() == [Lost(slot=0, reason=reason), Lost(slot=1, reason=reason)]
         assert isinstance(begin(pool, {0: 1})[0], SlotReady)
 
@@ -202,7 +202,7 @@ def test_a_simulator_that_cannot_be_built_says_why(options, error, message):
 
 
 def test_a_simulator_that_does_not_start_in_time_says_so():
-    with pytest.raises(WorkerFailed, match="longer for a start than start_timeout_s = 2"):
+    with pytest.raises(WorkerFailed, match="took longer than start_timeout_s = 2"):
         SimulatorPool(FAULTY, options={"at_start": "hang"}, start_timeout_s=2.0, max_faults=0)
 
 

@@ -4,8 +4,8 @@
     async with pool:
         async for answer in pool.answers(): ...
 
-    command   --Task-->               instance      over a socket pair, open as long as the command runs
-              <--Answer, Failed--
+    command   --InstanceTask-->               instance      over a socket pair, open as long as the command runs
+              <--RowResult, InstanceFailed--
 
 An instance ends when its rows are done or its connection closes, also because this process died.
 """
@@ -20,10 +20,11 @@ from typing import Any
 
 import msgspec
 
+from cosmos_rl_core.connected_process import ConnectedProcess
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.imports import PYTHON
-from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
-from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
+from cosmos_rl_core.processes import environment
+from cosmos_rl_core.wire.frames import ConnectionClosed
 
 MAX_MESSAGE_BYTES = 2**30
 """Maximum size of a message; a task contains all of its rows."""
@@ -86,15 +87,6 @@ LEAVE_S = 10.0
 """Maximum seconds for an instance to close its engine after its connection was closed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Instance:
-    """One process and its task."""
-
-    task: InstanceTask
-    process: ChildProcess
-    connection: Connection
-
-
 @dataclass(slots=True)
 class Pool:
     """The instances of one command, one per task."""
@@ -106,7 +98,7 @@ class Pool:
     tasks: list[InstanceTask] = field(default_factory=list)
     _gpus: list[Sequence[str]] = field(default_factory=list)
     """GPUs visible to each instance."""
-    _instances: list[_Instance] = field(default_factory=list)
+    _instances: list[ConnectedProcess] = field(default_factory=list)
 
     def add(self, task: InstanceTask, *, gpus: Sequence[str]) -> None:
         """Add an instance, with these GPUs visible."""
@@ -117,7 +109,14 @@ class Pool:
         self.logs.mkdir(parents=True, exist_ok=True)
         try:
             for task, gpus in zip(self.tasks, self._gpus, strict=True):
-                self._instances.append(await self._start(task, gpus))
+                instance = ConnectedProcess(
+                    [*PYTHON, "-m", "cosmos_rl_core.inference.worker"],
+                    name=task.name,
+                    environment=environment(self.python_path, threads=task.threads, gpus=gpus),
+                    log=self._log(task),
+                )
+                self._instances.append(instance)
+                await instance.open(decode=Reply, max_frame_bytes=MAX_MESSAGE_BYTES)
         except BaseException:
             await self._stop()
             raise
@@ -130,14 +129,15 @@ class Pool:
         """Yield answers as they arrive. Raises UserError or WorkerFailed with the failure of an instance."""
         received: asyncio.Queue[RowResult | BaseException | None] = asyncio.Queue()
 
-        async def listen(instance: _Instance) -> None:
+        async def listen(task: InstanceTask, instance: ConnectedProcess) -> None:
             try:
-                await self._serve(instance, received)
+                await self._serve(task, instance, received)
                 received.put_nowait(None)
             except (UserError, WorkerFailed) as error:
                 received.put_nowait(error)
 
-        listeners = [asyncio.create_task(listen(instance)) for instance in self._instances]
+        serving = zip(self.tasks, self._instances, strict=True)
+        listeners = [asyncio.create_task(listen(task, instance)) for task, instance in serving]
         working = len(listeners)
         try:
             while working:
@@ -153,48 +153,31 @@ class Pool:
                 listener.cancel()
             await asyncio.gather(*listeners, return_exceptions=True)
 
-    async def _serve(self, instance: _Instance, received: asyncio.Queue[RowResult | BaseException | None]) -> None:
+    async def _serve(
+        self, task: InstanceTask, instance: ConnectedProcess, received: asyncio.Queue[RowResult | BaseException | None]
+    ) -> None:
         """Send an instance its task and queue its answers, until it ends."""
-        name, num_left = instance.task.name, len(instance.task.rows)
+        num_left = len(task.rows)
         try:
-            await instance.connection.send(instance.task)
+            await instance.connection.send(task)
             while True:
                 reply: Reply = await instance.connection.receive()
                 if isinstance(reply, InstanceFailed):
-                    where = f"{name}: {reply.message}"
-                    raise UserError(where) if reply.user else WorkerFailed(f"{where}. See {self._log(name)}")
+                    where = f"{task.name}: {reply.message}"
+                    raise UserError(where) if reply.user else WorkerFailed(f"{where}. See {self._log(task)}")
                 received.put_nowait(reply)
                 num_left -= 1
         except ConnectionClosed:
-            status = await instance.process.ended()
-        if instance.process.exit_code or num_left:
-            log = self._log(name)
+            status = await instance.close(grace_s=LEAVE_S)
+        if num_left or instance.process.exit_code:
             raise WorkerFailed(
-                f"{name} died ({status}), {num_left} rows are left. The end of {log}:\n{last_lines(log)}"
+                f"{instance.died(status)}, {num_left} rows are left. The end of {self._log(task)}:\n"
+                f"{instance.last_output}"
             )
 
-    async def _start(self, task: InstanceTask, gpus: Sequence[str]) -> _Instance:
-        with self._log(task.name).open("wb") as log:
-            process, ours = ChildProcess.connected(
-                [*PYTHON, "-m", "cosmos_rl_core.inference.worker"],
-                environment=environment(self.python_path, threads=task.threads, gpus=gpus),
-                output=log,
-            )
-        connection = await adopt(ours, decode=Reply, name=task.name, max_frame_bytes=MAX_MESSAGE_BYTES)
-        return _Instance(task, process, connection)
-
-    def _log(self, name: str) -> Path:
-        return self.logs / f"{name}.log"
+    def _log(self, task: InstanceTask) -> Path:
+        return self.logs / f"{task.name}.log"
 
     async def _stop(self) -> None:
         """Close the connections, wait, and kill the instances that do not end, with all their children."""
-        processes = [instance.process for instance in self._instances]
-        for instance in self._instances:
-            instance.connection.close()
-        try:
-            await all_ended(processes, timeout_s=LEAVE_S)
-        finally:  # a second Ctrl-C does not wait
-            for process in processes:
-                if process.exit_code is None:
-                    process.kill()
-            await all_ended(processes)
+        await asyncio.gather(*(instance.close(grace_s=LEAVE_S) for instance in self._instances))

@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from cosmos_rl_core.connected_process import ProcessDied
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.pool.pool import PoolMetrics, RewardPool, RewardTask
@@ -30,15 +30,6 @@ from cosmos_rl_core.wire.payload import encode_group
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A group on its way through the pool."""
-
-    spool: BodySpool
-    result: asyncio.Future[Result]
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class RewardProcesses:
     """The processes of a rubric's rewards, started at the first call; each builds the rewards that it is asked for."""
 
@@ -49,29 +40,11 @@ class RewardProcesses:
         self._starting = asyncio.Lock()
 
     def reward(self, name: str, *, label: str, options: Mapping[str, Any]) -> ProcessReward:
-        """Return a reward that runs in these processes. name: as in `service.worker.build`."""
+        """Return a reward that runs in these processes. name: as in `pool.worker.build`."""
         return ProcessReward(self, Build(name=name, label=label, options=dict(options)))
 
-    async def score(self, build: Build, body: bytes) -> tuple[Result, RewardTask]:
-        """Return the result for an encoded group, once a process is free and has scored it."""
-        pool = await self._started()
-        spool = BodySpool()
-        call = _Call(spool, asyncio.get_running_loop().create_future())
-        try:
-            spool.write(body)
-            task = RewardTask(job=call, item=RewardItem(num_bytes=spool.num_bytes, own=build), since=0.0)
-            pool.submit(task)
-            return await call.result, task
-        finally:
-            call.done.set()
-            spool.close()
-
-    def close(self) -> None:
-        """End the processes, which also end with the event loop of their calls, and with this process."""
-        if self._pool is not None:
-            self._pool.abandon()
-
-    async def _started(self) -> RewardPool:
+    async def started(self) -> RewardPool:
+        """Return the pool, once its processes run."""
         async with self._starting:
             if self._pool is None:
                 settings = ServedReward(
@@ -82,14 +55,13 @@ class RewardProcesses:
                     timeout_s=self.timeout_s,
                     max_attempts=1,
                 )
-                self._pool = await RewardPool(settings, _resolve, PoolMetrics(), log=log.warning).__aenter__()
+                self._pool = await RewardPool(settings, PoolMetrics(), log=log.warning).__aenter__()
             return self._pool
 
-
-def _resolve(task: RewardTask, result: Result) -> None:
-    assert isinstance(task.job, _Call)
-    if not task.job.result.done():  # cancelled, with the group
-        task.job.result.set_result(result)
+    def close(self) -> None:
+        """End the processes, which also end with the event loop of their calls, and with this process."""
+        if self._pool is not None:
+            self._pool.abandon()
 
 
 class ProcessReward:
@@ -104,17 +76,28 @@ class ProcessReward:
         where = place(self._build.label, group)
         try:
             body = encode_group(group, for_rewards=True)
-        except ValueError as error:
+            result, death = await self._score(body)
+        except (ValueError, UserError) as error:
             raise SampleError(f"{where}: {error}", final=True) from error
-        try:
-            result, task = await self._processes.score(self._build, body)
-        except UserError as error:
-            raise SampleError(f"{where}: {error}", final=True) from error
-        if task.death is not None:
-            if not task.death.is_late:
-                raise SampleError(f"{where}: {task.death}")
+        if death is not None:
+            if not death.is_late:
+                raise SampleError(f"{where}: {death}")
             late = f"{where} {too_long(self._processes.timeout_s)}, and its process was killed"
             raise SampleError(late, final=True)  # the same text would take as long again
         if result.error:
             raise SampleError(result.error, final=result.is_final)
         return [np.array(steps) for steps in result.steps]
+
+    async def _score(self, body: bytes) -> tuple[Result, ProcessDied | None]:
+        """Return the result of an encoded group once a process is free and has scored it, and the process's death."""
+        pool = await self._processes.started()
+        spool = BodySpool()
+        try:
+            spool.write(body)
+            item = RewardItem(num_bytes=spool.num_bytes, own=self._build)
+            result = asyncio.get_running_loop().create_future()  # cancelled with this call
+            task = RewardTask(spool=spool, item=item, since=0.0, result=result)
+            pool.submit(task)
+            return await task.result, task.death
+        finally:
+            spool.close()

@@ -211,7 +211,8 @@ def _first(variables: tuple[str, ...]) -> str:
     return next((os.environ[name] for name in variables if os.environ.get(name)), "")
 
 
-VARIABLES = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
+TOKEN_VARIABLES = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
+"""Environment variables with the token; rewards of a server do not get them."""
 
 
 def server_token(file: str, *, environ: Mapping[str, str] = os.environ) -> str:
@@ -220,7 +221,8 @@ def server_token(file: str, *, environ: Mapping[str, str] = os.environ) -> str:
         return checked_token(token, origin="the environment's")
     if not file:
         raise UserError(
-            f"the reward server needs a token: set {VARIABLES[0]}, or token_file, which is created if it is missing"
+            f"the reward server needs a token: set {TOKEN_VARIABLES[0]}, or token_file, which is created if it is "
+            "missing"
         )
     path = Path(file)
     if not path.exists():
@@ -237,7 +239,7 @@ def client_token(file: str, *, environ: Mapping[str, str] = os.environ) -> str:
         return checked_token(read_secret(Path(file)), origin=f"{file}'s")
     token = _from_environment(environ)
     if not token:
-        raise UserError(f"the reward service needs a token: set {VARIABLES[0]}, or the option token_file")
+        raise UserError(f"the reward service needs a token: set {TOKEN_VARIABLES[0]}, or the option token_file")
     return checked_token(token, origin="the environment's")
 
 
@@ -249,4 +251,4 @@ def checked_token(token: str, *, origin: str) -> str:
 
 
 def _from_environment(environ: Mapping[str, str]) -> str:
-    return next((environ[name] for name in VARIABLES if environ.get(name)), "")
+    return next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), "")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from prometheus_client import Gauge
 
@@ -52,9 +53,7 @@ class Backend:
         )
         self.metrics = ServerMetrics(clock=clock)
         self.pools = {
-            name: RewardPool(
-                served, self._take, RewardMetrics(self.metrics, name), log=log, python_path=tuple(python_path)
-            )
+            name: RewardPool(served, RewardMetrics(self.metrics, name), log=log, python_path=tuple(python_path))
             for served in settings.rewards
             for name in [served.called]
         }
@@ -88,22 +87,25 @@ class Backend:
             self._check(reward, at=f"$.rewards[{i}]")
         job, is_new = self.jobs.add(header, spool)
         if is_new:
-            now = self._clock()
-            for i, reward in enumerate(header.rewards):
+            now, loop = self._clock(), asyncio.get_running_loop()
+            job.results = [loop.create_future() for _ in header.rewards]
+            for i, (reward, result) in enumerate(zip(header.rewards, job.results, strict=True)):
+                result.add_done_callback(partial(self._take, job, i))
                 item = RewardItem(num_bytes=job.num_bytes, reward=i)
-                self.pools[reward.name].submit(RewardTask(job=job, item=item, since=now))
+                self.pools[reward.name].submit(RewardTask(spool=spool, item=item, since=now, result=result))
         return job
 
     def down(self) -> list[str]:
         """Rewards without a worker."""
         return [name for name, pool in self.pools.items() if not pool.pids]
 
-    def _take(self, task: RewardTask, result: Result) -> None:
-        assert isinstance(task.job, RewardJob)
-        if result.error:
-            self.jobs.fail(task.job, result.error)
+    def _take(self, job: RewardJob, reward: int, result: asyncio.Future[Result]) -> None:
+        if result.cancelled():
+            return
+        if (answer := result.result()).error:
+            self.jobs.fail(job, answer.error)
         else:
-            self.jobs.score(task.job, task.item.reward, result.scores)
+            self.jobs.score(job, reward, answer.scores)
 
     def _check(self, reward: RewardSpec, *, at: str) -> None:
         pool = self.pools.get(reward.name)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cosmos_rl_core.reward.pool.body import BodySpool
+from cosmos_rl_core.reward.pool.worker import Result
 from cosmos_rl_core.reward.request import Header
 
 
@@ -39,6 +40,8 @@ class RewardJob:
     """Reason of the failure."""
     waiting_for: set[int]
     """Indices of the header's unfinished rewards."""
+    results: list[asyncio.Future[Result]] = field(default_factory=list)
+    """Those of its rewards, cancelled when it is done: another reward may have failed it."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     was_fetched: bool = False
     expires_at: float = math.inf
@@ -158,6 +161,8 @@ class Jobs:
                 self._finish(job)
 
     def _finish(self, job: RewardJob) -> None:
+        for result in job.results:
+            result.cancel()
         job.spool.close()
         job.expires_at = self._clock() + self._ttl_s
         self._open(-1, -job.num_bytes)

@@ -1,6 +1,6 @@
 """The worker processes of one reward and their queue of requests.
 
-    submit(task) --> queue --> a free worker takes up to batch_size --> scores | error --> on_result
+    submit(task) --> queue --> a free worker takes up to batch_size --> scores | error --> task.result
                        ^                    |
                        +--- worker died ----+     its requests return to the front, each to run alone
 
@@ -12,149 +12,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from cosmos_rl_core.connected_process import ConnectedProcess, ProcessDied, TimeLimit
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.processes import GRACE_S, ChildProcess, all_ended, environment
+from cosmos_rl_core.processes import environment
 from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.pool.settings import ServedReward
-from cosmos_rl_core.reward.pool.worker import (
-    Ask,
-    Build,
-    FromWorker,
-    Result,
-    RewardAnswer,
-    RewardItem,
-    RewardRefused,
-    send_descriptors,
-)
-from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
-
-SECRETS = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
-"""Environment variables of the server that rewards must not see."""
-
-
-class WorkerDied(Exception):
-    """The process ended, or was killed after a timeout. The message is its exit status."""
-
-    def __init__(self, reason: str, *, is_late: bool = False) -> None:
-        super().__init__(reason)
-        self.is_late = is_late
-        """Whether it was killed after a timeout."""
-
-
-class RewardWorkerProcess:
-    """A worker process with its reward built.
-
-    worker = await WorkerProcess.start(settings, python_path=())
-    answer = await worker.ask(ask, descriptors)                    # WorkerDied
-    status = await worker.process.ended()
-    """
-
-    def __init__(self, process: ChildProcess, connection: Connection, pair: socket.socket, *, timeout_s: float) -> None:
-        self.process = process
-        self._connection = connection
-        self._socket = pair
-        self._timeout_s = timeout_s
-
-    @staticmethod
-    async def start(settings: ServedReward, *, python_path: Sequence[str] = ()) -> RewardWorkerProcess:
-        """Start a process and wait until its reward is built.
-
-        Raises UserError if the reward cannot be built, and WorkerDied if the process ends or takes too long.
-        """
-        worker = await _spawn(settings, python_path)
-        try:
-            async with asyncio.timeout(settings.start_timeout_s):
-                build = Build(name=settings.name, label=settings.called, options=settings.options)
-                await worker._connection.send(build)
-                first: FromWorker = await worker._connection.receive()
-        except (ConnectionClosed, TimeoutError) as error:
-            timed_out = isinstance(error, TimeoutError)
-            why = f"took longer than start_timeout_s = {settings.start_timeout_s:g}" if timed_out else "ended"
-            how = await (worker.kill() if timed_out else worker.end())
-            raise WorkerDied(f"the worker {why} while it was building the reward ({how})") from error
-        except asyncio.CancelledError:
-            await worker.kill()
-            raise
-        if isinstance(first, RewardRefused):
-            await worker.kill()
-            raise UserError(f"[[rewards]] {settings.name}: {first.reason}")
-        return worker
-
-    async def ask(self, ask: Ask, descriptors: Sequence[int]) -> RewardAnswer:
-        """Return the worker's answer. Raises WorkerDied; a worker that takes longer than `timeout_s` is killed."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                send_descriptors(self._socket, descriptors)  # nothing else is in flight, so the buffer has room
-                await self._connection.send(ask)
-                answer: FromWorker = await self._connection.receive()
-        except TimeoutError as error:
-            await self.kill()
-            reason = f"the worker took longer than timeout_s = {self._timeout_s:g} and was killed"
-            raise WorkerDied(reason, is_late=True) from error
-        except (ConnectionClosed, OSError) as error:
-            raise WorkerDied(f"the worker died ({await self.end()})") from error
-        if not isinstance(answer, RewardAnswer) or len(answer.results) != len(ask.items):
-            await self.kill()
-            raise WorkerDied("the worker answered out of turn and was killed")
-        return answer
-
-    async def end(self) -> str:
-        """Wait for a process that closed its socket and return its exit status; kill it if it does not end."""
-        await all_ended([self.process], timeout_s=GRACE_S)
-        return await self.kill()
-
-    async def kill(self) -> str:
-        """Kill the process and its children, and return its exit status: "exit code 1" or "signal SIGKILL"."""
-        self.process.kill()
-        self._connection.close()
-        return await self.process.ended()
-
-
-async def _spawn(settings: ServedReward, python_path: Sequence[str]) -> RewardWorkerProcess:
-    python = settings.python or sys.executable
-    variables = {name: value for name, value in environment(python_path).items() if name not in SECRETS}
-    try:
-        process, ours = ChildProcess.connected(
-            [python, "-P", "-m", "cosmos_rl_core.reward.pool.worker"],
-            environment={**variables, **settings.env},
-            output=2,  # a reward's output is written to the server's stderr
-        )
-    except OSError as error:
-        raise UserError(f"[[rewards]] {settings.name}: cannot run {python}: {error.strerror}") from error
-    connection = await adopt(ours, decode=FromWorker, name=settings.called)
-    return RewardWorkerProcess(process, connection, ours, timeout_s=settings.timeout_s)
-
+from cosmos_rl_core.reward.pool.worker import Ask, Build, FromWorker, Result, RewardAnswer, RewardItem, RewardRefused
+from cosmos_rl_core.reward.remote import TOKEN_VARIABLES
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
 
 
-class Body(Protocol):
-    """The bytes that are scored."""
-
-    spool: BodySpool
-    done: asyncio.Event
-    """Set when nobody waits for the result."""
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class RewardTask:
-    """One reward of one job, or of a group."""
+    """One reward of a request, or of a group."""
 
-    job: Body
+    spool: BodySpool
+    """The bytes that are scored."""
     item: RewardItem
     since: float
     """Time of queueing."""
+    result: asyncio.Future[Result]
+    """Set by the pool. Whoever cancels it may close the spool."""
     attempts: int = 0
-    death: WorkerDied | None = None
-    """The last worker's that died of it."""
+    death: ProcessDied | None = None
+    """That of the last worker that died of it."""
 
 
 class PoolMetrics:
@@ -179,14 +67,13 @@ class RewardPool:
     """
 
     settings: ServedReward
-    on_result: Callable[[RewardTask, Result], None]
     metrics: PoolMetrics
     log: Callable[[str], None]
     """Receives a message for each worker that dies."""
     python_path: Sequence[str] = ()
     _queue: deque[RewardTask] = field(default_factory=deque)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    _workers: dict[int, RewardWorkerProcess] = field(default_factory=dict)
+    _workers: dict[int, ConnectedProcess] = field(default_factory=dict)
     _runners: list[asyncio.Task[str]] = field(default_factory=list)
     _num_out: int = 0
     """Number of abandoned workers."""
@@ -196,11 +83,11 @@ class RewardPool:
     async def __aenter__(self) -> RewardPool:
         starting = [self._start() for _ in range(self.settings.workers)]
         started = await asyncio.gather(*starting, return_exceptions=True)
-        self._workers = {i: one for i, one in enumerate(started) if isinstance(one, RewardWorkerProcess)}
+        self._workers = {i: one for i, one in enumerate(started) if isinstance(one, ConnectedProcess)}
         failed = [one for one in started if isinstance(one, BaseException)]
         if failed:
             await self._kill_all()
-            if isinstance(failed[0], WorkerDied):
+            if isinstance(failed[0], UserError | ProcessDied):
                 raise UserError(f"[[rewards]] {self.settings.name}: {failed[0]}") from failed[0]
             raise failed[0]
         self._runners = [asyncio.create_task(self._run(slot)) for slot in self._workers]
@@ -231,7 +118,7 @@ class RewardPool:
         return len(self._queue)
 
     def submit(self, task: RewardTask) -> None:
-        """Queue a request; its result is passed to `on_result`."""
+        """Queue a request."""
         if self._broken:
             self._settle(task, Result(error=self._broken))
             return
@@ -244,27 +131,27 @@ class RewardPool:
             worker = self._workers[slot]
             try:
                 await self._feed(worker)
-            except WorkerDied as death:
+            except ProcessDied as death:
                 del self._workers[slot]
                 self.log(f"{self.settings.called}: {death}; starting another")
             except asyncio.CancelledError:  # of an event loop that ends, too
-                await worker.kill()
+                await worker.close()
                 raise
             self.metrics.restarted()
             try:
                 self._workers[slot] = await self._restart()
-            except WorkerDied as death:
+            except ProcessDied as death:
                 return f"{self.settings.called}: its worker cannot be started again: {death}"
 
-    async def _feed(self, worker: RewardWorkerProcess) -> None:
-        """Send batches to a worker. Raises WorkerDied, also for an idle worker."""
+    async def _feed(self, worker: ConnectedProcess) -> None:
+        """Send batches to a worker. Raises ProcessDied, also for an idle worker."""
         ended = asyncio.create_task(worker.process.ended())
         ended.add_done_callback(lambda _: self._arrived.set())
         try:
             while True:
                 batch = await self._take(ended)
                 if not batch:
-                    raise WorkerDied(f"the worker died ({await worker.kill()})")
+                    raise worker.died(await worker.close())
                 await self._score(worker, batch)
         finally:
             ended.cancel()
@@ -293,15 +180,19 @@ class RewardPool:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _score(self, worker: RewardWorkerProcess, batch: Sequence[RewardTask]) -> None:
-        """Score a batch. Raises WorkerDied after returning its requests to the queue."""
-        batch = [task for task in batch if not task.job.done.is_set()]  # another reward may have failed the job
+    async def _score(self, worker: ConnectedProcess, batch: Sequence[RewardTask]) -> None:
+        """Score a batch. Raises ProcessDied after returning its requests to the queue."""
+        batch = [task for task in batch if not task.result.done()]  # another reward may have failed the request
         if not batch:
             return
-        ask = Ask(items=[task.item for task in batch], timeout_s=self.settings.timeout_s)
+        limit = TimeLimit("timeout_s", self.settings.timeout_s)
+        ask = Ask(items=[task.item for task in batch], timeout_s=limit.seconds)
         try:
-            answer = await worker.ask(ask, [task.job.spool.descriptor for task in batch])
-        except WorkerDied as death:
+            answer = await worker.ask(ask, limit=limit, descriptors=[task.spool.descriptor for task in batch])
+            if not isinstance(answer, RewardAnswer) or len(answer.results) != len(batch):
+                await worker.close()
+                raise ProcessDied("the worker answered out of turn and was killed")
+        except ProcessDied as death:
             for task in batch:
                 task.attempts, task.death = task.attempts + 1, death
             spent = [task for task in batch if task.attempts >= self.settings.max_attempts]
@@ -316,27 +207,45 @@ class RewardPool:
 
     def _settle(self, task: RewardTask, result: Result) -> None:
         self.metrics.settled(since=task.since, failed=bool(result.error))
-        self.on_result(task, result)
+        if not task.result.done():  # cancelled meanwhile
+            task.result.set_result(result)
 
     def _put_back(self, batch: Sequence[RewardTask]) -> None:
         if batch:
             self._queue.extendleft(reversed(batch))
             self._arrived.set()
 
-    async def _start(self) -> RewardWorkerProcess:
-        return await RewardWorkerProcess.start(self.settings, python_path=self.python_path)
+    async def _start(self) -> ConnectedProcess:
+        """Start a worker and wait until its reward is built. Raises UserError if that fails, and ProcessDied."""
+        settings = self.settings
+        variables = {name: v for name, v in environment(self.python_path).items() if name not in TOKEN_VARIABLES}
+        worker = ConnectedProcess(
+            [settings.python or sys.executable, "-P", "-m", "cosmos_rl_core.reward.pool.worker"],
+            name="the worker",
+            environment={**variables, **settings.env},
+        )
+        await worker.open(decode=FromWorker)
+        build = Build(name=settings.name, label=settings.called, options=settings.options)
+        try:
+            first = await worker.ask(build, limit=TimeLimit("start_timeout_s", settings.start_timeout_s))
+        except ProcessDied as death:
+            raise ProcessDied(f"{death} while it was building the reward") from death
+        if isinstance(first, RewardRefused):
+            await worker.close()
+            raise UserError(first.reason)
+        return worker
 
-    async def _restart(self) -> RewardWorkerProcess:
-        """Start a replacement for a dead worker, with backoff. Raises WorkerDied after repeated failures."""
+    async def _restart(self) -> ConnectedProcess:
+        """Start a replacement for a dead worker, with backoff. Raises ProcessDied after repeated failures."""
         number = 0
         while True:
             try:
                 return await self._start()
-            except (WorkerDied, UserError) as error:
+            except (ProcessDied, UserError) as error:
                 self.log(f"{self.settings.called}: {error}")
                 number += 1
                 if number == self.settings.max_failed_starts:
-                    raise WorkerDied(str(error)) from error
+                    raise ProcessDied(str(error)) from error
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**number, _LONGEST_PAUSE_S))
 
     def _count_out(self, runner: asyncio.Task[str]) -> None:
@@ -354,4 +263,4 @@ class RewardPool:
             self._settle(self._queue.popleft(), Result(error=reason))
 
     async def _kill_all(self) -> None:
-        await asyncio.gather(*(worker.kill() for worker in self._workers.values()))
+        await asyncio.gather(*(worker.close() for worker in self._workers.values()))

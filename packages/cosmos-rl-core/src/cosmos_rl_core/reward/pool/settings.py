@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cosmos_rl_core.reward.pool.worker import MAX_ITEMS
+from cosmos_rl_core.connected_process import MAX_DESCRIPTORS
 from cosmos_rl_core.settings.base import Strict
 
 
@@ -27,7 +27,7 @@ class ServedReward(Strict):
     """Python interpreter of the workers, with cosmos-rl-core installed; default: the server's."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the workers, such as CUDA_VISIBLE_DEVICES."""
-    batch_size: int = Field(default=8, ge=1, le=MAX_ITEMS)
+    batch_size: int = Field(default=8, ge=1, le=MAX_DESCRIPTORS)
     """Maximum requests in one batch of a worker."""
     batch_wait_s: float = Field(default=0.0, ge=0)
     """Seconds a worker waits for a full batch after the first request."""

@@ -19,7 +19,6 @@ import inspect
 import mmap
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.connected_process import receive_descriptors
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.processes import GRACE_S, end_with, inherited_socket
 from cosmos_rl_core.reward.request import read_request
@@ -36,10 +36,6 @@ from cosmos_rl_core.reward.values import checked_steps, checked_values, failure,
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.payload import decode_group
-
-MAX_ITEMS = 64
-"""Maximum requests in one Ask: descriptors are sent in one message, and systems allow about 250."""
-
 
 OF_ITEMS = "*"
 """Name in a Build of a worker whose items name their rewards."""
@@ -106,16 +102,6 @@ class RewardAnswer(msgspec.Struct, frozen=True, tag=True):
 
 ToWorker = Build | Ask
 FromWorker = RewardReady | RewardRefused | RewardAnswer
-
-
-def send_descriptors(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    """Send the descriptors of the next Ask. Raises OSError."""
-    socket.send_fds(connection, [b"\0"], descriptors)
-
-
-def receive_descriptors(connection: socket.socket) -> list[int]:
-    """Receive the descriptors of the next Ask; the caller must close them. Empty at the end of the connection."""
-    return socket.recv_fds(connection, 1, MAX_ITEMS)[1]
 
 
 Scores = dict[str, list[float]]

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cosmos_rl_core
+from cosmos_rl_core.connected_process import ConnectedProcess, ProcessDied, TimeLimit
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import PYTHON
-from cosmos_rl_core.processes import GRACE_S, ChildProcess, last_lines
+from cosmos_rl_core.processes import GRACE_S
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
 from cosmos_rl_vla.sims.base import SimSpec
@@ -40,8 +41,6 @@ from cosmos_rl_vla.sims.pool.messages import (
     SimulatorRefused,
     StartEpisode,
 )
-
-_LAST_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,52 +64,11 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Time limits of one call in a process, in seconds."""
+    """Time limits of one call in a process."""
 
-    start_s: float
-    reset_s: float
-    step_s: float
-
-
-class Dead(Exception):
-    """The process of a group cannot be used any more. Its text is the reason."""
-
-
-class GroupProcess:
-    """A started process and the connection to it."""
-
-    def __init__(self, *, memory: int, python: str | None) -> None:
-        """Start it; `memory` is the descriptor of the pool's memory. Raises UserError if `python` cannot be run."""
-        self.last_output = ""
-        """The last lines it printed; set once it has ended."""
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `kill`; a pipe would block when nobody reads
-        try:
-            self.child, ours = ChildProcess.connected(
-                [*((python,) if python else PYTHON), "-m", "cosmos_rl_vla.sims.pool.worker", str(memory)],
-                environment=_environment(own=python is not None),
-                output=self._log,
-                keeps=(memory,),
-            )
-        except OSError as error:
-            self._log.close()
-            raise UserError(f"cannot run {python} for a simulator: {error.strerror}") from error
-        self.connection = BlockingConnection(ours, decode=Reply)
-
-    def send(self, command: Command) -> None:
-        """Send a command. Does nothing for a dead process: `receive` then raises ConnectionClosed."""
-        with suppress(ConnectionClosed):
-            self.connection.send(command)
-
-    def end(self, *, grace_s: float) -> str:
-        """Wait for its end, kill it and its children, and return a description of how it ended."""
-        self.connection.close()
-        self.child.wait(grace_s)
-        self.child.kill()
-        status = self.child.wait()
-        if not self._log.closed:
-            self.last_output = last_lines(self._log, count=_LAST_LINES)
-            self._log.close()
-        return status
+    start: TimeLimit
+    reset: TimeLimit
+    step: TimeLimit
 
 
 def _environment(*, own: bool) -> Mapping[str, str]:
@@ -125,8 +83,8 @@ class SimulatorProcess:
     """A process that is replaced when it fails.
 
     group.start(slot, task, init); group.run(slots, actions)
-    events = group.receive()            # when group.connection is readable; Dead where the process failed
-    events = group.discard(reason)         # what it ran is lost; then group.spawn()
+    events = group.receive()               # when group.connection is readable; ProcessDied where the process failed
+    events = group.discard(death)          # what it ran is lost; then group.spawn()
     """
 
     def __init__(self, first: int, *, make: Make, limits: Limits, memory: int, python: str | None) -> None:
@@ -144,26 +102,41 @@ class SimulatorProcess:
         """Text of the last fault."""
         self.last_output = ""
         """The last lines printed by the process replaced last."""
+        self.process: ConnectedProcess
+        self.connection: BlockingConnection
         self.spawn()
 
     def spawn(self) -> None:
         """Start a process, the first or a replacement."""
-        self.process = GroupProcess(memory=self._memory, python=self._python)
+        python, own = ((self._python,), True) if self._python else (PYTHON, False)
+        self.process = ConnectedProcess(
+            [*python, "-m", "cosmos_rl_vla.sims.pool.worker", str(self._memory)],
+            name="the process of the simulators",
+            environment=_environment(own=own),
+            log=tempfile.TemporaryFile(),  # noqa: SIM115  # a pipe would block when nobody reads
+            keeps=(self._memory,),
+        )
+        self.connection = self.process.open_blocking(decode=Reply)
         self._unanswered: deque[Sequence[int]] = deque()
         self._running: set[int] = set()
         self._building = True
         self._moved_at = time.monotonic()
         self._count = -1
-        self.process.send(self._make)
+        self._send(self._make)
         if self._attach is not None:
-            self.process.send(self._attach)
+            self._send(self._attach)
 
     def attach(self, memory: ObservationMemory, *, spec: SimSpec, groups: int) -> None:
         """Send this and all later processes the memory to write observations to."""
         number = self._first // self._make.slots
         self._pulse = memory.pulses[number]
         self._attach = AttachMemory(spec=spec, group=number, groups=groups)
-        self.process.send(self._attach)
+        self._send(self._attach)
+
+    def _send(self, command: Command) -> None:
+        """Send a command. Does nothing for a dead process: `receive` then raises ProcessDied."""
+        with suppress(ConnectionClosed):
+            self.connection.send(command)
 
     @property
     def awaited(self) -> bool:
@@ -174,13 +147,13 @@ class SimulatorProcess:
         """Begin an episode in a slot."""
         self._expect([slot])
         self._running.add(slot)
-        self.process.send(StartEpisode(slot=slot - self._first, task=task, init=init))
+        self._send(StartEpisode(slot=slot - self._first, task=task, init=init))
 
     def run(self, slots: Sequence[int], actions: NDArray[np.float32]) -> None:
         """Execute a chunk [n, H, D] in slots of this group."""
         self._expect(slots)
         local = [slot - self._first for slot in slots]
-        self.process.send(ExecuteChunk(slots=local, horizon=actions.shape[1], actions=actions.tobytes()))
+        self._send(ExecuteChunk(slots=local, horizon=actions.shape[1], actions=actions.tobytes()))
 
     def _expect(self, slots: Sequence[int]) -> None:
         if not self._unanswered:
@@ -188,18 +161,17 @@ class SimulatorProcess:
         self._unanswered.append(slots)
 
     def receive(self) -> list[SlotReady | Lost]:
-        """Receive one reply. Raises Dead, and UserError if the simulators cannot be built with these options."""
+        """Receive one reply. Raises ProcessDied, and UserError if the simulators cannot be built with these options."""
         try:
-            reply: Reply = self.process.connection.receive()
+            reply: Reply = self.connection.receive()
         except ConnectionClosed:
-            how = self.process.end(grace_s=GRACE_S)
-            raise Dead(f"the process of the simulators ended ({how})") from None
+            raise self.process.died(self.process.close_blocking(grace_s=GRACE_S)) from None
         self._moved_at = time.monotonic()
         if self._building:
             self._built(reply)
             return []
         if isinstance(reply, SimulatorFailed):
-            raise Dead(reply.reason)
+            raise ProcessDied(reply.reason)
         slots = self._unanswered.popleft()
         if isinstance(reply, SimulatorRefused):
             self._running.difference_update(slots)
@@ -211,7 +183,7 @@ class SimulatorProcess:
         if isinstance(reply, SimulatorRefused):
             raise UserError(reply.reason)
         if isinstance(reply, SimulatorFailed):
-            raise Dead(reply.reason)
+            raise ProcessDied(reply.reason)
         assert isinstance(reply, Made)
         if self.spec not in (None, reply.spec):
             raise UserError(f"simulator {self._make.simulator!r} was {self.spec}; built again it is {reply.spec}")
@@ -239,25 +211,23 @@ class SimulatorProcess:
         count, phase = (int(number) for number in self._pulse)
         if count != self._count:
             self._count, self._moved_at = count, time.monotonic()
-        left = self._limit(phase)[0] - (time.monotonic() - self._moved_at)
-        return min(left, self._limits.reset_s, self._limits.step_s)  # by then it may be in a call of another limit
+        left = self._limit(phase).seconds - (time.monotonic() - self._moved_at)
+        # by then it may be in a call of another limit
+        return min(left, self._limits.reset.seconds, self._limits.step.seconds)
 
-    def hung(self) -> str:
+    def hung(self) -> ProcessDied:
         """Return the error of a hung process, with the limit that it exceeded."""
-        limit, name = self._limit(int(self._pulse[1]))
-        return f"the simulator took longer for a {name} than {name}_timeout_s = {limit:g}"
+        return self.process.late(self._limit(int(self._pulse[1])))
 
-    def _limit(self, phase: int) -> tuple[float, str]:
+    def _limit(self, phase: int) -> TimeLimit:
         if self._building:
-            return self._limits.start_s, "start"
-        if phase == SimulatorPhase.RESET:
-            return self._limits.reset_s, "reset"
-        return self._limits.step_s, "step"
+            return self._limits.start
+        return self._limits.reset if phase == SimulatorPhase.RESET else self._limits.step
 
-    def discard(self, reason: str) -> list[SlotReady | Lost]:
+    def discard(self, death: ProcessDied) -> list[SlotReady | Lost]:
         """Kill the process and return its lost episodes; `spawn` starts another."""
-        self.process.end(grace_s=0)
-        self.last_output = self.process.last_output
+        self.process.close_blocking()
+        self.last_output, reason = self.process.last_output, str(death)
         self._blame(reason)
         self._pulse[:] = 0
         return [Lost(slot=slot, reason=reason) for slot in sorted(self._running)]

@@ -25,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.connected_process import ProcessDied, TimeLimit
 from cosmos_rl_core.errors import WorkerFailed
 from cosmos_rl_core.processes import GRACE_S, unnamed_memory
 from cosmos_rl_vla.sims.base import GROUP, SimSpec
-from cosmos_rl_vla.sims.pool.group import Dead, Limits, Lost, SimulatorProcess, SlotReady
+from cosmos_rl_vla.sims.pool.group import Limits, Lost, SimulatorProcess, SlotReady
 from cosmos_rl_vla.sims.pool.messages import Make, ObservationMemory
 
 
@@ -75,13 +76,18 @@ class SimulatorPool:
         """Number of processes replaced."""
         self._descriptor = unnamed_memory()
         self._groups: list[SimulatorProcess] = []
+        limits = Limits(
+            start=TimeLimit("start_timeout_s", start_timeout_s),
+            reset=TimeLimit("reset_timeout_s", reset_timeout_s),
+            step=TimeLimit("step_timeout_s", step_timeout_s),
+        )
         try:
             for number in range(groups):
                 self._groups.append(
                     SimulatorProcess(
                         number * slots_per_group,
                         make=Make(simulator=where, options=dict(options or {}), slots=slots_per_group),
-                        limits=Limits(start_s=start_timeout_s, reset_s=reset_timeout_s, step_s=step_timeout_s),
+                        limits=limits,
                         memory=self._descriptor,
                         python=python,
                     )
@@ -109,7 +115,7 @@ class SimulatorPool:
     @property
     def process_ids(self) -> list[int]:
         """Return the current process id of each group."""
-        return [group.process.child.pid for group in self._groups]
+        return [group.process.process.pid for group in self._groups]
 
     def group_of(self, slot: int) -> int:
         """Return the index of a slot's group."""
@@ -167,7 +173,7 @@ class SimulatorPool:
         """
         next_check_s = min(group.time_left_s() for group in self._groups)
         bounds = [max(0.0, bound) for bound in (timeout_s, next_check_s) if bound is not None and bound != math.inf]
-        numbers = [group.process.connection.fileno() for group in self._groups]
+        numbers = [group.connection.fileno() for group in self._groups]
         answered = set(wait_for([*numbers, *([] if beside is None else [beside])], min(bounds, default=None)))
         for group, number in zip(self._groups, numbers, strict=True):
             if number in answered:
@@ -180,13 +186,13 @@ class SimulatorPool:
     def _receive(self, group: SimulatorProcess) -> None:
         try:
             self._note(group.receive())
-        except Dead as dead:
-            self._replace(group, str(dead))
+        except ProcessDied as death:
+            self._replace(group, death)
         else:
             self._check(group)
 
-    def _replace(self, group: SimulatorProcess, reason: str) -> None:
-        self._note(group.discard(reason))
+    def _replace(self, group: SimulatorProcess, death: ProcessDied) -> None:
+        self._note(group.discard(death))
         self._check(group)
         group.spawn()
         self.restarts += 1
@@ -205,9 +211,9 @@ class SimulatorPool:
     def close(self) -> None:
         """End the processes and their episodes; idempotent. Views of the arrays stay readable."""
         for group in self._groups:
-            group.process.connection.close()  # they close their simulators and end
+            group.connection.close()  # they close their simulators and end
         for group in self._groups:
-            group.process.end(grace_s=GRACE_S)
+            group.process.close_blocking(grace_s=GRACE_S)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._groups, self._descriptor = [], -1
