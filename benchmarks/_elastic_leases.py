@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from _elastic_runs import PROGRAM, end, log_of, started, wait_until, write_recipe
 
-from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, segment_path
+from cosmos_rl_core.control.journal import read_segment, segment_firsts, segment_path
 from cosmos_rl_core.control.ledger import records
 
 ROLLOUTS = 3

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, segment_path
+from cosmos_rl_core.control.journal import read_segment, segment_firsts, segment_path
 from cosmos_rl_core.control.ledger import records
 
 

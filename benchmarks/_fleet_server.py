@@ -20,13 +20,15 @@ from pathlib import Path
 from _fleet import MAX_STALENESS
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.journal.journal import FLUSH_BURST, FLUSHES_PER_S, Journal, Pace
+from cosmos_rl_core.control.durable import FLUSH_BURST, FLUSHES_PER_S, Pace
+from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.server import Controller, ControllerSettings
+from cosmos_rl_core.control.lifecycle import Predecessor
+from cosmos_rl_core.control.server import Controller
+from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.control.status import status_of
-from cosmos_rl_core.control.succession import Predecessor
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.launch.interrupts import run_to_end
 from cosmos_rl_core.observe.record import Events
@@ -104,7 +106,7 @@ async def serve_controller(directory: Path, token: bytes, port: int) -> None:
             starting=lambda _: None,
         )
         if port:
-            controller.succeed(Predecessor(generation=ledger.generation + 1, step=-1, evaluated=-1))
+            controller.recovery.succeed(Predecessor(generation=ledger.generation + 1, step=-1, evaluated=-1))
         address = f"tcp://127.0.0.1:{port}"
         server = await serve(address, token=token, decode=p.ToController, on_connect=controller.on_connect)
         await _until_stdin_closes(server, controller.run(), reporter.run(), replay=replay)

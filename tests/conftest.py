@@ -245,7 +245,7 @@ def journal_of():
     """The records of a run."""
     import msgspec
 
-    from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, segment_path
+    from cosmos_rl_core.control.journal import read_segment, segment_firsts, segment_path
     from cosmos_rl_core.control.ledger import records
 
     decoder = msgspec.msgpack.Decoder(records.AnyRecord)

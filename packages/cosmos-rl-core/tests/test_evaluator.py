@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.evaluation import Evaluator
 from cosmos_rl_core.control.peers import Peers, WorkerPeer
+from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_core.wire.channel import ConnectionClosed
@@ -37,19 +39,23 @@ class Wire:
         return [item.sample for grant in self.posted for item in grant.prompts]
 
 
-def make(*, every_steps=2, max_steps: int | None = 5, rows=ROWS, rows_per_group=2):
-    """Return an evaluator and the list of the evaluations it finishes."""
-    finished = []
-    source = PromptSource([{"q": i} for i in range(rows)], origin="test.jsonl", shuffle=False, epochs=1)
-    evaluator = Evaluator(
-        source=source,
-        every_steps=every_steps,
+def job(*, every_steps=2, max_steps: int | None = 5, rows_per_group=2):
+    return ControllerSettings(
+        config_toml="",
+        run_dir=Path(),
+        resume_from="",
+        supervised=False,
         max_steps=max_steps,
-        by=(),
-        rows_per_group=rows_per_group,
-        on_finished=finished.append,
+        eval_every_steps=every_steps,
+        eval_by=(),
+        group_size=rows_per_group,
     )
-    return evaluator, finished
+
+
+def make(*, rows=ROWS, **settings):
+    """Return an evaluator of `rows` held-out rows."""
+    source = PromptSource([{"q": i} for i in range(rows)], origin="test.jsonl", shuffle=False, epochs=1)
+    return Evaluator(source=source, job=job(**settings))
 
 
 def replica(name) -> Any:
@@ -93,13 +99,13 @@ def failed(row, reason="too long"):
     [(0, None, {0}), (0, 5, {0, 5}), (2, 5, {0, 2, 4, 5}), (3, None, {0, 3, 6}), (1, 3, {0, 1, 2, 3})],
 )
 def test_evaluations_come_first_every_so_often_and_last(every_steps, max_steps, due):
-    evaluator, _ = make(every_steps=every_steps, max_steps=max_steps)
+    evaluator = make(every_steps=every_steps, max_steps=max_steps)
     versions = range(7 if max_steps is None else max_steps + 1)
     assert {version for version in versions if evaluator.begin_if_due(version)} == due
 
 
 def test_the_last_version_is_evaluated_whatever_its_number_and_once():
-    evaluator, _ = make(every_steps=0, max_steps=None)
+    evaluator = make(every_steps=0, max_steps=None)
     assert not evaluator.begin_if_due(3)
     assert evaluator.begin_if_due(3, last=True)
     assert evaluator.current is not None
@@ -108,13 +114,13 @@ def test_the_last_version_is_evaluated_whatever_its_number_and_once():
 
 
 def test_without_held_out_rows_nothing_is_ever_due():
-    evaluator = Evaluator(source=None, every_steps=1, max_steps=2, by=(), rows_per_group=2, on_finished=print)
+    evaluator = Evaluator(source=None, job=job(every_steps=1, max_steps=2))
     assert not any(evaluator.begin_if_due(version, last=True) for version in range(3))
     assert evaluator.current is None
 
 
 def test_a_request_is_granted_rows_as_far_as_its_capacity_in_sequences_goes():
-    evaluator, _ = make(rows_per_group=2)
+    evaluator = make(rows_per_group=2)
     evaluator.begin_if_due(0)
     peer = replica("a")
     evaluator.request(peer, p.RequestLeases(version=0, capacity=2))
@@ -123,57 +129,51 @@ def test_a_request_is_granted_rows_as_far_as_its_capacity_in_sequences_goes():
         (row, f"test.jsonl:{row + 1}", True) for row in range(4)
     ]
     assert [json.loads(item.row) for item in grant.prompts] == [{"q": row} for row in range(4)]
-    assert peer.held is None
+    assert peer.deferred is None
 
 
 def test_a_request_on_older_weights_waits():
-    evaluator, _ = make()
+    evaluator = make()
     evaluator.begin_if_due(2)
     peer, request = replica("a"), p.RequestLeases(version=1, capacity=2)
     evaluator.request(peer, request)
-    assert (peer.held, peer.connection.posted) == (request, [])
+    assert (peer.deferred, peer.connection.posted) == (request, [])
     evaluator.request(peer, p.RequestLeases(version=2, capacity=1))
-    assert (peer.held, peer.connection.rows) == (None, [0, 1])
+    assert (peer.deferred, peer.connection.rows) == (None, [0, 1])
 
 
 def test_a_request_waits_when_every_row_is_out():
-    evaluator, _ = make(rows=1)
+    evaluator = make(rows=1)
     evaluator.begin_if_due(0)
     first, second = replica("a"), replica("b")
     request = p.RequestLeases(version=0, capacity=1)
     evaluator.request(first, request)
     evaluator.request(second, request)
-    assert (first.connection.rows, second.connection.posted, second.held) == ([0], [], request)
+    assert (first.connection.rows, second.connection.posted, second.deferred) == ([0], [], request)
 
 
 def test_the_last_answer_ends_the_evaluation():
-    evaluator, finished = make(rows=2)
+    evaluator = make(rows=2)
     evaluator.begin_if_due(0)
     evaluator.request(replica("a"), p.RequestLeases(version=0, capacity=1))
-    evaluator.finish(deliver(1))
-    assert finished == []
-    evaluator.finish(failed(0))
-    (evaluation,) = finished
-    assert evaluator.current is None
+    assert evaluator.finish(deliver(1)) is None
+    evaluation = evaluator.finish(failed(0))
+    assert evaluation is not None and evaluator.current is None
     assert (sorted(evaluation.groups), evaluation.failures) == ([1], {0: "too long"})
     assert evaluation.groups[1].prompt.row == {"q": 1}
 
 
 def test_an_answer_sent_twice_counts_once_and_one_after_the_end_is_ignored():
-    evaluator, finished = make(rows=2)
+    evaluator = make(rows=2)
     evaluator.begin_if_due(0)
     evaluator.request(replica("a"), p.RequestLeases(version=0, capacity=1))
-    for _ in range(3):
-        evaluator.finish(deliver(0))
-    assert finished == []
-    evaluator.finish(deliver(1))
-    evaluator.finish(deliver(1))
-    evaluator.finish(failed(1))
-    assert len(finished) == 1
+    assert [evaluator.finish(deliver(0)) for _ in range(3)] == [None] * 3
+    assert evaluator.finish(deliver(1)) is not None
+    assert [evaluator.finish(deliver(1)), evaluator.finish(failed(1))] == [None, None]
 
 
 def test_rows_of_a_lost_replica_go_to_those_that_wait():
-    evaluator, finished = make(rows=4)
+    evaluator = make(rows=4)
     evaluator.begin_if_due(0)
     lost, waiting, other = replica("a"), replica("b"), replica("c")
     request = p.RequestLeases(version=0, capacity=2)
@@ -182,21 +182,19 @@ def test_rows_of_a_lost_replica_go_to_those_that_wait():
     evaluator.finish(deliver(1))
     evaluator.lose(lost.name, connected(waiting, other))
     assert (waiting.connection.rows, other.connection.rows) == ([0, 2, 3], [])
-    assert (waiting.held, other.held) == (None, request)
-    for row in (0, 2, 3):
-        evaluator.finish(deliver(row))
-    assert len(finished) == 1
+    assert (waiting.deferred, other.deferred) == (None, request)
+    assert [evaluator.finish(deliver(row)) is not None for row in (0, 2, 3)] == [False, False, True]
 
 
 def test_losing_a_replica_between_evaluations_changes_nothing():
-    evaluator, finished = make()
+    evaluator = make()
     waiting = replica("b")
     evaluator.lose("a", connected(waiting))
-    assert (waiting.connection.posted, finished) == ([], [])
+    assert waiting.connection.posted == []
 
 
 def test_nothing_is_sent_to_a_replica_whose_connection_has_ended():
-    evaluator, _ = make()
+    evaluator = make()
     evaluator.begin_if_due(0)
     peer = replica("a")
     peer.connection.closed.set()

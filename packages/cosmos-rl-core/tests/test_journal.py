@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import pytest
 
-from cosmos_rl_core.control.journal import journal as journal_module
-from cosmos_rl_core.control.journal.files import JournalError
-from cosmos_rl_core.control.journal.journal import DiskFile, DurableLedger, Journal, Pace
+from cosmos_rl_core.control import durable as durable_module
+from cosmos_rl_core.control.durable import DurableLedger, Pace
+from cosmos_rl_core.control.journal import DiskFile, Journal, JournalError
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.events import Join, Tick
 from cosmos_rl_core.control.ledger.ledger import Ledger
@@ -250,12 +250,12 @@ def test_a_snapshot_replaces_the_records_before_it(tmp_path):
 
 
 def test_a_long_run_replays_its_last_records_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal_module, "SNAPSHOT_RECORDS", 10)
+    monkeypatch.setattr(durable_module, "SNAPSHOT_RECORDS", 10)
     config, dispatched = LedgerConfig(groups_per_step=1), []
 
     async def run(ledger, journal):
-        durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0, dispatch=dispatched.append, fail=raised)
-        task = asyncio.create_task(durable.run())
+        durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0)
+        task = asyncio.create_task(collect(durable, dispatched))
         for number in range(35):
             durable.feed(Join(replica=f"rollout-{number}", role="rollout"))
             while len(dispatched) <= number:
@@ -344,24 +344,20 @@ def test_what_a_stopped_process_writes_after_a_takeover_is_in_a_file_of_its_own(
 
 
 def test_an_owner_that_was_replaced_finds_out_at_every_look(tmp_path):
-    looks, failures = [], []
+    looks = []
 
     def check():
         looks.append(1)
         raise TakenOver("another controller has taken over")
 
     with closing(Journal(tmp_path, check=check)) as journal:
-        durable = DurableLedger(
-            Ledger(LedgerConfig(groups_per_step=1)),
-            journal=journal,
-            clock=lambda: 0.0,
-            dispatch=failures.append,
-            fail=failures.append,
-        )
+        durable = DurableLedger(Ledger(LedgerConfig(groups_per_step=1)), journal=journal, clock=lambda: 0.0)
         for _ in range(3):
             with pytest.raises(TakenOver):
                 durable.check_owner()
-    assert len(failures) == len(looks) == 1
+        with pytest.raises(TakenOver):
+            asyncio.run(durable.outputs())
+    assert len(looks) == 1
 
 
 def test_an_event_after_an_error_changes_nothing(tmp_path):
@@ -370,17 +366,17 @@ def test_an_event_after_an_error_changes_nothing(tmp_path):
     class Broken(Ledger):
         rules: ClassVar = {**Ledger.rules, Tick: lambda ledger, event: ledger.decide(None)}
 
-    failures, config = [], LedgerConfig(groups_per_step=1)
+    config = LedgerConfig(groups_per_step=1)
 
     async def run(journal):
         ledger = Broken(config)
-        durable = DurableLedger(
-            ledger, journal=journal, clock=lambda: 0.0, dispatch=lambda output: None, fail=failures.append
-        )
+        durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0)
         durable.feed(Join(replica="rollout-0", role="rollout"))
         with pytest.raises(Exception) as raised:
             durable.feed(Tick())
-        assert failures == [raised.value]
+        with pytest.raises(type(raised.value)) as ended:
+            await durable.outputs()
+        assert ended.value is raised.value
         assert durable.feed(Join(replica="rollout-1", role="rollout")) == []
 
     with closing(Journal(tmp_path)) as journal:
@@ -403,8 +399,9 @@ def test_a_damaged_snapshot_falls_back_to_the_one_before(tmp_path):
     again.close()
 
 
-def raised(error):
-    raise error
+async def collect(durable, outputs):
+    while True:
+        outputs += await durable.outputs()
 
 
 class Sleeps:
@@ -412,7 +409,7 @@ class Sleeps:
 
     def __init__(self, monkeypatch, meanwhile=lambda: None):
         self.seconds, self._meanwhile, self._sleep = [], meanwhile, asyncio.sleep
-        monkeypatch.setattr("cosmos_rl_core.control.journal.journal.asyncio.sleep", self)
+        monkeypatch.setattr("cosmos_rl_core.control.durable.asyncio.sleep", self)
 
     async def __call__(self, seconds):
         self.seconds.append(seconds)
@@ -438,8 +435,8 @@ def paced(tmp_path, monkeypatch, *, events, meanwhile=0):
 
     meanwhile: further joins that come during each wait.
     """
-    monkeypatch.setattr(journal_module, "FLUSHES_PER_S", 0.001)
-    monkeypatch.setattr(journal_module, "FLUSH_BURST", 1)
+    monkeypatch.setattr(durable_module, "FLUSHES_PER_S", 0.001)
+    monkeypatch.setattr(durable_module, "FLUSH_BURST", 1)
     names = (f"rollout-{number}" for number in itertools.count())
     dispatched = []
 
@@ -456,8 +453,8 @@ def paced(tmp_path, monkeypatch, *, events, meanwhile=0):
 
         with closing(Journal(tmp_path, open_file=open_file)) as journal:
             ledger = Ledger(LedgerConfig(groups_per_step=1))
-            durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0, dispatch=dispatched.append, fail=raised)
-            task = asyncio.create_task(durable.run())
+            durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0)
+            task = asyncio.create_task(collect(durable, dispatched))
             for _ in range(events):
                 expected = len(dispatched) + 1
                 feed()

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.liveness import ON_ITS_WAY_S
@@ -21,7 +21,8 @@ from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.peers import IN_USE_S, STARTING_S
-from cosmos_rl_core.control.server import Controller, ControllerSettings
+from cosmos_rl_core.control.server import Controller
+from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import TakenOver, UserError, WorkerFailed, WorkerLost
 from cosmos_rl_core.observe.slices import at_once
@@ -30,7 +31,7 @@ from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
 
 
 def waits_of(controller):
-    return at_once(controller.waits())
+    return at_once(controller.scheduler.waits())
 
 
 def in_a_loop(test):
@@ -517,7 +518,7 @@ async def test_after_the_loss_of_all_policies_a_new_one_trains_the_undone_steps_
         policy.says(p.CheckpointDone(step=1, path="the old step_1", lineage=0))
         policy.says(p.CheckpointDone(step=1, path="step_1", lineage=1))
         await until(lambda: ledger.checkpoint_version == 1)
-        assert controller.checkpoint == "step_1"
+        assert controller.recovery.checkpoint == "step_1"
         assert [(step, metrics["of"]) for step, metrics in observer.reports] == [(0, 1.0)]
 
 
@@ -630,7 +631,7 @@ async def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path):
         _, rollout = await join(controller)
         rollout.says(p.RequestLeases(version=0, capacity=8))
         zero, one = (await rollout.hears(p.Grant)).prompts
-        controller.admission.ended("rollout-0")
+        controller.lifecycle.ended("rollout-0")
         rollout.says(delivery(zero, b"the last word"), None)
         other = Worker(controller, "rollout", "rollout-1")
         await other.hears(p.Welcome)
@@ -644,7 +645,7 @@ async def test_a_policy_whose_rank_has_died_on_another_machine_is_removed_and_re
     ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=1e9))
     async with running(tmp_path, ledger=ledger, policy_wait_s=30.0) as (controller, task):
         policy, _ = await join(controller)
-        controller.admission.failed("policy-0", WorkerLost("policy-0, rank 1: died (signal SIGKILL)"))
+        controller.lifecycle.failed("policy-0", WorkerLost("policy-0, rank 1: died (signal SIGKILL)"))
         assert policy.closed.is_set()
         policy.says(None)
         await policy.served
@@ -653,7 +654,7 @@ async def test_a_policy_whose_rank_has_died_on_another_machine_is_removed_and_re
         assert "away for too long" in (await again.hears(p.Refused)).reason
         welcome = await Worker(controller, "policy", "policy-0").hears(p.Welcome)
         assert (welcome.lineage, welcome.incarnation) == (1, 2)
-        controller.admission.failed("policy-7", WorkerLost("of a replica that is gone"))
+        controller.lifecycle.failed("policy-7", WorkerLost("of a replica that is gone"))
         assert not task.done()
 
 
@@ -828,7 +829,7 @@ async def test_a_stopped_run_gives_out_no_more_batches(tmp_path):
         assert (await policy.hears(p.Batch)).samples == ()
         policy.says(p.CheckpointDone(step=0, path="step_0"), p.Goodbye())
         await task
-        assert controller.checkpoint == "step_0"
+        assert controller.recovery.checkpoint == "step_0"
 
 
 @pytest.mark.parametrize(("user", "kind"), [(True, UserError), (False, WorkerFailed)])

@@ -164,7 +164,7 @@ def _plant_in_rollout():
 
 def _plant_in_controller():
     """Before each kind of record is written, and before and after each kind of message of the ledger is sent."""
-    from cosmos_rl_core.control.journal.journal import Journal
+    from cosmos_rl_core.control.journal import Journal
     from cosmos_rl_core.control.server import Controller
 
     if Controller in _PLANTED:

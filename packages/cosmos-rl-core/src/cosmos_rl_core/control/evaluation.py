@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.peers import Peers, WorkerPeer
+from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.payload import decode_group
@@ -113,14 +114,7 @@ class Evaluator:
 
     source: PromptSource | None
     """The held-out rows; None: no evaluation."""
-    every_steps: int
-    """0: only before the first step and after the last."""
-    max_steps: int | None
-    by: tuple[str, ...]
-    """Columns of the rows to group rewards by."""
-    rows_per_group: int
-    """Rows leased in place of one training group: a row needs one sequence, a group `rows_per_group`."""
-    on_finished: Callable[[Evaluation], None]
+    job: ControllerSettings
     current: Evaluation | None = None
     _done: set[int] = field(default_factory=set)
 
@@ -130,8 +124,9 @@ class Evaluator:
 
     def begin_if_due(self, version: int, *, lineage: int = 0, last: bool = False) -> bool:
         """Start the evaluation of `version` if it is due and was not done."""
-        last = last or version == self.max_steps
-        due = version == 0 or last or (self.every_steps > 0 and version % self.every_steps == 0)
+        last = last or version == self.job.max_steps
+        every_steps = self.job.eval_every_steps
+        due = version == 0 or last or (every_steps > 0 and version % every_steps == 0)
         if self.source is None or not due or version in self._done:
             return False
         self._begin(version, lineage)
@@ -139,7 +134,7 @@ class Evaluator:
 
     def _begin(self, version: int, lineage: int) -> None:
         assert self.source is not None
-        self.current = Evaluation(version=version, rows=len(self.source), by=self.by, lineage=lineage)
+        self.current = Evaluation(version=version, rows=len(self.source), by=self.job.eval_by, lineage=lineage)
         self._done.add(version)
 
     def roll_back(self, version: int, *, lineage: int) -> None:
@@ -150,33 +145,38 @@ class Evaluator:
             self._begin(evaluated.version, lineage)
 
     def request(self, peer: WorkerPeer, message: p.RequestLeases) -> None:
-        """Grant rows to a replica that has the version; hold every other request until the evaluation ends."""
+        """Grant rows to a replica that has the version; defer every other request to the end of the evaluation."""
         assert self.current is not None and self.source is not None
-        peer.held = message
+        peer.deferred = message
         if message.version < self.current.version or message.lineage != self.current.lineage:
             return
-        ids = self.current.lease(peer.name, capacity=message.capacity * self.rows_per_group)
+        # A row needs one sequence, a training group as many as it has rollouts.
+        ids = self.current.lease(peer.name, capacity=message.capacity * self.job.group_size)
         if ids:
-            peer.held = None
+            peer.deferred = None
             leased = (p.LeasedPrompt(sample=row, attempt=self.current.version, evaluation=True) for row in ids)
             peer.post(p.Grant(tuple(with_row(prompt, self.source) for prompt in leased)))
 
-    def finish(self, message: p.Deliver | p.Failed) -> None:
-        """Record a row's result."""
-        if self.current is None or self.source is None or not self._is_current(message):
-            return
+    def finish(self, message: p.Deliver | p.Failed) -> Evaluation | None:
+        """Record a row's result. Return the evaluation if it was the last one.
+
+        A result is of the current evaluation if the attempt of its lease is the evaluation's version.
+        """
+        current = self.current
+        if current is None or self.source is None:
+            return None
+        if (message.lineage, message.attempt) != (current.lineage, current.version):
+            return None
         if isinstance(message, p.Failed):
-            self.current.fail(message.sample, message.reason)
+            current.fail(message.sample, message.reason)
         else:
             assert isinstance(message.payload, bytes), "an evaluation's groups are never spooled"
             group = decode_group(message.payload)
-            self.current.deliver(message.sample, replace(group, prompt=self.source[message.sample]))
-        self._finish_if_done()
-
-    def _is_current(self, message: p.Deliver | p.Failed) -> bool:
-        """Return whether a result is of the current evaluation, whose version is the attempt of its leases."""
-        current = self.current
-        return current is not None and (message.lineage, message.attempt) == (current.lineage, current.version)
+            current.deliver(message.sample, replace(group, prompt=self.source[message.sample]))
+        if not current.done:
+            return None
+        self.current = None
+        return current
 
     def lose(self, replica: str, peers: Peers, *, but: Collection[int] = ()) -> None:
         """Lease the rows of a lost replica to others; of one that is on a new connection, all `but` those it holds."""
@@ -184,17 +184,12 @@ class Evaluator:
             return
         self.current.release(replica, but=but)
         for other in peers.of_role("rollout"):
-            if other.held is not None:
-                self.request(other, other.held)
+            if other.deferred is not None:
+                self.request(other, other.deferred)
 
     def waits(self) -> list[str]:
         """Progress of the current evaluation as text; empty without one."""
         return [self.current.progress] if self.current is not None else []
-
-    def _finish_if_done(self) -> None:
-        if self.current is not None and self.current.done:
-            finished, self.current = self.current, None
-            self.on_finished(finished)
 
 
 def with_row(leased: p.LeasedPrompt, source: PromptSource) -> p.LeasedPrompt:

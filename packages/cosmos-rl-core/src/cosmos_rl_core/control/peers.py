@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.observe.startup import WEIGHTS, Phases
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
@@ -43,8 +44,8 @@ class WorkerPeer:
     """Policy: the members of that mesh."""
     wants_batch: int | None = None
     """Policy: the step whose batch it waits for."""
-    held: p.RequestLeases | None = None
-    """Rollout: a request deferred to the end of an evaluation."""
+    deferred: p.RequestLeases | None = None
+    """Rollout: a request for leases that waits for the end of an evaluation."""
     progress: int = 0
     idle_fraction: float | None = None
     """Fraction of the time without work, over the last step with a heartbeat; None before."""
@@ -84,6 +85,10 @@ class WorkerPeer:
     def is_welcome(self) -> bool:
         """Whether its Welcome was sent; it must be the first message to a worker."""
         return self.incarnation >= 0
+
+    def event(self, message: p.ToLedger) -> events.From:
+        """Return the ledger's event of a message of this process."""
+        return events.From(self.name, self.incarnation, message)
 
     def beat(self, message: p.Heartbeat, *, now: float) -> None:
         """Record a heartbeat."""
@@ -216,13 +221,13 @@ class Peers:
 
     def post_each(self, messages: Mapping[str, p.ToWorker]) -> None:
         """Send one message to each worker named, AT_ONCE at a time. Unknown names are skipped."""
-        found = [(self.by_name[name], message) for name, message in messages.items() if name in self.by_name]
-        for peer, message in found[:AT_ONCE]:
+        known = [(self.by_name[name], message) for name, message in messages.items() if name in self.by_name]
+        for peer, message in known[:AT_ONCE]:
             peer.post(message)
-        for peer, message in found[AT_ONCE:]:
+        for peer, message in known[AT_ONCE:]:
             peer.post_later(message)
             self._with_later.append(peer)
-        if len(found) > AT_ONCE:
+        if len(known) > AT_ONCE:
             asyncio.get_running_loop().call_soon(self._send_some)
 
     def _send_some(self) -> None:

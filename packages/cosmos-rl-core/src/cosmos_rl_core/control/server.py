@@ -10,73 +10,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import msgspec
 
 from cosmos_rl_core.clock import RunningClock
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.admission import Admission, consume
+from cosmos_rl_core.control.durable import DurableLedger
 from cosmos_rl_core.control.evaluation import Evaluator, with_row
 from cosmos_rl_core.control.inflight import Batches
-from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
+from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.ledger.records import Position, Record
-from cosmos_rl_core.control.outcome import RunOutcome, worker_error
+from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.lifecycle import Lifecycle, Recovery, RunOutcome
 from cosmos_rl_core.control.peers import Peers, WorkerPeer
-from cosmos_rl_core.control.recovery import Recovery, RunParts
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
 from cosmos_rl_core.control.reports import PolicyReports, ProgressObserver
-from cosmos_rl_core.control.succession import SECOND, Predecessor, Succession, describe_second
-from cosmos_rl_core.control.turns import Turns
+from cosmos_rl_core.control.scheduler import Scheduler
+from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.slices import Slices
-from cosmos_rl_core.wire.channel import Connection
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
+SECOND = "second"
+"""Role of a controller that asks whether another one is alive."""
 OfAnEpoch = p.RequestBatch | p.PayloadsUnreadable | p.PeersLost | p.Vote
 """Messages of a policy that are void in a later epoch of its mesh."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerSettings:
-    """The parts of a recipe that the controller uses."""
-
-    config_toml: str
-    run_dir: Path
-    resume_from: str
-    supervised: bool
-    """True: rows are sent directly to the policy; there are no rollout replicas."""
-    max_steps: int | None
-    eval_every_steps: int
-    eval_by: tuple[str, ...]
-    """Columns of the held-out rows to group rewards by."""
-    group_size: int
-    sync_interval: int = 1
-    newest_checkpoint: Callable[[], tuple[Position, str]] = lambda: (Position(0, 0), "")
-    """Returns version and location of the newest whole checkpoint; (0, "") is the initial model."""
-    policy_wait_s: float = 0.0
-    """Maximum wait for another policy after the loss of all; 0: the run fails at once."""
-    external: bool = False
-    """Whether workers are started by others."""
-
-    def ends_at(self, version: int) -> bool:
-        """Return whether this is the version at which the run ends."""
-        return self.max_steps is not None and version >= self.max_steps
-
-    def welcome(self, message: p.Welcome, *, kept: list[str], resume_from: str) -> p.Welcome:
-        """Return the ledger's welcome completed with the recipe. `kept`: files of the replica's spool still needed."""
-        return msgspec.structs.replace(
-            message,
-            config=self.config_toml,
-            run_dir=str(self.run_dir),
-            resume_from=resume_from,
-            last_step=self.max_steps or 0,
-            kept=kept,
-        )
 
 
 class Controller:
@@ -97,150 +58,134 @@ class Controller:
         clock: Callable[[], float],
         observer: ProgressObserver,
     ) -> None:
-        self.ledger, self.clock = ledger, RunningClock(clock, longest_s=2 * TICK_S)
-        self.peers, self._job, self._source, self._observer = Peers(job.sync_interval), job, source, observer
-        self.outcome = RunOutcome(ledger.members, external=job.external, note=observer.note)
-        self._ledger = DurableLedger(
-            ledger, journal=journal, clock=self.clock, dispatch=self._dispatch, fail=self.outcome.fail
-        )
-        self.check_owner = self._ledger.check_owner
-        self.end_silent: Callable[[str], None] = lambda name: None  # a launcher that can kills it and starts another
+        self._job, self._source, self._observer = job, source, observer
+        self.ledger = ledger
+        self.clock = RunningClock(clock, longest_s=2 * TICK_S)
+        self.durable = DurableLedger(ledger, journal=journal, clock=self.clock)
+        self.peers = Peers(job.sync_interval)
+        self.outcome = RunOutcome(ledger.members, external=job.external, observer=observer)
         self._batches = Batches(source=source, supervised=job.supervised, peers=self.peers)
         self._reports = PolicyReports(observer=observer, peers=self.peers)
-        self._evaluator = Evaluator(
-            source=eval_source,
-            every_steps=job.eval_every_steps,
-            max_steps=job.max_steps,
-            by=job.eval_by,
-            rows_per_group=job.group_size,
-            on_finished=lambda finished: self.turns.evaluated(finished),
-        )
-        self.turns = Turns(
-            ledger=ledger,
-            feed=self._feed,
+        self._evaluator = Evaluator(source=eval_source, job=job)
+        self.scheduler = Scheduler(
+            job=job,
+            durable=self.durable,
             observer=observer,
             peers=self.peers,
             evaluator=self._evaluator,
-            ends_at=job.ends_at,
-            awaited=self._batches.awaited,
+            batches=self._batches,
         )
-        self._recovery = Recovery(
-            ledger=ledger,
-            feed=self._ledger.feed,
-            parts=RunParts(self._batches, self._reports, self._evaluator, observer, self.peers),
-            newest_checkpoint=job.newest_checkpoint,
-            outcome=self.outcome,
-            policy_wait_s=job.policy_wait_s,
-            resume_from=job.resume_from,
-        )
-        self._succession, self._rendezvous = Succession(recovery=self._recovery, turns=self.turns), Rendezvous()
-        self.admission = Admission(
-            ledger=ledger,
-            feed=self._ledger.feed,
+        self.recovery = Recovery(
+            job=job,
+            durable=self.durable,
             peers=self.peers,
-            evaluator=self._evaluator,
-            recovery=self._recovery,
-            returned=self._succession.returned,
+            batches=self._batches,
+            reports=self._reports,
+            scheduler=self.scheduler,
             outcome=self.outcome,
-            note=observer.note,
-            clock=self.clock,
         )
-
-    @property
-    def checkpoint(self) -> str:
-        """Path of the newest checkpoint reported by a policy replica; empty if there is none."""
-        return self._recovery.checkpoint
-
-    def succeed(self, earlier: Predecessor) -> None:
-        """Continue the run of a dead controller, whose journal the ledger has replayed. Called before serving."""
-        self._succession.begin(earlier)
+        self.lifecycle = Lifecycle(
+            durable=self.durable,
+            peers=self.peers,
+            scheduler=self.scheduler,
+            recovery=self.recovery,
+            outcome=self.outcome,
+            observer=observer,
+        )
+        self._rendezvous = Rendezvous()
 
     async def run(self) -> None:
         """Serve until the policy leaves after the last step. Raises the error that ended the run early."""
-        self.turns.evaluate_if_due(self.ledger.version)
-        tasks = [asyncio.create_task(self._ledger.run()), asyncio.create_task(self._ledger.tick(TICK_S))]
+        self.scheduler.evaluate_if_due(self.ledger.version)
+        tasks = [asyncio.create_task(self._send_outputs()), asyncio.create_task(self.durable.tick(TICK_S))]
         try:
             await asyncio.wait([*tasks, self.outcome.decided], return_when=asyncio.FIRST_COMPLETED)
             for task in (*filter(asyncio.Task.done, tasks), self.outcome.decided):
                 task.result()
         finally:
             self.outcome.decided.cancel()
-            self._recovery.close()
+            self.recovery.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self, reason: str) -> None:
         """End the run cleanly: the policy finishes its step, or its start, and saves."""
-        self.turns.stop_reason = reason
+        self.scheduler.stop_reason = reason
         for peer in self.peers.of_role("policy"):
             peer.post(p.Stop(reason=reason))
         if self._job.external and not self.peers.of_role("policy"):
             self.outcome.finish()  # none may ever come
 
     def dismiss(self) -> None:
-        """Send Stop to every worker: the run is over."""
-        self.admission.dismiss_all(self.turns.stop_reason or "the run is over")
-
-    def waits(self) -> Slices[list[str]]:
-        """Return one line per wait, for the status."""
-        return self.turns.waits()
+        """Send Stop to every worker: the run is over. Those of another controller only lose the connection."""
+        for peer in list(self.peers.by_name.values()):
+            if self.outcome.is_taken_over:
+                peer.connection.close()
+            else:
+                peer.dismiss(self.scheduler.stop_reason or "the run is over")
 
     # -- connections and messages of workers
 
     async def on_connect(self, connection: Connection) -> None:
-        if connection.peer.role == SECOND:
-            return self._observer.note(describe_second(connection.peer))
+        role = connection.peer.role
+        if role == SECOND:
+            host, _, process = connection.peer.name.rpartition(".")
+            text = f"another controller was started for this run and refused: process {process} on {host}"
+            return self._observer.note(text)
         if self.outcome.is_decided:
-            return self.admission.dismiss(connection)
-        if connection.peer.role == STORE:
+            if role in ("policy", "rollout") and not self.outcome.is_taken_over:
+                connection.post(p.Stop(reason="the run is over"))
+            return
+        if role == STORE:
             return await self._rendezvous.serve(connection)
-        if (peer := await self.admission.admit(connection)) is None:
+        if (peer := await self.lifecycle.admit(connection)) is None:
             return
         try:
-            await consume(peer, self._handle, peers=self.peers, fail=self.outcome.fail)
+            await connection.consume(partial(self._receive, peer))
         except Exception:
-            self.admission.lose(peer)
+            self.lifecycle.lose(peer)
             raise
 
+    def _receive(self, peer: WorkerPeer, message: p.ToController) -> None:
+        """Handle a message of a worker. Raises ConnectionClosed once the worker has another connection.
+
+        An error, such as a full disk of the observer's files, ends the run. The connection stays, for a Stop.
+        """
+        if self.peers.by_name.get(peer.name) is not peer:
+            raise ConnectionClosed(f"{peer.name} has another connection")
+        try:
+            self.durable.check_owner()
+            if not _is_void(peer, message, version=self.ledger.version):
+                self._handle(peer, message)
+        except Exception as error:
+            self.outcome.fail(error)
+
     def _handle(self, peer: WorkerPeer, message: p.ToController) -> None:
-        self.check_owner()
-        if _is_void(peer, message, version=self.ledger.version):
-            return  # a Remesh is on its way to the replica, which then repeats its request
         match message:
             case p.Heartbeat():
                 peer.beat(message, now=self.clock())
                 self._feed(peer, message)
             case p.RequestLeases():
-                self.turns.request_leases(peer, message)
+                self.scheduler.request_leases(peer, message)
             case p.Deliver() | p.Failed():
                 self._finish(peer, message)
             case p.RequestBatch():
                 peer.wants_batch = message.step
-                self.turns.request_batch(peer)
+                self.scheduler.request_batch(peer)
             case p.PayloadsUnreadable():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
             case p.Return() | p.Vote() | p.PeersLost() | p.Leaving():
                 self._feed(peer, message)
             case p.Phase() | p.Ready():
-                self.admission.starts(peer, message)
+                self.lifecycle.starts(peer, message)
+            case p.Goodbye() if not peer.leaving:
+                self.lifecycle.left(peer, message)
+            case p.Fatal():
+                self.lifecycle.fatal(peer, message)
             case _:
                 self._handle_report(peer, message)
-
-    def _finish(self, peer: WorkerPeer, message: p.Deliver | p.Failed) -> None:
-        key = (message.sample, message.attempt)
-        self._reports.note_failure(peer.name, message)
-        if message.evaluation:
-            peer.post(p.Release([], rows=(key,)))
-            self._evaluator.finish(message)
-        elif isinstance(message, p.Failed):
-            self._feed(peer, message)
-            peer.post(p.Release([], groups=(key,)))
-        else:
-            decided, entry = self._feed(peer, message), self.ledger.samples.active.get(message.sample)
-            if self._batches.deliver(message, replica=peer.name, decided=decided, entry=entry):
-                self.turns.request_batches()
 
     def _handle_report(self, peer: WorkerPeer, message: p.ToController) -> None:
         match message:
@@ -251,24 +196,38 @@ class Controller:
                 self._reports.add(peer.name, message, mesh=self.ledger.members.mesh)
             case p.CheckpointDone():
                 if message.lineage == self.ledger.lineage:
-                    self._recovery.checkpoint = message.path
+                    self.recovery.checkpoint = message.path
                 self._feed(peer, message)
-            case p.Goodbye() if not peer.leaving:
-                peer.leaving = True
-                over = self.turns.is_over  # before the ledger returns the policy's batch
-                self._feed(peer, message)
-                if not over:
-                    self._observer.note(f"{peer.name} has left")
-                if peer.role == "policy" and not self.turns.has_policy():
-                    self.outcome.last_policy_left(over=over)
-            case p.Fatal():
-                self.outcome.worker_failed(peer.name, worker_error(peer.name, peer.role, message))
-                peer.leaving, peer.has_ended = self.outcome.is_decided, True
+
+    def _finish(self, peer: WorkerPeer, message: p.Deliver | p.Failed) -> None:
+        key = (message.sample, message.attempt)
+        self._reports.note_failure(peer.name, message)
+        if message.evaluation:
+            peer.post(p.Release([], rows=(key,)))
+            if (finished := self._evaluator.finish(message)) is not None:
+                self.scheduler.evaluated(finished)
+        elif isinstance(message, p.Failed):
+            self._feed(peer, message)
+            peer.post(p.Release([], groups=(key,)))
+        else:
+            decided, entry = self._feed(peer, message), self.ledger.samples.active.get(message.sample)
+            if self._batches.deliver(message, replica=peer.name, decided=decided, entry=entry):
+                self.scheduler.request_batches()
 
     def _feed(self, peer: WorkerPeer, message: p.ToLedger) -> list[Record]:
-        return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
+        return self.durable.feed(peer.event(message))
 
     # -- outputs of the ledger
+
+    async def _send_outputs(self) -> None:
+        """Send the outputs of the ledger until cancelled. An error ends the run."""
+        try:
+            while True:
+                for output in await self.durable.outputs():
+                    self._dispatch(output)
+        except Exception as error:
+            self.durable.end(error)
+            self.outcome.fail(error)
 
     def _dispatch(self, output: events.Output) -> None:
         match output:
@@ -276,22 +235,15 @@ class Controller:
                 self.outcome.fail(UserError(output.message))
             case events.PoliciesLost():
                 if not self.outcome.is_decided:
-                    self._recovery.begin()
+                    self.recovery.begin()
             case events.Removed():
-                self._evaluator.lose(output.replica, self.peers)
-                self._succession.returned(output.replica, ())
-                self._recovery.lost(output.replica)
-                is_policy = self.ledger.members.by_name[output.replica].role == "policy"
-                if output.is_silent and not (is_policy and self.turns.is_over):  # it may be saving the last checkpoint
-                    self.end_silent(output.replica)
-                if (peer := self.peers.by_name.get(output.replica)) is not None and peer.leaving:
-                    peer.dismiss("it has left")
+                self.lifecycle.removed(output.replica, is_silent=output.is_silent)
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
                 self._send(peer, output.message)
 
     def _send_batch(self, peer: WorkerPeer, message: p.Batch) -> None:
         if missing := self._batches.missing(message.samples):  # they have not returned after a restart
-            self._ledger.feed(events.GroupsUnheld(missing))
+            self.durable.feed(events.GroupsUnheld(missing))
         else:
             peer.wants_batch = None
             peer.post(self._batches.with_payloads(message, peer))
@@ -300,28 +252,35 @@ class Controller:
         """Send a message of the ledger, completed with the recipe, rows or payloads."""
         match message:
             case p.Welcome():
-                kept, resume_from = self._batches.kept(peer.name), self._recovery.newcomer_from
-                message = msgspec.structs.replace(message, scores_rows=self.peers.scores_rows(peer))
-                peer.welcome(self._job.welcome(message, kept=kept, resume_from=resume_from))
+                welcome = msgspec.structs.replace(
+                    message,
+                    config=self._job.config_toml,
+                    run_dir=str(self._job.run_dir),
+                    resume_from=self.recovery.newcomer_from,
+                    last_step=self._job.max_steps or 0,
+                    kept=self._batches.kept(peer.name),
+                    scores_rows=self.peers.scores_rows(peer),
+                )
+                peer.welcome(welcome)
             case p.Grant():
                 prompts = tuple(with_row(prompt, self._source) for prompt in message.prompts)
-                peer.post(p.Grant(prompts, rollouts=self.turns.num_rollouts))
+                peer.post(p.Grant(prompts, rollouts=self.scheduler.num_rollouts))
             case p.Batch():
                 self._send_batch(peer, message)
             case p.Cancel() | p.Leave():
                 if message == p.Leave(save=False):
-                    self.admission.leaves(peer)
+                    self.lifecycle.leaves(peer)
                 peer.post(message)
             case p.LineageRolledBack():
-                peer.post(msgspec.structs.replace(message, resume_from=self._recovery.resume_from))
+                peer.post(msgspec.structs.replace(message, resume_from=self.recovery.resume_from))
             case p.Committed():
                 awaits_no_more = self._batches.committed(message.step)
                 peer.post(message)
-                self.turns.committed(message.step, requests_batches=awaits_no_more)
+                self.scheduler.committed(message.step, requests_batches=awaits_no_more)
             case p.Reject():
-                self.admission.rejected(peer, message)
+                self.lifecycle.rejected(peer, message)
             case p.NoMore() if peer.role == "policy":
-                self.turns.end_batches(peer)
+                self.scheduler.end_batches(peer)
             case p.Remesh():
                 peer.epoch, peer.mesh, peer.wants_batch = message.epoch, message.members, None
                 self._reports.remesh(message.members)

@@ -28,7 +28,7 @@ def status_of(
 ) -> Slices[dict[str, Any]]:
     """Return the current members, sample counts and waits. targets: number of workers by role."""
     members = yield from _members(controller)
-    waits = [] if phase in ENDED else (yield from controller.waits())
+    waits = [] if phase in ENDED else (yield from controller.scheduler.waits())
     ledger = controller.ledger
     return {
         "time": time.time(),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
+from cosmos_rl_core.control.lifecycle import WorkerProcesses
 from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.external import ExternalWorkers
@@ -42,7 +43,7 @@ class Death:
 
 
 @dataclass(slots=True, kw_only=True)
-class LocalWorkers:
+class LocalWorkers(WorkerProcesses):
     """Implements `placement.Workers`. `on_death` is called for each worker that ends before `leave`."""
 
     keeper: Keeper
@@ -247,7 +248,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         policy_keeps=(launch.lock,),
     )
     workers = _local_workers(launch, keeper)
-    controller.end_silent = workers.end_silent
+    controller.lifecycle.processes = workers
     secrets = {str(workers.token_file): launch.token.hex()}
     if launch.tls is not None and workers.tls_file is not None:
         secrets[str(workers.tls_file)] = launch.tls.bundle
@@ -286,14 +287,14 @@ def _local_workers(launch: Launch, keeper: Keeper) -> LocalWorkers:
 
     def is_missed(name: str) -> bool:
         is_rollout = name in workers.names("rollout")  # without a policy the run has ended
-        return is_rollout and not controller.turns.is_over and not others_than(name, "rollout")
+        return is_rollout and not controller.scheduler.is_over and not others_than(name, "rollout")
 
     def on_death(death: Death) -> None:
         others = others_than(death.name, "policy" if death.role == "policy" else "rollout")
         report = _describe(death, others)
         if death.restarting or others:
             launch.observer.note(report)
-            controller.admission.ended(death.name)
+            controller.lifecycle.ended(death.name)
         else:
             controller.outcome.fail(WorkerFailed(report), worker=death.name)
 

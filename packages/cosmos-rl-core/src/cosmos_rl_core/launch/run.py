@@ -32,7 +32,8 @@ from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.server import Controller, ControllerSettings
+from cosmos_rl_core.control.server import Controller
+from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.errors import OutOfMemory, UserError, one_line_errors
 from cosmos_rl_core.launch.check import check_here, warnings_for
@@ -241,7 +242,7 @@ class _Run:
             controller = self._controller(resolved, watch)
             reporter = self._reporter(controller)
             if self._takeover is not None:
-                controller.succeed(self._takeover.predecessor(self._ledger))
+                controller.recovery.succeed(self._takeover.predecessor(self._ledger))
                 await self._journal.flush()
             self._interrupts.listen(controller)
             server = await self._serve(controller)
@@ -289,7 +290,7 @@ class _Run:
 
     def _final_weights(self, controller: Controller, verdict: Verdict | None) -> tuple[int, str]:
         """Return step and location of the final weights: the newest, or those of the monitor's rollback."""
-        newest = controller.ledger.version, controller.checkpoint
+        newest = controller.ledger.version, controller.recovery.checkpoint
         if verdict is None:
             return newest
         assert verdict.rollback_to is not None
@@ -308,7 +309,7 @@ class _Run:
 
         async def on_connect(connection: Connection) -> None:
             if connection.peer.role == AGENT:
-                await receive_report(connection, controller.admission.failed)
+                await receive_report(connection, controller.lifecycle.failed)
             elif connection.peer.role == OPERATOR:
                 await answer_operator(connection, self._scaling, self._interrupts)
             else:
@@ -326,7 +327,7 @@ class _Run:
     def _must_be_there(self, controller: Controller) -> None:
         """Raise UserError if the run's directory or its last checkpoint was removed."""
         self._check_removals(controller)
-        last = controller.checkpoint
+        last = controller.recovery.checkpoint
         exists = not last or "://" in last or has_all_files(last)
         if self._removals.lost:
             raise UserError(self._removals.explain(step=controller.ledger.version, checkpoint=last if exists else ""))
@@ -411,13 +412,15 @@ class _Run:
 
     def _reporter(self, controller: Controller) -> Reporter:
         outcome = controller.outcome
-        self._ending.position = lambda: LastState(controller.ledger.version, controller.checkpoint, outcome.worker)
+        self._ending.position = lambda: LastState(
+            controller.ledger.version, controller.recovery.checkpoint, outcome.worker
+        )
         return Reporter(
             self._directory,
             status=lambda phase: status_of(controller, phase=phase, targets=self._scaling and self._scaling.targets),
             phase=lambda: self._observer.current_phase,
             events=self._observer.events,
-            checks=(controller.check_owner, lambda: self._check_removals(controller)),
+            checks=(controller.durable.check_owner, lambda: self._check_removals(controller)),
             is_taken_over=lambda: outcome.is_taken_over,
             note=self._observer.note,
             starting=self._observer.starting,

@@ -19,12 +19,12 @@ import msgspec
 from cosmos_rl_core.checkpoint.manifest import TrainState
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import check_generation, claim_generation, read_controller_file
-from cosmos_rl_core.control.journal.files import JournalError
-from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.journal import Journal, JournalError
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.succession import SECOND, Predecessor
+from cosmos_rl_core.control.lifecycle import Predecessor
+from cosmos_rl_core.control.server import SECOND
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.interrupts import run_to_end
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect

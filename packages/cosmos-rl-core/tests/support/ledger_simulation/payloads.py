@@ -59,7 +59,7 @@ class FakePeers:
 
 
 class Payloads:
-    """What a controller does with payloads: `Controller`, `Turns`, `Succession` and `Recovery` in short."""
+    """What a controller does with payloads: `Controller`, `Scheduler` and `Recovery` in short."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -10,75 +10,185 @@ records they include. On opening, a torn end of the last segment is truncated; a
 write or fdatasync is final: after a failed fsync the kernel may have dropped the pages, so a retry could report
 success falsely.
 
-`DurableLedger` is the ledger behind its journal: event -> ledger.on -> records -> journal -> (one flush for everything
-queued) -> outputs -> dispatch.
+Segments are sequences of frames, a snapshot is one frame: the state after the first n records, in a file named by n.
+
+    frame = length u32 | crc of the body u32 | crc of these 8 bytes u32 | body        (little endian)
+
+The body's checksum is seeded with the frame's sequence number, which detects moved, repeated and missing frames as
+well as flipped bits. The header's is not, so that frames after a damaged one can be recognised. Both are zlib's
+CRC-32: the standard library has no CRC-32C.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import math
 import os
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from cosmos_rl_core.control.journal.files import (
-    JournalError,
-    cut_off,
-    encode_frame,
-    latest_snapshot,
-    read_segment,
-    remove_superseded,
-    renew,
-    segment_firsts,
-    segment_path,
-    sync_directory,
-    write_snapshot,
-)
-from cosmos_rl_core.control.ledger.events import Event, Output, Tick
-from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import AnyRecord, Record
-from cosmos_rl_core.errors import TakenOver, UserError
+from cosmos_rl_core.errors import UserError
 
-FLUSHES_PER_S, FLUSH_BURST = 200.0, 100
-"""Flushes of a ledger that share the events of thousands of workers: at most so many a second, after so many at once. A
-flush takes 0.1 to 0.2 ms of processor time, as much as ten messages."""
-CHECK_S = 1.0
-SNAPSHOT_RECORDS = 250_000
-"""Records after which the ledger's state is saved: a controller that takes over replays no more, about a second."""
+_HEADER = struct.Struct("<III")
+_CHECKED = struct.Struct("<II")
+KEPT = 2
+"""Number of snapshots kept: if the newest is damaged, the one before and the records since are used."""
 
 
-class SegmentFile(Protocol):
-    """An append-only file."""
+class JournalError(UserError):
+    """The journal is damaged or cannot be written. It is never repaired by guessing. Ends with the remedy."""
 
-    def write(self, data: bytes) -> None:
-        """Append all of `data`."""
-        ...
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text}: continue from the newest checkpoint with --resume auto")
 
-    def sync(self) -> None:
-        """Return when all written data is on disk."""
-        ...
 
-    def close(self) -> None: ...
+def encode_frame(body: bytes, sequence: int) -> bytes:
+    """Return the frame of a body."""
+    checked = _CHECKED.pack(len(body), zlib.crc32(body, sequence & 0xFFFFFFFF))
+    return checked + zlib.crc32(checked).to_bytes(4, "little") + body
+
+
+def decode_frame(data: memoryview, offset: int, sequence: int) -> memoryview | None:
+    """Return the body of the frame at `offset`, or None if no intact frame of that number is there."""
+    if not _is_header(data, offset):
+        return None
+    length, body_crc, _ = _HEADER.unpack_from(data, offset)
+    start = offset + _HEADER.size
+    body = data[start : start + length]
+    return body if zlib.crc32(body, sequence & 0xFFFFFFFF) == body_crc else None
+
+
+def _is_header(data: memoryview, offset: int) -> bool:
+    """Return whether there is an intact header at `offset`, followed by its whole body."""
+    if offset + _HEADER.size > len(data):
+        return False
+    length, _, header_crc = _HEADER.unpack_from(data, offset)
+    is_intact = zlib.crc32(data[offset : offset + _CHECKED.size]) == header_crc
+    return is_intact and offset + _HEADER.size + length <= len(data)
+
+
+def read_segment(path: Path, *, first: int, is_last: bool) -> Iterator[tuple[bytes, int]]:
+    """Yield each body of a segment with the offset where its frame ends; `first` is the first frame's number.
+
+    The end of the last segment may be torn: the machine stopped before a write was complete. Its frames were never
+    acknowledged and are skipped. Damage before an intact frame is not a torn end. Raises JournalError for damage.
+    """
+    data = memoryview(path.read_bytes())
+    offset, sequence = 0, first
+    while offset < len(data):
+        body = decode_frame(data, offset, sequence)
+        if body is None:
+            if is_last and not any(_is_header(data, later) for later in range(offset + 1, len(data))):
+                return
+            raise JournalError(f"{path}: record {sequence} at byte {offset} is damaged")
+        offset += _HEADER.size + len(body)
+        sequence += 1
+        yield bytes(body), offset
+
+
+def segment_path(directory: Path, first: int) -> Path:
+    """Return the path of the segment whose first frame has the number `first`."""
+    return directory / f"{first:016d}.journal"
+
+
+def segment_firsts(directory: Path) -> list[int]:
+    """Return the first record numbers of the segments, ascending."""
+    return sorted(int(path.stem) for path in directory.glob("*.journal"))
+
+
+def cut_off(path: Path, size: int) -> None:
+    """Shorten a file to `size` bytes, durably."""
+    with path.open("r+b") as file:
+        file.truncate(size)
+        os.fsync(file.fileno())
+
+
+def renew(path: Path) -> None:
+    """Replace a file, if there is one, by a copy, durably: who has it open writes to the earlier one."""
+    if not path.exists():
+        return
+    copy = path.with_suffix(".copy")
+    with copy.open("wb") as file:
+        file.write(path.read_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    copy.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make creations, renames and removals of files in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_snapshot(directory: Path, number: int, state: bytes) -> None:
+    """Write the state after `number` records atomically."""
+    path = _path(directory, number)
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("wb") as file:
+        file.write(encode_frame(state, number))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+    sync_directory(directory)
+
+
+def latest_snapshot(directory: Path) -> tuple[int, bytes | None]:
+    """Return the newest intact snapshot's number of records and state; (0, None) if there is none."""
+    for number in reversed(_numbers(directory)):
+        state = decode_frame(memoryview(_path(directory, number).read_bytes()), 0, number)
+        if state is not None:
+            return number, bytes(state)
+    return 0, None
+
+
+def remove_superseded(directory: Path) -> None:
+    """Remove snapshots beyond the newest two, and segments that end before the older of these."""
+    numbers = _numbers(directory)
+    for number in numbers[:-KEPT]:
+        _path(directory, number).unlink()
+    if len(numbers) < KEPT:
+        return
+    firsts = segment_firsts(directory)
+    for first, following in pairwise(firsts):
+        if following <= numbers[-KEPT]:
+            segment_path(directory, first).unlink()
+    sync_directory(directory)
+
+
+def _path(directory: Path, number: int) -> Path:
+    return directory / f"{number:016d}.snapshot"
+
+
+def _numbers(directory: Path) -> list[int]:
+    return sorted(int(path.stem) for path in directory.glob("*.snapshot"))
 
 
 class DiskFile:
-    """A segment on disk."""
+    """A segment on disk, to which data is appended."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, data: bytes) -> None:
+        """Append all of `data`."""
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(self._fd, rest) :]
 
     def sync(self) -> None:
+        """Return when all written data is on disk."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
@@ -93,7 +203,7 @@ class Journal:
         directory: Path,
         *,
         segment_bytes: int = 64 * 2**20,
-        open_file: Callable[[Path], SegmentFile] = DiskFile,
+        open_file: Callable[[Path], DiskFile] = DiskFile,
         check: Callable[[], None] = lambda: None,
         takes_over: bool = False,
     ) -> None:
@@ -244,118 +354,3 @@ def _failure(error: OSError, directory: Path) -> Exception:
             "Free some space there and resume"
         )
     return JournalError(f"the journal in {directory} cannot be written ({error})")
-
-
-class Pace:
-    """Limits how often something is done: `burst` times at once, then at most `per_s` times a second."""
-
-    def __init__(self, per_s: float, *, burst: int) -> None:
-        self._per_s, self._burst = per_s, burst
-        self._left, self._at = float(burst), -math.inf
-
-    async def wait(self) -> bool:
-        """Wait until it may be done once more; return whether that took time."""
-        now = asyncio.get_running_loop().time()
-        self._left = min(self._burst, self._left + (now - self._at) * self._per_s) - 1.0
-        self._at = now
-        if self._left >= 0.0:
-            return False
-        await asyncio.sleep(-self._left / self._per_s)
-        return True
-
-    def refill(self) -> None:
-        self._left = float(self._burst)
-
-
-class DurableLedger:
-    """Feeds events to the ledger in order; dispatches its outputs in the same order, after their records are on disk.
-
-    durable.feed(event)            # returns at once
-    await durable.run()            # flushes and dispatches until cancelled
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        *,
-        journal: Journal,
-        clock: Callable[[], float],
-        dispatch: Callable[[Output], None],
-        fail: Callable[[Exception], None],
-    ) -> None:
-        """fail: ends the run with an error, after which events are ignored: the ledger may be ahead of its journal."""
-        self.ledger = ledger
-        self._fail = fail
-        self._error: Exception | None = None
-        self._checked_at = -math.inf
-        self._journal = journal
-        self._clock = clock
-        self._dispatch = dispatch
-        self._outputs: list[Output] = []
-        self._work = asyncio.Event()
-        self._pace = Pace(FLUSHES_PER_S, burst=FLUSH_BURST)
-
-    def feed(self, event: Event) -> list[Record]:
-        """Pass an event to the ledger and return the resulting records. Raises any error, which ends the run."""
-        if self._error is not None:
-            return []
-        try:
-            records, outputs = self.ledger.on(self._clock(), event)
-            for record in records:
-                self._journal.append(record)
-        except Exception as error:
-            self._end(error)
-            raise
-        self._outputs += outputs
-        if records or outputs:
-            self._work.set()
-        return records
-
-    def check_owner(self) -> None:
-        """Raise TakenOver, which ends the run, if another controller has taken over. It looks once a second.
-
-        A controller that was stopped finds messages of workers when it goes on, whose results are the other one's.
-        """
-        now = self._clock()
-        if isinstance(self._error, TakenOver):
-            raise self._error
-        if now - self._checked_at < CHECK_S:
-            return
-        self._checked_at = now
-        try:
-            self._journal.check_owner()
-        except TakenOver as error:
-            self._end(error)
-            raise
-
-    def _end(self, error: Exception) -> None:
-        self._error = error
-        self._fail(error)
-
-    async def run(self) -> None:
-        """Flush and dispatch until cancelled. Raises any error, which ends the run."""
-        try:
-            await self._run()
-        except Exception as error:
-            self._end(error)
-            raise
-
-    async def _run(self) -> None:
-        while True:
-            await self._work.wait()
-            before = self._journal.num_records
-            if await self._pace.wait() and self._journal.num_records == before:
-                self._pace.refill()  # few workers, each of which waits for its answer: nothing to share a flush with
-            self._work.clear()
-            outputs, self._outputs = self._outputs, []
-            await self._journal.flush()
-            for output in outputs:
-                self._dispatch(output)
-            if self._journal.num_since_snapshot >= SNAPSHOT_RECORDS:
-                self._journal.take_snapshot(self.ledger.snapshot())
-
-    async def tick(self, every_s: float) -> None:
-        """Feed a `Tick` to the ledger at this interval, until cancelled."""
-        while True:
-            await asyncio.sleep(every_s)
-            self.feed(Tick())

@@ -1,6 +1,6 @@
-"""Training and evaluation take turns: requests for leases and batches reach the ledger only while no evaluation runs.
+"""Training and evaluation alternate: requests for leases and batches reach the ledger only while no evaluation runs.
 
-RequestLeases -> evaluation runs? -- yes -> rows to evaluate, or held until its end
+RequestLeases -> evaluation runs? -- yes -> rows to evaluate, or deferred to its end
                                   -- no  -> ledger -> Grant
 RequestBatch  -> evaluation runs? -- yes -> wait for its end; likewise for groups after a restart
                                   -- no  -> steps left? -- yes -> ledger -> Batch
@@ -9,15 +9,17 @@ RequestBatch  -> evaluation runs? -- yes -> wait for its end; likewise for group
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.durable import DurableLedger
 from cosmos_rl_core.control.evaluation import Evaluation, Evaluator
+from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peers, WorkerPeer
 from cosmos_rl_core.control.reports import ProgressObserver
+from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.observe.slices import Slices, slices
 
 FEW = 4
@@ -25,19 +27,16 @@ FEW = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Turns:
+class Scheduler:
     """Decides between training and evaluation."""
 
-    ledger: Ledger
-    feed: Callable[[WorkerPeer, p.ToLedger], list[Record]]
-    """Passes a worker's message to the ledger."""
+    job: ControllerSettings
+    durable: DurableLedger
     observer: ProgressObserver
     peers: Peers
     evaluator: Evaluator
-    ends_at: Callable[[int], bool]
-    """Returns whether the run ends at a version."""
-    awaited: Set[int]
-    """Samples whose groups are awaited after a restart of the controller: no batch is assigned meanwhile."""
+    batches: Batches
+    """After a restart of the controller it awaits groups: no batch is assigned meanwhile."""
     stop_reason: str = ""
     """Why the run ends early; then no batch is assigned any more."""
     _first: int = field(init=False)
@@ -47,6 +46,10 @@ class Turns:
 
     def __post_init__(self) -> None:
         self._first = self.ledger.version
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.durable.ledger
 
     @property
     def is_over(self) -> bool:
@@ -72,18 +75,18 @@ class Turns:
         if not self._has_begun:
             self._has_begun = True
             self.observer.phase("training")
-        peer.held = None
-        self.feed(peer, message)
+        peer.deferred = None
+        self.durable.feed(peer.event(message))
 
     def request_batch(self, peer: WorkerPeer) -> None:
         """Request the batch for a waiting policy from the ledger, once it is in the mesh and no evaluation runs."""
         step = peer.wants_batch
-        if step is None or peer.epoch == 0 or self.evaluator.current is not None or self.awaited:
+        if step is None or peer.epoch == 0 or self.evaluator.current is not None or self.batches.awaited:
             return
-        if self.stop_reason or self.ends_at(step):
+        if self.stop_reason or self.job.ends_at(step):
             self.end_batches(peer)
         else:
-            self.feed(peer, p.RequestBatch(step, peer.epoch))
+            self.durable.feed(peer.event(p.RequestBatch(step, peer.epoch)))
 
     def end_batches(self, peer: WorkerPeer) -> None:
         """After the last step: evaluate it, then send the policy an empty batch, which ends it."""
@@ -113,7 +116,7 @@ class Turns:
         self.observer.evaluated(finished.version, finished.metrics(), groups)
         for reason in finished.first_reasons():
             self.observer.note(f"failed in the evaluation: {reason}")
-        self.observer.phase("saving" if self.ends_at(finished.version) else "training")
+        self.observer.phase("saving" if self.job.ends_at(finished.version) else "training")
         self._resume_requests()
         self.request_batches()
 
@@ -131,8 +134,10 @@ class Turns:
     def waits(self) -> Slices[list[str]]:
         """Return one line per wait: of the run, and of each worker that is ready and has no work."""
         lines = [*self.ledger.waits(), *self.evaluator.waits()]
-        if self.awaited:
-            lines.append(f"the run waits for {len(self.awaited)} groups to return after the controller's restart")
+        if self.batches.awaited:
+            lines.append(
+                f"the run waits for {len(self.batches.awaited)} groups to return after the controller's restart"
+            )
         lines += [f"{peer.name} {why}" for peer in self.peers.of_role("policy") if (why := self._why_policy(peer))]
         for rollouts in slices(self.peers.of_role("rollout")):
             lines += [f"{peer.name} {why}" for peer in rollouts if (why := self._why_idle(peer))]
@@ -159,7 +164,7 @@ class Turns:
             source = "it loads them" if self.peers.has_publisher(self.ledger.members.mesh) else "no policy is ready"
             return f"waits for weights: {source}"
         if evaluation is not None:
-            if peer.held is None:
+            if peer.deferred is None:
                 return ""  # it evaluates
             behind = peer.version < evaluation.version
             what = f"weights of version {evaluation.version}" if behind else "the end of the evaluation"
@@ -168,8 +173,8 @@ class Turns:
 
     def _resume_requests(self) -> None:
         for rollout in self.peers.of_role("rollout"):
-            if rollout.held is not None:
-                self.request_leases(rollout, rollout.held)
+            if rollout.deferred is not None:
+                self.request_leases(rollout, rollout.deferred)
 
 
 def _shortened(lines: Sequence[str], workers: Container[str]) -> list[str]:

@@ -1,1 +1,0 @@
-"""Append-only log of the ledger's records: segments with CRC, snapshots, group commit."""
