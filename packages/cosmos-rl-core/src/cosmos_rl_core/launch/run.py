@@ -411,10 +411,8 @@ class _Run:
             self._workers.kill()
 
     def _reporter(self, controller: Controller) -> Reporter:
-        outcome = controller.outcome
-        self._ending.position = lambda: LastState(
-            controller.ledger.version, controller.recovery.checkpoint, outcome.worker
-        )
+        ledger, recovery, outcome = controller.ledger, controller.recovery, controller.outcome
+        self._ending.position = lambda: LastState(ledger.version, recovery.checkpoint, outcome.worker)
         return Reporter(
             self._directory,
             status=lambda phase: status_of(controller, phase=phase, targets=self._scaling and self._scaling.targets),
