@@ -23,7 +23,7 @@ def request_leases(ledger: LedgerState, replica: str, message: p.RequestLeases) 
         return ledger.reject(replica, reason)
     session = ledger.sessions.by_name[replica]
     if session.stuck_since is not None:
-        session.held_request = message
+        session.deferred = message
         return
     ledger.sessions.queue_lease_request(
         replica,
@@ -161,7 +161,7 @@ def return_leases(ledger: LedgerState, replica: str, message: p.Return) -> None:
     """Return leases of a replica that leaves, and withdraw its waiting request."""
     ledger.sessions.withdraw(replica)
     if (session := ledger.sessions.by_name.get(replica)) is not None:
-        session.held_request = None
+        session.deferred = None
     for sample in sorted(ledger.samples.leased.get(replica, set()).intersection(message.samples)):
         ledger.sessions.end_lease(sample, replica)
         ledger.decide(records.Returned(sample, f"{replica} leaves"))

@@ -7,10 +7,8 @@
 A pure state machine: no clock, no randomness, no I/O. Durable state changes only in `apply(record)`, so that
 replaying the records gives an equal ledger. The rules are in the modules of this folder:
 
-    liveness   Join Ready Disconnected Gone Goodbye Restart            membership
-    hung       Heartbeat                                 expired leases, rollouts that hang
-    stalls     PeersLost Tick                            policies that hang, or cannot reach one another
-    leasing    RequestLeases Deliver Failed Return       PENDING -> LEASED -> READY or DROPPED
+    liveness   Join Ready Heartbeat Disconnected Gone PeersLost Leaving Goodbye Restart Tick    membership, the mesh
+    leasing    RequestLeases Deliver Failed Return                     PENDING -> LEASED -> READY or DROPPED
     stepping   RequestBatch PayloadsLost Vote CheckpointDone Rollback  READY -> ASSIGNED -> COMMITTED -> CHECKPOINTED
 
 `state` contains the state and applies records to it.
@@ -27,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.ledger import events, hung, leasing, liveness, records, stalls, stepping
+from cosmos_rl_core.control.ledger import events, leasing, liveness, records, stepping
 from cosmos_rl_core.control.ledger.leasing import is_generated
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.samples import PENDING, READY
@@ -37,13 +35,7 @@ from cosmos_rl_core.control.ledger.state import LedgerState
 class Ledger(LedgerState):
     """The state machine, described in the module's docstring."""
 
-    rules: ClassVar[Mapping[type, Callable[..., None]]] = {
-        **liveness.RULES,
-        **hung.RULES,
-        **leasing.RULES,
-        **stepping.RULES,
-        **stalls.RULES,
-    }
+    rules: ClassVar[Mapping[type, Callable[..., None]]] = {**liveness.RULES, **leasing.RULES, **stepping.RULES}
 
     def on(self, now: float, event: events.Event) -> tuple[list[records.Record], list[events.Output]]:
         """Process an event; return the records to journal and the outputs to send after them.

@@ -1,21 +1,40 @@
-"""Rules of membership.
+"""Rules of membership: replicas join, go silent, hang and leave; policy replicas form a mesh and train together.
 
 A closed connection or a long silence makes a replica suspect. A suspect that does not return in time is gone, and its
-leases return to the front of the queue. Policy replicas train in a mesh, which changes only between steps unless a
-member is lost.
+leases return to the front of the queue. The mesh changes only between steps unless a member is lost.
+
+A replica whose heartbeats go on may hang all the same:
+
+    rollout   no progress for a lease's time to live, with a lease or a row of an evaluation
+                -> stuck: its request is deferred -> progress                -> granted as before
+                                                  -> none for as long again  -> removed
+    policy    no progress for `stall_s`, unless it waits for others          -> removed
+    mesh      all members wait for one another                               -> it connects anew
+              a member that others cannot connect to (PeersLost)             -> removed
+
+Of two members that accuse each other the newer one is removed: it may not have the current weights yet. A mesh that
+has connected anew several times without a commit also continues without a member: the one that alone made no progress
+meanwhile, else the newest.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.membership import MemberState
+from cosmos_rl_core.control.ledger import events, leasing, records
+from cosmos_rl_core.control.ledger.membership import Accusations, MemberState
 from cosmos_rl_core.control.ledger.state import LedgerState
 
 ON_ITS_WAY_S = 0.5
 """Seconds in which a message of a process may come that has died since it was sent."""
+DECISION_S = 1.0
+"""Seconds from the first accusation of an epoch to the decision: others may be accused by more members."""
+OWN_REPORT_S = 3.0
+"""Seconds that members which connect have, beyond their limit, to report by themselves whom they cannot reach."""
+MAX_RECONNECTIONS = 3
+"""Connections of the same mesh without a commit between."""
 
 
 def is_current(ledger: LedgerState, event: events.From) -> bool:
@@ -85,11 +104,20 @@ def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
     session.waits_for_peers = message.waits_for_peers
     if ledger.sessions.leaving:
         _answer_others(ledger, replica)
-    if message.progress <= session.progress:
-        return
-    session.progress, session.progressed_at = message.progress, ledger.now
-    if leased := ledger.samples.leased.get(replica):
-        ledger.sessions.renew([sample for sample in message.holding if sample in leased], ledger.now)
+    if message.progress > session.progress:
+        session.progress, session.progressed_at = message.progress, ledger.now
+        if leased := ledger.samples.leased.get(replica):
+            ledger.sessions.renew([sample for sample in message.holding if sample in leased], ledger.now)
+    if message.rows == 0:
+        session.rows_since = None
+    elif session.rows_since is None:
+        session.rows_since = ledger.now
+    if session.stuck_since is not None and session.progressed_at >= session.stuck_since:
+        session.stuck_since, request, session.deferred = None, session.deferred, None
+        if request is not None:
+            leasing.request_leases(ledger, replica, request)
+            if ledger.halted is None:
+                leasing.answer_lease_requests(ledger)
 
 
 def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
@@ -171,8 +199,15 @@ def restart(ledger: LedgerState, event: events.Restart) -> None:
 
 
 def tick(ledger: LedgerState, event: events.Tick) -> None:
-    """Remove suspects whose grace has expired, and mark silent replicas as suspect."""
+    """Apply the rules of time: for silent replicas, then for rollouts that hang, then for the mesh."""
     _answer_the_last(ledger)
+    _check_silence(ledger)
+    _check_rollouts(ledger)
+    _check_mesh(ledger)
+
+
+def _check_silence(ledger: LedgerState) -> None:
+    """Remove suspects whose grace has expired, and mark silent replicas as suspect."""
     config, now, members = ledger.config, ledger.now, ledger.members.by_name
     for name, session in list(ledger.sessions.by_name.items()):
         if session.suspect_since is not None:
@@ -180,6 +215,39 @@ def tick(ledger: LedgerState, event: events.Tick) -> None:
                 lose(ledger, name, reason=f"{name} is gone", is_silent=True)
         elif now - session.last_message >= config.silence_s and members[name].state is MemberState.READY:
             _suspect(ledger, name)
+
+
+def _check_rollouts(ledger: LedgerState) -> None:
+    """Return expired leases, and remove rollout replicas that were stuck for too long."""
+    now, limit_s, sessions = ledger.now, ledger.config.lease_ttl_s, ledger.sessions
+    for sample in sessions.expired(now - limit_s):
+        # The lease may have expired alone, beside others of the replica that are renewed: then it is not stuck.
+        replica = ledger.samples.active[sample].replica
+        sessions.end_lease(sample, replica)
+        ledger.decide(records.Returned(sample, f"{replica} made no progress for {limit_s:g} s"))
+        ledger.send(replica, p.Cancel(sample))
+        sessions.defer_if_stuck(replica, now, limit_s)
+    for name, session in list(sessions.by_name.items()):
+        if session.rows_since is not None and now - session.rows_since >= limit_s:
+            sessions.defer_if_stuck(name, now, limit_s)
+        if session.stuck_since is not None and now - session.stuck_since >= limit_s:
+            reason = (
+                f"{name} is removed from the run: it made no progress for {limit_s:g} s and, after its work was given "
+                f"to others, for as long again ([elastic] lease_ttl_s)"
+            )
+            expel(ledger, name, reason=reason)
+
+
+def _check_mesh(ledger: LedgerState) -> None:
+    """Remove policies that hang or that others cannot reach; connect a mesh anew that waits for itself."""
+    limit_s = ledger.config.stall_s
+    for name in [name for name in ledger.members.policies if _is_stalled(ledger, name)]:
+        _remove(ledger, name, reason=f"{name} is removed from the run: it made no progress for {limit_s:g} s")
+    if (accusations := _accusations(ledger)) is not None:
+        if ledger.now - accusations.since >= DECISION_S:
+            _judge(ledger, accusations)
+    elif _waits_for_itself(ledger):
+        _reconnect(ledger)
 
 
 def lose(
@@ -258,12 +326,109 @@ def return_leases(ledger: LedgerState, replica: str, *, reason: str, but: Collec
         ledger.decide(records.Returned(sample, reason))
 
 
+def is_of_mesh(ledger: LedgerState, replica: str, epoch: int) -> bool:
+    """Return whether a message comes from the current mesh; a member with an older epoch gets the current mesh."""
+    members = ledger.members
+    if replica in members.mesh:
+        if epoch == members.epoch:
+            return True
+        send_mesh(ledger, replica)
+    ledger.reject(replica, f"epoch {epoch} is over, or {replica} is not in the mesh of epoch {members.epoch}")
+    return False
+
+
+def peers_lost(ledger: LedgerState, replica: str, message: p.PeersLost) -> None:
+    """Continue without those that the controller has lost too; otherwise connect the mesh anew, or note whom a member
+    cannot reach, about whom `tick` decides."""
+    if not is_of_mesh(ledger, replica, message.epoch):
+        return
+    closed = [name for name in ledger.members.mesh if ledger.sessions.by_name[name].is_closed]
+    for name in closed:  # both its connections are lost
+        lose(ledger, name, reason=f"{name} is gone: {message.reason}")
+    if closed:
+        return
+    if not message.suspects:
+        return _reconnect(ledger)
+    accusations = _accusations(ledger) or Accusations(message.epoch, since=ledger.now)
+    accusations.by[replica] = message.suspects
+    ledger.sessions.accusations = accusations
+
+
+def _is_stalled(ledger: LedgerState, policy: str) -> bool:
+    session = ledger.sessions.by_name.get(policy)
+    if session is None or ledger.members.by_name[policy].state is not MemberState.READY or session.waits_for_peers:
+        return False
+    return ledger.now - session.progressed_at >= ledger.config.stall_s
+
+
+def _waits_for_itself(ledger: LedgerState) -> bool:
+    """Whether every member of the mesh waits for others of it, and has for too long.
+
+    That is half of `peer_s`: those that were cut off use the other half to find out whom they cannot connect to.
+    """
+    mesh = [ledger.sessions.by_name.get(name) for name in ledger.members.mesh]
+    waiting = [session for session in mesh if session is not None and session.waits_for_peers]
+    if len(mesh) < 2 or len(waiting) < len(mesh):
+        return False
+    is_connected = all(session.joined_epoch == ledger.members.epoch for session in waiting)
+    limit_s = ledger.config.peer_s / 2 + (0.0 if is_connected else OWN_REPORT_S)
+    return ledger.now - max(session.progressed_at for session in waiting) >= limit_s
+
+
+def _accusations(ledger: LedgerState) -> Accusations | None:
+    """Return the accusations of the present epoch."""
+    accusations = ledger.sessions.accusations
+    return accusations if accusations is not None and accusations.epoch == ledger.members.epoch else None
+
+
+def _judge(ledger: LedgerState, accusations: Accusations) -> None:
+    """Remove the member that most others cannot reach, of several the newest."""
+    mesh = ledger.members.mesh
+    number = Counter(name for suspects in accusations.by.values() for name in set(suspects) if name in mesh)
+    if not number:
+        return _reconnect(ledger)
+    removed = max(mesh, key=lambda name: (number[name], mesh.index(name)))
+    accusers = ", ".join(sorted(name for name, suspects in accusations.by.items() if removed in suspects))
+    _remove(ledger, removed, reason=f"{removed} is removed from the run: {accusers} cannot reach it")
+
+
+def _reconnect(ledger: LedgerState) -> None:
+    """Begin a new epoch of the same mesh, whose members connect anew."""
+    sessions, mesh = ledger.sessions, ledger.members.mesh
+    if sessions.reconnections == 0:
+        sessions.progress_before = {name: sessions.by_name[name].progress for name in mesh}
+    sessions.reconnections += 1
+    if sessions.reconnections > MAX_RECONNECTIONS and len(mesh) > 1:
+        removed = _stuck(ledger) or mesh[-1]
+        return _remove(ledger, removed, reason=f"{removed} is removed from the run: no step with the others succeeds")
+    remesh(ledger, ledger.members.mesh)
+    form_mesh(ledger)
+
+
+def _stuck(ledger: LedgerState) -> str:
+    """Return the newest member without progress since the mesh first connected anew; empty if that is all or none."""
+    before, mesh = ledger.sessions.progress_before, ledger.members.mesh
+    sessions = {
+        name: ledger.sessions.by_name[name] for name in mesh if not ledger.sessions.by_name[name].waits_for_peers
+    }
+    still = [name for name, session in sessions.items() if session.progress == before.get(name)]
+    return still[-1] if 0 < len(still) < len(mesh) else ""
+
+
+def _remove(ledger: LedgerState, policy: str, *, reason: str) -> None:
+    ledger.sessions.reconnections = 0
+    expel(ledger, policy, reason=reason)
+
+
 RULES: Mapping[type, Callable[..., None]] = {
     events.Join: join,
     events.Disconnected: disconnected,
     events.Gone: gone,
     events.Restart: restart,
+    events.Tick: tick,
     p.Ready: ready,
+    p.Heartbeat: heartbeat,
+    p.PeersLost: peers_lost,
     p.Leaving: leaving,
     p.Goodbye: leave,
 }

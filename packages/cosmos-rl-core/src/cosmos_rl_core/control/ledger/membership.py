@@ -146,7 +146,7 @@ class Session:
     """Rollout: since when it has had rows of an evaluation in work."""
     stuck_since: float | None = None
     """Rollout: when it had made no progress for a lease's time to live; None again after progress."""
-    held_request: p.RequestLeases | None = None
+    deferred: p.RequestLeases | None = None
     """Its request for leases while it is stuck."""
     suspect_since: float | None = None
     grace_s: float | None = None
@@ -217,16 +217,16 @@ class Sessions:
         self.waiting[replica] = (lineage, version)
         self.lease_requests.setdefault((lineage, version), {})[replica] = capacity
 
-    def hold(self, replica: str, now: float) -> None:
-        """Grant nothing to a rollout replica that makes no progress; its request is kept."""
+    def defer_if_stuck(self, replica: str, now: float, limit_s: float) -> None:
+        """Grant nothing to a rollout replica without progress for `limit_s`; its request is kept for later."""
         session = self.by_name[replica]
-        if session.stuck_since is not None:
+        if session.stuck_since is not None or now - session.progressed_at < limit_s:
             return
         session.stuck_since = now
         if (key := self.waiting.get(replica)) is not None:
             lineage, version = key
             capacity = self.at_share.get(replica) or self.lease_requests[key][replica]
-            session.held_request = p.RequestLeases(version, capacity, lineage)
+            session.deferred = p.RequestLeases(version, capacity, lineage)
             self.withdraw(replica)
 
     def set_aside(self, replica: str) -> None:

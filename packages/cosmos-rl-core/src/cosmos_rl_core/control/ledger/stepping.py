@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.liveness import form_mesh, return_leases, send_mesh
+from cosmos_rl_core.control.ledger.liveness import form_mesh, is_of_mesh, return_leases, send_mesh
 from cosmos_rl_core.control.ledger.samples import READY
 from cosmos_rl_core.control.ledger.state import LedgerState
 
@@ -167,17 +167,6 @@ def rollback(ledger: LedgerState, event: events.Rollback) -> None:
     for name in ledger.members.mesh:
         send_mesh(ledger, name)
     form_mesh(ledger)
-
-
-def is_of_mesh(ledger: LedgerState, replica: str, epoch: int) -> bool:
-    """Return whether a message comes from the current mesh; a member with an older epoch gets the current mesh."""
-    members = ledger.members
-    if replica in members.mesh:
-        if epoch == members.epoch:
-            return True
-        send_mesh(ledger, replica)
-    ledger.reject(replica, f"epoch {epoch} is over, or {replica} is not in the mesh of epoch {members.epoch}")
-    return False
 
 
 def _answer_other_step(ledger: LedgerState, replica: str, step: int) -> None:
