@@ -192,7 +192,7 @@ def test_a_head_leaves_with_its_bytes_and_messages_around_them_stay_whole(ends, 
         for head in heads:
             assert near.receive() == head
             out = np.zeros(num_bytes, np.uint8)
-            near.receive_into(out)
+            near.receive_into(out.data)
             assert np.array_equal(out, sent)
         assert near.receive() == announced(0, slot=9)
         sending.result()

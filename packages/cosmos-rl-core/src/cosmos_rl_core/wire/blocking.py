@@ -47,7 +47,19 @@ class BlockingConnection:
     `receive` raises `Violation` for anything but an intact frame with a message of `decode`, a union of structs.
     """
 
-    def __init__(self, connection: socket.socket, *, decode: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        decode: Any,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        read_ahead_bytes: int = 0,
+    ) -> None:
+        """Use a connected socket.
+
+        read_ahead_bytes: limit of one read where a message is expected, so that a header, its body and what follows
+        them cost one system call. 0 where a thread waits for the socket with `select`, which misses bytes read ahead.
+        """
         self._socket: socket.socket | EncryptedSocket = connection
         self._decoder = decode if isinstance(decode, msgspec.msgpack.Decoder) else msgspec.msgpack.Decoder(decode)
         self._max_frame_bytes = max_frame_bytes
@@ -55,6 +67,9 @@ class BlockingConnection:
         self._opener = FrameOpener(None)
         self._sending = threading.Lock()
         """Frames leave in the order of their tags."""
+        self._ahead = memoryview(bytearray(read_ahead_bytes))
+        self._unread = self._ahead[:0]
+        """Received bytes in `_ahead` that nobody has taken yet."""
 
     def open(
         self,
@@ -104,6 +119,12 @@ class BlockingConnection:
     def receive(self) -> Any:
         """Return the next message."""
         return self._decoded(self._decoder, self._receive_body(max_bytes=self._max_frame_bytes))
+
+    def receive_into(self, view: memoryview) -> None:
+        """Receive raw bytes, sent after a message, until they fill `view`."""
+        taken = min(len(view), len(self._unread))
+        view[:taken], self._unread = self._unread[:taken], self._unread[taken:]
+        self._read_into(view[taken:])
 
     def fileno(self) -> int:
         """Return the descriptor, for `select`."""
@@ -156,7 +177,11 @@ class BlockingConnection:
 
     def _exactly(self, num_bytes: int, *, deadline: float | None = None) -> bytearray:
         """Receive bytes; memory is allocated piece by piece as they arrive, not by the announced length."""
-        data = bytearray()
+        while deadline is None and len(self._unread) < num_bytes <= len(self._ahead):
+            count = len(self._unread)
+            self._ahead[:count] = bytes(self._unread)
+            self._unread = self._ahead[: count + self._read_some(self._ahead[count:])]
+        data, self._unread = bytearray(self._unread[:num_bytes]), self._unread[num_bytes:]
         while len(data) < num_bytes:
             piece = bytearray(min(num_bytes - len(data), _PIECE_BYTES))
             self._read_into(memoryview(piece), deadline=deadline)

@@ -65,7 +65,7 @@ class _Inlet:
     def receive(self, data: Data, *, out: Raw | None) -> Raw:
         """Fill `out` from the link."""
         assert out is not None and out.nbytes == data.num_bytes, "TCP receives into the caller's memory"
-        self._link.receive_into(out)
+        self._link.receive_into(out.data)
         return out
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from contextlib import ExitStack, closing, suppress
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.blocking import BlockingConnection
@@ -37,8 +36,8 @@ HANDSHAKE_S = 5.0
 MAX_UNAUTHENTICATED = 64
 """Maximum unauthenticated connections of a listener at a time."""
 _MAX_FRAME_BYTES = 1 << 30
-_BUFFER_BYTES = 4096
-"""Bytes read at once where a message is expected. Those behind it are copied to their place."""
+_READ_AHEAD_BYTES = 4096
+"""Read at once where a message is expected. Bytes past the message are copied into the payload buffer."""
 _SAME_HOST_BYTES = 192 << 10
 """Send buffer between processes of one host: bytes under way stay in a cache. The kernel sizes other send buffers."""
 _MAX_PARTS = 1024
@@ -60,13 +59,12 @@ class Link(BlockingConnection):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         decoder = _REPLIES if side == "subscriber" else _REQUESTS
-        super().__init__(connection, decode=decoder, max_frame_bytes=_MAX_FRAME_BYTES)
+        super().__init__(
+            connection, decode=decoder, max_frame_bytes=_MAX_FRAME_BYTES, read_ahead_bytes=_READ_AHEAD_BYTES
+        )
         self._side, self._other = side, "publisher" if side == "subscriber" else "subscriber"
         self._sealed = bytearray()
         """Messages that leave with the next bytes."""
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._unread = self._buffer[:0]
-        """Received bytes in `_buffer` that nobody has taken yet."""
         self.set_deadlines(timeout_s=timeout_s, idle_s=timeout_s)
 
     @classmethod
@@ -161,23 +159,6 @@ class Link(BlockingConnection):
             return super().receive()
         except Violation as error:
             raise TransferError(str(error)) from error
-
-    def receive_into(self, out: np.ndarray) -> None:
-        """Receive exactly out.nbytes raw bytes into contiguous `out`."""
-        view = out.data.cast("B")
-        taken = min(len(view), len(self._unread))
-        view[:taken], self._unread = self._unread[:taken], self._unread[taken:]
-        self._read_into(view[taken:])
-
-    def _exactly(self, num_bytes: int, *, deadline: float | None = None) -> bytearray:
-        """Receive bytes: with a message, the first ones of what follows it."""
-        while deadline is None and len(self._unread) < num_bytes <= _BUFFER_BYTES:
-            have = len(self._unread)
-            self._buffer[:have] = bytes(self._unread)
-            self._unread = self._buffer[: have + self._read_some(self._buffer[have:])]
-        taken = min(num_bytes, len(self._unread))
-        data, self._unread = bytearray(self._unread[:taken]), self._unread[taken:]
-        return data + super()._exactly(num_bytes - taken, deadline=deadline)
 
     def check(self) -> None:
         """Raise PeerLost if the other side has hung up; does not wait and reads nothing."""
