@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import check
-from cosmos_rl_core.ops.plan.plan import plan
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.settings.base import ConfigError
 

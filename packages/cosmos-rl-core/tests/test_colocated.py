@@ -12,7 +12,7 @@ from cosmos_rl_core.gpu_turn import RankTurn, RolloutTurn
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.launch.gpus import GpuSupply, assign_gpus
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.memory.swap import Swap
+from cosmos_rl_core.parallel.offload.swap import Swap
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.rollout.colocated import ColocatedEngine
 from cosmos_rl_core.settings.base import ConfigError

@@ -5,8 +5,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosmos_rl_core.parallel.axes.expert import combine, dispatch, grouped_linear, own_rows
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.memory.remat import checkpoint_activations
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.remat import checkpoint_activations
 from doubles.ranks import run_ranks
 
 EXPERTS, TOP_K, WIDTH, OUT = 4, 2, 8, 4

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.memory.float8 import use_float8
-from cosmos_rl_core.parallel.memory.remat import checkpoint_activations
+from cosmos_rl_core.parallel.float8 import use_float8
+from cosmos_rl_core.parallel.remat import checkpoint_activations
 from doubles.ranks import run_ranks
 
 pytest.importorskip("torchao")

@@ -6,7 +6,7 @@ from cosmos_rl_core.launch import gpus
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.launch.gpus import AssignedGpus, GpuSupply, assign_gpus, gpus_per_rollout
 from cosmos_rl_core.launch.placement import threads
-from cosmos_rl_core.ops.plan.plan import plan
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.settings.base import ConfigError

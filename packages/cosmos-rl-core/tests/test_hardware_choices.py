@@ -13,10 +13,10 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel import device as devices
+from cosmos_rl_core.parallel import float8
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.gradients import clip_gradients
-from cosmos_rl_core.parallel.memory import float8
-from cosmos_rl_core.parallel.memory.remat import wants_compile
+from cosmos_rl_core.parallel.remat import wants_compile
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.workers import ranks
 from cosmos_rl_core.workers.connection import interfaces
@@ -78,13 +78,13 @@ def test_float8_that_is_not_compiled_has_a_remark(monkeypatch, capsys):
     ],
 )  # fmt: skip
 def test_blocks_are_compiled_by_default_on_a_gpu(monkeypatch, capsys, section, device, keys, compiled, text):
-    monkeypatch.setattr("cosmos_rl_core.parallel.memory.remat._missing_toolchain", lambda: "")
+    monkeypatch.setattr("cosmos_rl_core.parallel.remat._missing_toolchain", lambda: "")
     assert wants_compile(MemorySection(**section), device=device, **keys) is compiled
     assert capsys.readouterr().err == text
 
 
 def test_a_replica_that_shards_layers_is_not_compiled_unless_the_recipe_says_so(monkeypatch, capsys):
-    monkeypatch.setattr("cosmos_rl_core.parallel.memory.remat._missing_toolchain", lambda: "")
+    monkeypatch.setattr("cosmos_rl_core.parallel.remat._missing_toolchain", lambda: "")
     monkeypatch.setattr(devices, "own_device", lambda: GPU)
     assert ModelSetup(parallel=ParallelSection(dp_shard=8)).compiles()
     assert not ModelSetup(parallel=ParallelSection(tp=2, cp=4)).compiles()

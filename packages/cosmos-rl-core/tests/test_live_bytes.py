@@ -2,8 +2,8 @@
 
 import torch
 
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes, tensors_without_memory
-from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.parallel.offload.swap import tensors_of
+from cosmos_rl_core.plan.live_bytes import LiveBytes, tensors_without_memory
 
 
 def test_bytes_are_counted_while_a_tensor_uses_them():

@@ -9,10 +9,10 @@ import torch
 from cosmos_rl_core import UserError, run
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import OutOfMemory
-from cosmos_rl_core.launch import memory
-from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.parallel.process_memory import STEP, MemoryPart, Needs
+from cosmos_rl_core.plan import changes
+from cosmos_rl_core.plan.changes import memory_advice
+from cosmos_rl_core.plan.needs import STEP, MemoryPart, Needs
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.tiny import Tiny
 from cosmos_rl_core.wire.handshake import Hello
@@ -170,10 +170,10 @@ def counted(monkeypatch):
     class Shape:
         tokens_per_term = 1
 
-    monkeypatch.setattr(memory, "policy_needs", needs)
+    monkeypatch.setattr(changes, "policy_needs", needs)
     monkeypatch.setattr(Full, "model_shape", lambda self, model, *, data, sampling: Shape())
     rollout = Needs(process="a rollout replica", parts=(MemoryPart(name="weights", bytes=7 << 20),))
-    monkeypatch.setattr(memory, "rollout_needs", lambda *_, **__: rollout)
+    monkeypatch.setattr(changes, "rollout_needs", lambda *_, **__: rollout)
     return sizes
 
 

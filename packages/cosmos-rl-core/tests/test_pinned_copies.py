@@ -9,8 +9,8 @@ from torch import nn
 from cosmos_rl_core.checkpoint import host
 from cosmos_rl_core.checkpoint.host import copy_to_host, host_buffers, pinned
 from cosmos_rl_core.hardware_log import log_choice
-from cosmos_rl_core.parallel.memory import offload
-from cosmos_rl_core.parallel.memory.offload import offload_activations
+from cosmos_rl_core.parallel.offload import activations as offload
+from cosmos_rl_core.parallel.offload.activations import offload_activations
 from doubles.pretend_cuda import pretend_cuda
 from doubles.pretend_tensor import CUDA, REGISTERED, PretendTensor
 

@@ -6,21 +6,14 @@ import pytest
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.memory import (
-    _changed,
-    changes_that_fit,
-    estimate_of,
-    parse_bytes,
-    policy_needs,
-    rollout_needs,
-    written,
-)
-from cosmos_rl_core.ops.plan.plan import MemoryPlan, _memory_texts
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of
-from cosmos_rl_core.parallel.process_memory import START, STEP, UPDATE, MemoryPart, Needs
-from cosmos_rl_core.parallel.shape import ModelShape, check_fit
+from cosmos_rl_core.plan.changes import _changed, changes_that_fit, written
+from cosmos_rl_core.plan.estimate import estimate, is_expert, layer_of
+from cosmos_rl_core.plan.memory import estimate_of, parse_bytes, policy_needs, rollout_needs
+from cosmos_rl_core.plan.needs import START, STEP, UPDATE, MemoryPart, Needs
+from cosmos_rl_core.plan.run_plan import MemoryPlan, _memory_texts
+from cosmos_rl_core.plan.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection, SamplingSection, SyncSection
 from cosmos_rl_core.testing.tiny import Tiny

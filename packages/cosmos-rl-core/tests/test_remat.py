@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import MemorySection
-from cosmos_rl_core.parallel.memory.offload import offload_activations
-from cosmos_rl_core.parallel.memory.remat import checkpoint_activations, save_memory
+from cosmos_rl_core.parallel.offload.activations import offload_activations
+from cosmos_rl_core.parallel.remat import checkpoint_activations, save_memory
 from doubles.ranks import run_ranks
 
 MODES = ["none", "selective", "full"]

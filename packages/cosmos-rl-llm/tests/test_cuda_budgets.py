@@ -16,8 +16,8 @@ from cosmos_rl_core.parallel.axes import expert
 from cosmos_rl_core.parallel.axes.expert import grouped_linear
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.device import to_device
-from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.types import Sampling, Share
 from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.domain import _recommend_vllm
@@ -236,9 +236,9 @@ def test_a_policy_takes_the_logits_budget_of_its_gpu():
 def test_a_policy_that_compilation_is_unproven_for_is_not_compiled(monkeypatch, capfd, kind, parallel, reason):
     """The policy and its reference log it once."""
     log_choice.cache_clear()
-    monkeypatch.setattr("cosmos_rl_core.parallel.memory.remat._missing_toolchain", lambda: "")
+    monkeypatch.setattr("cosmos_rl_core.parallel.remat._missing_toolchain", lambda: "")
     compiled = []
-    monkeypatch.setattr("cosmos_rl_core.parallel.memory.remat.compile_blocks", lambda blocks: compiled.extend(blocks))
+    monkeypatch.setattr("cosmos_rl_core.parallel.remat.compile_blocks", lambda blocks: compiled.extend(blocks))
     with pretend_cuda():
         for frozen in (False, True):
             setup = ModelSetup(parallel=ParallelSection(**parallel), frozen=frozen)

@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as flex
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from cosmos_rl_core.parallel.memory.remat import _KEPT, checkpoint_activations
+from cosmos_rl_core.parallel.remat import _KEPT, checkpoint_activations
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.model.miniature import miniature

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import estimate
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.estimate import estimate
+from cosmos_rl_core.plan.live_bytes import LiveBytes
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
-from cosmos_rl_core.parallel.estimate import estimate
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.parallel.process_memory import START
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.estimate import estimate
+from cosmos_rl_core.plan.live_bytes import LiveBytes
+from cosmos_rl_core.plan.needs import START
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm import build

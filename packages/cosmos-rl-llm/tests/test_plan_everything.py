@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cosmos_rl_core.cli.app import app
-from cosmos_rl_core.launch.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
-from cosmos_rl_core.ops.plan.plan import plan
+from cosmos_rl_core.plan.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_llm.tiny import write_tiny_model
 

@@ -6,8 +6,8 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import check
-from cosmos_rl_core.launch.memory import parse_bytes
-from cosmos_rl_core.ops.plan.plan import plan
+from cosmos_rl_core.plan.memory import parse_bytes
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_llm.tiny import write_tiny_model
 

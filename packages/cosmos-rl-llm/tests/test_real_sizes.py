@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from cosmos_rl_core.parallel.axes import expert
-from cosmos_rl_core.parallel.axes.traffic import traffic
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import materialise, parameters_on_meta
-from cosmos_rl_core.parallel.estimate import estimate
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
-from cosmos_rl_core.parallel.process_memory import START
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.estimate import estimate
+from cosmos_rl_core.plan.live_bytes import LiveBytes
+from cosmos_rl_core.plan.needs import START
+from cosmos_rl_core.plan.traffic import traffic
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm import build

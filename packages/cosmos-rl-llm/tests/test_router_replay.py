@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.memory.remat import checkpoint_activations
+from cosmos_rl_core.parallel.remat import checkpoint_activations
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.data.collate import collate

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from cosmos_rl_core.assemble import build_collate, build_trainer
-from cosmos_rl_core.ops.plan.plan import plan
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.domain import LLM

@@ -10,13 +10,13 @@ from safetensors.numpy import save_file
 
 from cosmos_rl_core.checkpoint.saver import files_beside
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.axes.traffic import traffic
 from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import local_part, whole
-from cosmos_rl_core.parallel.estimate import estimate
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.estimate import estimate
+from cosmos_rl_core.plan.traffic import traffic
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cosmos_rl_core.ops.plan.plan import plan
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
-from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.parallel.offload.swap import tensors_of
+from cosmos_rl_core.plan.live_bytes import LiveBytes
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig

@@ -13,9 +13,9 @@ from vla_parity import MODULES, SAMPLES, decisions, microbatch_of, save_model
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.live_bytes import LiveBytes
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_policy
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling

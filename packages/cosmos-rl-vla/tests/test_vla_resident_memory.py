@@ -9,7 +9,7 @@ from vla_fixtures import save_pi, small_pi
 from vla_parity import decisions, microbatch_of
 
 from cosmos_rl_core.assemble import build_engine, build_mesh, build_trainer
-from cosmos_rl_core.ops.plan.plan import plan
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Prompt, TrainBatch
 from cosmos_rl_vla.actions import ActionStats

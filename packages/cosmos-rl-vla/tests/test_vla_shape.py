@@ -6,9 +6,9 @@ import pytest
 from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.memory import estimate_of
 from cosmos_rl_core.launch.preflight.named_parts import look_up_parts
 from cosmos_rl_core.parallel.config import PolicySection
+from cosmos_rl_core.plan.memory import estimate_of
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig, VLASampling

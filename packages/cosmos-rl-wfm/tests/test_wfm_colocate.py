@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from wfm_fixtures import lines_of, mock_data, pixel_model, recipe, save_pipeline
 
 from cosmos_rl_core import assemble, run
-from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.parallel.offload.swap import tensors_of
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.build import build_engine

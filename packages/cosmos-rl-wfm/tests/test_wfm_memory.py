@@ -7,12 +7,12 @@ import pytest
 import torch
 from wfm_fixtures import mock_data, pixel_model, recipe, save_pipeline, tiny_model
 
-from cosmos_rl_core.launch.memory import parse_bytes
-from cosmos_rl_core.ops.plan.plan import plan
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
-from cosmos_rl_core.parallel.memory.swap import tensors_of
-from cosmos_rl_core.parallel.process_memory import PREPARE
+from cosmos_rl_core.parallel.offload.swap import tensors_of
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.live_bytes import LiveBytes
+from cosmos_rl_core.plan.memory import parse_bytes
+from cosmos_rl_core.plan.needs import PREPARE
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.models.base import ClipSize

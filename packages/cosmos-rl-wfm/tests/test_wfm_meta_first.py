@@ -10,9 +10,9 @@ from wfm_fixtures import mock_data
 from cosmos_rl_core.parallel.config import ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.live_bytes import LiveBytes
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import WFMModelConfig

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from wfm_fixtures import VOCABULARY, save_pipeline, tiny_t5, tiny_tokenizer
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.parallel.offload.swap import tensors_of
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.data.config import WFMDataConfig

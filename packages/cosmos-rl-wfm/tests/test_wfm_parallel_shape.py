@@ -14,8 +14,8 @@ from wfm_parity import FAMILIES, make_tiny
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import estimate
-from cosmos_rl_core.parallel.shape import check_fit
+from cosmos_rl_core.plan.estimate import estimate
+from cosmos_rl_core.plan.shape import check_fit
 from cosmos_rl_wfm.parallel.shape import DEFAULTS, model_shape, num_tokens, parameter_shapes
 
 CLASSES = {"wan": "WanTransformer3DModel", "cosmos": "CosmosTransformer3DModel", "sd3": "SD3Transformer2DModel"}

@@ -6,7 +6,7 @@ import pytest
 from wfm_fixtures import NETWORK, pixel_model, prompt, recipe
 
 from cosmos_rl_core.assemble import build_collate, build_engine, build_mesh, build_reference, build_trainer
-from cosmos_rl_core.ops.plan.plan import plan
+from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Share
 from cosmos_rl_wfm.domain import WFM

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.parallel import mesh as meshes
-from cosmos_rl_core.parallel.axes.traffic import CollectiveCalls
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.plan.traffic import CollectiveCalls
 
 T = TypeVar("T")
 

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.interfaces import Recorder, RewardFn, Teacher
-    from cosmos_rl_core.parallel.estimate import MemoryEstimate
-    from cosmos_rl_core.parallel.process_memory import MemoryPart
     from cosmos_rl_core.parallel.setup import ModelSetup
-    from cosmos_rl_core.parallel.shape import ModelShape
+    from cosmos_rl_core.plan.estimate import MemoryEstimate
+    from cosmos_rl_core.plan.needs import MemoryPart
+    from cosmos_rl_core.plan.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
     from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, WeightSpec
@@ -216,7 +216,7 @@ class DomainBase(Domain):
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[MemoryPart]:
         """Return the memory of a rollout replica beside the network's weights, live and staged."""
-        from cosmos_rl_core.parallel.process_memory import MemoryPart
+        from cosmos_rl_core.plan.needs import MemoryPart
 
         return (MemoryPart(name="the engine's caches and activations", bytes=None),)
 

@@ -16,7 +16,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install, quiet_torchao
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.observe.startup import READING, phase
-from cosmos_rl_core.parallel.process_memory import MemoryPart
+from cosmos_rl_core.plan.needs import MemoryPart
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
     from cosmos_rl_core.algorithms.config import TeacherSection
-    from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.setup import ModelSetup
-    from cosmos_rl_core.parallel.shape import ModelShape
+    from cosmos_rl_core.plan.estimate import MemoryEstimate
+    from cosmos_rl_core.plan.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
     from cosmos_rl_llm.data.chat import Chat, Encoded

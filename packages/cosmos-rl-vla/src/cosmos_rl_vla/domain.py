@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
-    from cosmos_rl_core.parallel.process_memory import MemoryPart
     from cosmos_rl_core.parallel.setup import ModelSetup
-    from cosmos_rl_core.parallel.shape import ModelShape
+    from cosmos_rl_core.plan.needs import MemoryPart
+    from cosmos_rl_core.plan.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
     from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from cosmos_rl_core.parallel.lora import adapter_weights
-from cosmos_rl_core.parallel.memory.activations import BYTES
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes, tensors_without_memory
-from cosmos_rl_core.parallel.memory.swap import tensors_of
-from cosmos_rl_core.parallel.process_memory import MemoryPart
+from cosmos_rl_core.parallel.offload.swap import tensors_of
+from cosmos_rl_core.plan.layer_bytes import BYTES
+from cosmos_rl_core.plan.live_bytes import LiveBytes, tensors_without_memory
+from cosmos_rl_core.plan.needs import MemoryPart
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_vla.config import VLAModelConfig, VLATorchOptions

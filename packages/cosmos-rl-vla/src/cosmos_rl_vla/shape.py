@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
-from cosmos_rl_core.parallel.estimate import layer_of
-from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.plan.estimate import layer_of
+from cosmos_rl_core.plan.shape import ModelShape
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header, weight_files
 from cosmos_rl_core.types import WeightSpec

@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import Any
 
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import MemoryEstimate
-from cosmos_rl_core.parallel.memory.activations import BYTES
-from cosmos_rl_core.parallel.process_memory import PREPARE, START, STEP, MemoryPart
+from cosmos_rl_core.plan.estimate import MemoryEstimate
+from cosmos_rl_core.plan.layer_bytes import BYTES
+from cosmos_rl_core.plan.needs import PREPARE, START, STEP, MemoryPart
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_wfm.data.config import WFMDataConfig

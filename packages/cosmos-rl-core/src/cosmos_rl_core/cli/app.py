@@ -98,8 +98,8 @@ def plan(
     import_from(file)
     import json
 
-    from cosmos_rl_core.launch.memory import parse_bytes
-    from cosmos_rl_core.ops.plan.plan import plan as plan_config
+    from cosmos_rl_core.plan.memory import parse_bytes
+    from cosmos_rl_core.plan.run_plan import plan as plan_config
     from cosmos_rl_core.recipe.load import load_config
 
     size = None if memory is None else parse_bytes(memory)

@@ -41,7 +41,6 @@ from cosmos_rl_core.launch.external import start_external
 from cosmos_rl_core.launch.gpus import assign_gpus
 from cosmos_rl_core.launch.interrupts import Interrupts, run_to_end
 from cosmos_rl_core.launch.local import start_processes
-from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.open_recipe import OpenRecipe, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
@@ -54,6 +53,7 @@ from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.record import record_start
 from cosmos_rl_core.observe.reporting import Ending, LastState, Reporter, write_timeline
+from cosmos_rl_core.plan.changes import memory_advice
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig

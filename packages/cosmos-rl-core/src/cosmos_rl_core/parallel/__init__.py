@@ -1,4 +1,4 @@
-"""Meshes and the parts common to all axes: dimensions, pipeline stages, gradients, memory estimates, LoRA.
+"""Meshes and the parts common to all axes: dimensions, pipeline stages, gradients, recomputation, float8, LoRA.
 
-`axes` has one file for each way to cut a model, `memory` the trades of time for memory.
+`axes` has one file for each way to cut a model, `offload` what waits in the host's memory.
 """

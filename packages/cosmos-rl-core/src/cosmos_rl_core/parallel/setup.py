@@ -45,7 +45,7 @@ class ModelSetup:
 
     def compiles(self, *, obstacle: str = "") -> bool:
         """Return whether the blocks are compiled. obstacle: a part of the model that "auto" does not compile with."""
-        from cosmos_rl_core.parallel.memory.remat import wants_compile
+        from cosmos_rl_core.parallel.remat import wants_compile
 
         axes = [f"{axis} = {size}" for axis in ("pp", "cp", "tp", "ep") if (size := getattr(self.parallel, axis)) > 1]
         return wants_compile(self.memory, device=self.device, obstacle=obstacle or ", ".join(axes))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.device import forked_rng
-from cosmos_rl_core.parallel.memory.swap import Swap
+from cosmos_rl_core.parallel.offload.swap import Swap
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
 from cosmos_rl_core.train.balance import deal

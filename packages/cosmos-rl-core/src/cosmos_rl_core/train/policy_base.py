@@ -14,7 +14,7 @@ from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.gradients import accumulate
 from cosmos_rl_core.parallel.lora import reference_of
-from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.parallel.offload.swap import tensors_of
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
 M = TypeVar("M", bound=nn.Module)

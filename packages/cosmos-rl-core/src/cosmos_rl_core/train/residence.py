@@ -18,7 +18,7 @@ from torch import Tensor
 from cosmos_rl_core.gpu_turn import RankTurn
 from cosmos_rl_core.interfaces import HoldsTensors, Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.parallel.memory.swap import Swap
+from cosmos_rl_core.parallel.offload.swap import Swap
 from cosmos_rl_core.train.trainer import Trainer
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ from typing import Any
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import MemoryEstimate, is_expert, layer_of
-from cosmos_rl_core.parallel.memory.activations import BYTES
-from cosmos_rl_core.parallel.process_memory import MemoryPart
-from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.plan.estimate import MemoryEstimate, is_expert, layer_of
+from cosmos_rl_core.plan.layer_bytes import BYTES
+from cosmos_rl_core.plan.needs import MemoryPart
+from cosmos_rl_core.plan.shape import ModelShape
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import neighbour
 from cosmos_rl_core.storage.json_files import read_json_object

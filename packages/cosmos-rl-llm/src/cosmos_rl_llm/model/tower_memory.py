@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.parallel.memory.activations import BYTES
-from cosmos_rl_core.parallel.process_memory import STEP, MemoryPart
+from cosmos_rl_core.plan.layer_bytes import BYTES
+from cosmos_rl_core.plan.needs import STEP, MemoryPart
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.config import LLMModelConfig

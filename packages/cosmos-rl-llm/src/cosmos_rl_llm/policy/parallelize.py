@@ -39,9 +39,9 @@ from cosmos_rl_core.parallel.axes.tensor import (
     replicate,
     whole_sequence,
 )
+from cosmos_rl_core.parallel.float8 import use_float8
 from cosmos_rl_core.parallel.lora import adapter_layers
-from cosmos_rl_core.parallel.memory.float8 import use_float8
-from cosmos_rl_core.parallel.memory.remat import save_memory
+from cosmos_rl_core.parallel.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model
 from cosmos_rl_llm.model.vision_parts import tower_blocks

@@ -31,10 +31,10 @@ from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.axes.tied import tied_gradients
 from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.device import memory_of
-from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.parallel.pipeline import Pipeline
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
+from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat

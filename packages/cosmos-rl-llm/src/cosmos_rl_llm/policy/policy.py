@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.device import memory_of
-from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.parallel.lora import whole_weights
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat

@@ -28,8 +28,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis, own_part, own_slice
 from cosmos_rl_core.parallel.device import to_device
-from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.plan.estimate import LOGITS_BYTES
 from cosmos_rl_core.types import PolicyOutputs
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items

@@ -9,10 +9,10 @@ from pathlib import Path
 from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.parallel.memory.activations import BYTES
-from cosmos_rl_core.parallel.process_memory import START, STEP, MemoryPart
-from cosmos_rl_core.parallel.shape import ModelShape, check_fit
+from cosmos_rl_core.plan.estimate import MemoryEstimate, estimate
+from cosmos_rl_core.plan.layer_bytes import BYTES
+from cosmos_rl_core.plan.needs import START, STEP, MemoryPart
+from cosmos_rl_core.plan.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.config import LLMModelConfig

@@ -24,7 +24,7 @@ from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.parallel.dtensor import whole
-from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.parallel.offload.swap import tensors_of
 from cosmos_rl_core.types import Microbatch
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.media.item import VisionFamily

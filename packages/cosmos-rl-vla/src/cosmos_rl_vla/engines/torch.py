@@ -21,7 +21,7 @@ import numpy as np
 from torch import nn
 
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.parallel.memory.swap import Swap, tensors_of
+from cosmos_rl_core.parallel.offload.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_vla.config import VLASampling, VLATorchOptions

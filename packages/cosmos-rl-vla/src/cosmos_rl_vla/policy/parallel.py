@@ -20,7 +20,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.config import ParallelSection, PrecisionSection
-from cosmos_rl_core.parallel.memory.remat import save_memory
+from cosmos_rl_core.parallel.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_vla.models.loaded import LoadedPolicy
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.parallel.memory.swap import Swap
+from cosmos_rl_core.parallel.offload.swap import Swap
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_wfm.conditions import Conditions, arrays_of, joined

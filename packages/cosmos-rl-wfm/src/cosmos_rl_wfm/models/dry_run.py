@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.memory.live_bytes import LiveBytes, tensors_without_memory
-from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.parallel.offload.swap import tensors_of
+from cosmos_rl_core.plan.live_bytes import LiveBytes, tensors_without_memory
 from cosmos_rl_wfm.models.base import ClipSize, Condition
 from cosmos_rl_wfm.models.codec import clips_at_once, make_codec, to_clips, to_video
 from cosmos_rl_wfm.models.networks.families import make_family

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.parallel.lora import adapter_weights, write_adapter_config
-from cosmos_rl_core.parallel.memory.swap import tensors_of
+from cosmos_rl_core.parallel.offload.swap import tensors_of
 from cosmos_rl_wfm.models.base import ClipSize, Condition, Grid
 from cosmos_rl_wfm.models.captions import CaptionEncoder, ImageEncoder, pad_text
 from cosmos_rl_wfm.models.codec import Codec, clips_at_once, fingerprint, to_clips, to_video

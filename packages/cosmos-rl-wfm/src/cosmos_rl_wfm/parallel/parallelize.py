@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
-from cosmos_rl_core.parallel.memory.float8 import use_float8
-from cosmos_rl_core.parallel.memory.remat import save_memory
+from cosmos_rl_core.parallel.float8 import use_float8
+from cosmos_rl_core.parallel.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_wfm.parallel.context import cut_tokens
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.plan.shape import ModelShape
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class

@@ -10,7 +10,7 @@ from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.preflight.machine import caught
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.shape import misfits
+from cosmos_rl_core.plan.shape import misfits
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem

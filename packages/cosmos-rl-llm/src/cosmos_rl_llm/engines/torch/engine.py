@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.device import exact_products
-from cosmos_rl_core.parallel.memory.swap import Swap, tensors_of
+from cosmos_rl_core.parallel.offload.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Encoded

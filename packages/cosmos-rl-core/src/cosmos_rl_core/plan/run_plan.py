@@ -11,25 +11,16 @@ from typing import Any
 from cosmos_rl_core.assemble import build_sync, sync_settings
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
-from cosmos_rl_core.launch.memory import (
-    ITEM_BYTES,
-    Change,
-    changes_that_fit,
-    estimate_of,
-    policy_needs,
-    rollout_needs,
-    sent_dtype,
-    staying,
-    written,
-)
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.launch.preflight.named_parts import look_up_parts
 from cosmos_rl_core.observe.console import table
-from cosmos_rl_core.parallel.axes.traffic import CollectiveCalls, traffic
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
-from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
-from cosmos_rl_core.parallel.memory.activations import BYTES
-from cosmos_rl_core.parallel.process_memory import NOT_COUNTED, STEP, MemoryPart, Needs
+from cosmos_rl_core.plan.changes import Change, changes_that_fit, written
+from cosmos_rl_core.plan.estimate import MOMENTS, MemoryEstimate
+from cosmos_rl_core.plan.layer_bytes import BYTES
+from cosmos_rl_core.plan.memory import ITEM_BYTES, estimate_of, policy_needs, rollout_needs, sent_dtype, staying
+from cosmos_rl_core.plan.needs import NOT_COUNTED, STEP, MemoryPart, Needs
+from cosmos_rl_core.plan.traffic import CollectiveCalls, traffic
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig

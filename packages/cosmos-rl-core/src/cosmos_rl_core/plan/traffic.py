@@ -23,9 +23,9 @@ from typing import Literal
 
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import Rank, is_expert, layer_of, logits_budget, ranks_of
-from cosmos_rl_core.parallel.memory.activations import BYTES
-from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.plan.estimate import Rank, is_expert, layer_of, logits_budget, ranks_of
+from cosmos_rl_core.plan.layer_bytes import BYTES
+from cosmos_rl_core.plan.shape import ModelShape
 from cosmos_rl_core.types import WeightSpec
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send", "receive"]

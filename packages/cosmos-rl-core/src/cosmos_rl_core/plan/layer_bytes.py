@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from cosmos_rl_core.parallel.config import MemorySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.plan.shape import ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _INDEX_BYTES = 8

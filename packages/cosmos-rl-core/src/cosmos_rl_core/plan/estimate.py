@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.memory.activations import BYTES, LayerBytes, layer_bytes, norm_bytes, stream_bytes
-from cosmos_rl_core.parallel.process_memory import START, MemoryPart
-from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
+from cosmos_rl_core.plan.layer_bytes import BYTES, LayerBytes, layer_bytes, norm_bytes, stream_bytes
+from cosmos_rl_core.plan.needs import START, MemoryPart
+from cosmos_rl_core.plan.shape import ModelShape
 from cosmos_rl_core.types import WeightSpec
 
 LOGITS_BYTES = 256 * 2**20

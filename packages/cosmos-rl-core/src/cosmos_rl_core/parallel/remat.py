@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.parallel.config import MemorySection
-from cosmos_rl_core.parallel.memory.offload import offload_activations
+from cosmos_rl_core.parallel.offload.activations import offload_activations
 
 _KEPT = frozenset(
     f"{namespace}::{name}"

@@ -1,1 +1,0 @@
-"""`cosmos-rl plan`."""

@@ -1,1 +1,0 @@
-"""Trades of time for memory: activation checkpointing and offload, float8."""

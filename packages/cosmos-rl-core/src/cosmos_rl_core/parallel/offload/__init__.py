@@ -1,0 +1,1 @@
+"""Tensors of a GPU that wait in the host's memory: activations for the backward pass, a role between its turns."""
