@@ -25,12 +25,24 @@ EXTRA_FILES = {
 ENTRY_POINTS = {
     "cosmos-rl-core": {
         "console_scripts": {"cosmos-rl"},
+        "cosmos_rl.commands": {
+            "dashboard",
+            "doctor",
+            "launch",
+            "migrate",
+            "node",
+            "reward-server",
+            "scale",
+            "status",
+            "stop",
+        },
         "cosmos_rl.launchers": {"kubernetes", "local", "ray", "slurm"},
         "cosmos_rl.rewards": {"remote"},
     },
     "cosmos-rl-llm": {
         "cosmos_rl.domains": {"llm"},
         "cosmos_rl.doctors": {"hub"},
+        "cosmos_rl.migrations": {"llm"},
         "vllm.general_plugins": {"cosmos_rl"},
     },
     "cosmos-rl-transfer": {
@@ -41,6 +53,7 @@ ENTRY_POINTS = {
     "cosmos-rl-vla": {
         "cosmos_rl.doctors": {"simulators"},
         "cosmos_rl.domains": {"vla"},
+        "cosmos_rl.migrations": {"vla"},
         "cosmos_rl.simulators": {
             "behavior",
             "gymnasium",
@@ -52,7 +65,11 @@ ENTRY_POINTS = {
             "robotwin",
         },
     },
-    "cosmos-rl-wfm": {"cosmos_rl.domains": {"wfm"}, "cosmos_rl.algorithms": {"ddrl", "flow_grpo", "nft"}},
+    "cosmos-rl-wfm": {
+        "cosmos_rl.algorithms": {"ddrl", "flow_grpo", "nft"},
+        "cosmos_rl.domains": {"wfm"},
+        "cosmos_rl.migrations": {"predict", "wfm"},
+    },
 }
 
 

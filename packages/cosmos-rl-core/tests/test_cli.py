@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from cosmos_rl_core.cli.app import main
-from cosmos_rl_core.cli.elastic import error_text
+from cosmos_rl_core.cli.app import error_text, main
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.status import live_controller
 from cosmos_rl_core.errors import UserError
@@ -96,6 +95,19 @@ def test_help_lists_the_commands(cosmos_rl):
     assert (done.returncode, done.stderr) == (0, "")
     for command in ("run", "check", "plan", "init", "plugins", "status"):
         assert f"\n  {command} " in done.stdout
+
+
+def test_a_package_adds_a_command_and_a_broken_one_hides_no_other(tmp_path, monkeypatch, cosmos_rl):
+    (tmp_path / "extra.py").write_text('def greet(name: str) -> None:\n    """Greet."""\n    print(f"hello {name}")\n')
+    info = tmp_path / "extra-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[cosmos_rl.commands]\ngreet = extra:greet\nlost = extra:nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = cosmos_rl("greet", "world")
+    assert (done.returncode, done.stdout) == (0, "hello world\n")
+    assert "command 'lost': extra" in done.stderr
+    assert "greet" in cosmos_rl("--help").stdout
 
 
 def test_version_is_that_of_the_installed_packages(cosmos_rl):

@@ -34,6 +34,23 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "ray": "cosmos_rl_core.ops.clusters.ray:Ray",
         "slurm": "cosmos_rl_core.ops.clusters.slurm:Slurm",
     },
+    "cosmos_rl.commands": {
+        "dashboard": "cosmos_rl_core.ops.commands:dashboard",
+        "doctor": "cosmos_rl_core.ops.commands:doctor",
+        "launch": "cosmos_rl_core.ops.commands:launch",
+        "migrate": "cosmos_rl_core.ops.commands:migrate",
+        "node": "cosmos_rl_core.ops.commands:node",
+        "reward-server": "cosmos_rl_core.ops.commands:reward_server",
+        "scale": "cosmos_rl_core.ops.commands:scale",
+        "status": "cosmos_rl_core.ops.commands:status",
+        "stop": "cosmos_rl_core.ops.commands:stop",
+    },
+    "cosmos_rl.migrations": {
+        "llm": "cosmos_rl_llm.migrate:migrate",
+        "predict": "cosmos_rl_wfm.migrate:migrate_predict",
+        "vla": "cosmos_rl_vla.migrate:migrate",
+        "wfm": "cosmos_rl_wfm.migrate:migrate",
+    },
     "cosmos_rl.doctors": {
         "hub": "cosmos_rl_llm.hub:checks",
         "simulators": "cosmos_rl_vla.sims.doctor:checks",
@@ -67,7 +84,9 @@ GROUPS = (
     "cosmos_rl.algorithms",
     "cosmos_rl.simulators",
     "cosmos_rl.launchers",
+    "cosmos_rl.commands",
     "cosmos_rl.doctors",
+    "cosmos_rl.migrations",
 )
 """The entry point groups for plug-ins of packages."""
 

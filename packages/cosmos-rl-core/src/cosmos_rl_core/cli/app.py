@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from dataclasses import replace
@@ -11,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from cosmos_rl_core.cli import elastic, inference, reference, scale
+from cosmos_rl_core.cli import inference, reference
 from cosmos_rl_core.cli.group import CommandGroup
 from cosmos_rl_core.cli.inference import Overrides, Recipe
-from cosmos_rl_core.imports import add_folders, import_from, pip_install
+from cosmos_rl_core.imports import add_folders, import_from
 
 app = typer.Typer(
     name="cosmos-rl",
@@ -24,6 +25,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+Resume = Annotated[
+    str | None,
+    typer.Option(metavar="auto|PATH", help="Continue from the newest checkpoint, or from this one."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the same output directory.")]
 
 
 @app.callback()
@@ -36,8 +42,8 @@ def run(
     file: Recipe,
     overrides: Overrides = None,
     *,
-    resume: elastic.Resume = None,
-    overwrite: elastic.Overwrite = False,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the plan and exit.")] = False,
     checked: Annotated[bool, typer.Option("--checked", hidden=True, help="`launch` has made the checks.")] = False,
 ) -> None:
@@ -46,18 +52,62 @@ def run(
         check(file, overrides)
         plan(file, overrides)
         return
-    folders, arguments = import_from(file), overrides or []
-    elastic.train(file, arguments, folders, resume=resume, overwrite=overwrite, deep=not checked)
+    _train(file, overrides or [], resume=resume, overwrite=overwrite, deep=not checked)
 
 
-app.command()(elastic.launch)
-app.command()(elastic.controller)
-app.command()(elastic.node)
-AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True}
-app.command(add_help_option=False, context_settings=AS_GIVEN)(elastic.worker)
-app.command()(scale.scale)
-app.command()(scale.stop)
-app.command()(scale.status)
+@app.command()
+def controller(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; default: [run] port, or a free one.")
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Address at which workers reach this machine; default: [run] bind."),
+    ] = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Control a run whose workers join by `cosmos-rl worker`, from this and other machines."""
+    settings = {"placement": "external", "port": port, "advertise": advertise}
+    flags = [f"run.{key}={value}" for key, value in settings.items() if value is not None]
+    _train(file, [*(overrides or ()), *flags], resume=resume, overwrite=overwrite, deep=False)
+
+
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def worker(context: typer.Context) -> None:
+    """Run a worker of `cosmos-rl controller`, or of another machine; both print the complete command."""
+    from cosmos_rl_core.workers.main import run_worker
+    from cosmos_rl_core.workers.node import from_arguments
+
+    raise typer.Exit(run_worker(*from_arguments(context.args, program="cosmos-rl worker")))
+
+
+def _train(file: Path, overrides: list[str], *, resume: str | None, overwrite: bool, deep: bool) -> None:
+    """Run a recipe to its end. Exit code: 1 if a worker was lost, 3 if the monitor has ended it, 130 if interrupted.
+
+    deep: check what a run needs on this machine before anything is started.
+    """
+    folders = import_from(file)
+    from cosmos_rl_core.errors import WorkerFailed
+    from cosmos_rl_core.launch.check import check_in_child
+    from cosmos_rl_core.launch.open_recipe import open_recipe
+    from cosmos_rl_core.launch.supervised.command import run_supervised
+    from cosmos_rl_core.observe.record import STOPPED
+    from cosmos_rl_core.recipe.load import load
+
+    loaded = load(file, overrides)
+    notes = check_in_child(loaded, resume=resume, overwrite=overwrite) if deep else ()
+    given = replace(open_recipe(loaded.whole(), python_path=folders), notes=notes)
+    try:
+        result = run_supervised(given, resume=resume, overwrite=overwrite)
+    except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
+        typer.echo(error_text(error), err=True)
+        raise typer.Exit(1) from error
+    if result.interrupted or result.stopped:
+        raise typer.Exit(130 if result.interrupted else STOPPED)
 
 
 @app.command()
@@ -122,26 +172,6 @@ def init(
 
 
 @app.command()
-def migrate(
-    file: Annotated[Path, typer.Argument(metavar="OLD.toml", help="A recipe of NVIDIA's Cosmos-RL.")],
-    *,
-    out: Annotated[Path | None, typer.Option(metavar="NEW.toml", help="File to write; default: the terminal.")] = None,
-) -> None:
-    """Convert a recipe of NVIDIA's Cosmos-RL; exit code 3 if a key of it has no equivalent."""
-    from cosmos_rl_core.ops.migrate.command import migrate_file
-
-    migrated = migrate_file(file)
-    if out is None:
-        typer.echo(migrated.text, nl=False)
-    else:
-        migrated.write(out)
-        typer.echo(f"wrote {out}; next: cosmos-rl check {out}", err=True)
-    typer.echo(str(migrated), err=True)
-    if migrated.refused:
-        raise typer.Exit(3)
-
-
-@app.command()
 def plugins() -> None:
     """List the installed plug-ins: domains, transports, rewards and so on."""
     from cosmos_rl_core.observe.console import table
@@ -149,29 +179,6 @@ def plugins() -> None:
 
     rows = [(group, name, locate(group, name)) for group in GROUPS for name in names(group)]
     typer.echo(table(rows, header=("group", "name", "from")))
-
-
-@app.command()
-def reward_server(
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Settings in TOML.")] = None,
-    *,
-    reward: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A reward to serve; may be repeated.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="0 selects a free port and prints it; default: 8300.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="The token's file; created if it is missing.")] = None,
-) -> None:
-    """Serve rewards to runs on this and other machines; flags override FILE."""
-    folders = import_from(file or Path("rewards.toml"))
-    from cosmos_rl_core.ops.reward_service.start import run_server
-    from cosmos_rl_core.recipe.load import read_toml
-
-    raw = read_toml(file) if file else {}
-    flags = {"host": host, "port": port, "token_file": str(token_file) if token_file else None}
-    flags["rewards"] = [{"name": name} for name in reward] if reward else None
-    raw.update({key: value for key, value in flags.items() if value is not None})
-    raise typer.Exit(run_server(raw, file=str(file or ""), say=typer.echo, python_path=folders))
 
 
 @app.command()
@@ -207,62 +214,6 @@ def export(
     typer.echo(f"{written.checkpoint} -> {directory}: {written.num_tensors} tensors, {written.num_bytes:,} bytes")
 
 
-@app.command()
-def dashboard(
-    runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="Runs, or directories with runs; default: runs.")
-    ] = None,
-    *,
-    host: Annotated[str, typer.Option(help="Address to listen on; another one than loopback needs --token-file.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Default: 7861, or a free one if it is taken.")
-    ] = None,
-    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A secret; default: a new one.")] = None,
-) -> None:
-    """Show runs in the browser: curves, rollouts, timeline, members, weights, logs; live, or long after their end."""
-    from cosmos_rl_core.errors import UserError
-
-    try:
-        from cosmos_rl_core.ops.dashboard.server import serve
-    except ModuleNotFoundError as error:
-        raise UserError(f"the dashboard needs {error.name}: {pip_install('cosmos-rl-core[dashboard]')}") from error
-    serve(runs or [Path("runs")], host=host, port=port, token_file=token_file, say=typer.echo)
-
-
-@app.command()
-def doctor(
-    target: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RUN|RECIPE]", help="A run's directory; or a recipe, for its [run] bind, port and output_dir."
-        ),
-    ] = None,
-    *,
-    stacks: Annotated[
-        bool, typer.Option("--stacks", help="Show the stacks of the process that the others of a run wait for.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of text.")] = False,
-) -> None:
-    """Examine this machine, or find out why a run fails, hangs or does not learn; exit code 1 if something is bad."""
-    import json
-
-    from cosmos_rl_core.ops.doctor.machine import examine_machine_of
-    from cosmos_rl_core.ops.doctor.report import as_rows, is_bad, render
-    from cosmos_rl_core.ops.doctor.run import examine_run
-
-    if target is not None and target.suffix != ".toml":
-        diagnosis = examine_run(target, stacks=stacks)
-        checks, shown, data = diagnosis.checks, str(diagnosis), diagnosis.as_json()
-    else:
-        checks = examine_machine_of(target)
-        shown, data = render(checks), as_rows(checks)
-    typer.echo(json.dumps(data, indent=2) if as_json else shown)
-    if is_bad(checks):
-        raise typer.Exit(1)
-
-
 app.command()(reference.keys)
 app.command()(reference.schema)
 app.command()(inference.generate)
@@ -281,5 +232,15 @@ def main(arguments: list[str] | None = None) -> None:
 
         if not isinstance(error, UserError):
             raise
-        typer.echo(elastic.error_text(error), err=True)
+        typer.echo(error_text(error), err=True)
         sys.exit(2)
+
+
+def error_text(error: Exception) -> str:
+    """Return "error: ...", in colours on a terminal unless NO_COLOR is set."""
+    head, text = "error:", str(error)
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        head = typer.style(head, fg=typer.colors.RED, bold=True)
+        text = re.sub(r"(?m)\^+$", lambda match: typer.style(match[0], fg=typer.colors.RED), text)
+        text = re.sub(r"(?m)^( += )(help:)", lambda match: match[1] + typer.style(match[2], bold=True), text)
+    return f"{head} {text}"

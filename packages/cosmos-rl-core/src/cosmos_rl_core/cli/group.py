@@ -6,8 +6,11 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command_from_info
+from typer.models import CommandInfo
 
-from cosmos_rl_core.errors import closest
+from cosmos_rl_core import plugins
+from cosmos_rl_core.errors import UserError, closest
 
 OTHER_NAMES = {
     "convert": "export",
@@ -48,13 +51,28 @@ EXAMPLES = {
 
 
 class CommandGroup(TyperGroup):
-    """typer's group; Ctrl-C is one line, an unknown command names the one that was meant, and help has examples."""
+    """typer's group with the commands of `cosmos_rl.commands`, entry points that name functions as typer takes them.
+
+    Ctrl-C is one line, an unknown command names the one that was meant, and help has examples.
+    """
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
+        for name in plugins.names("cosmos_rl.commands"):
+            try:
+                info = CommandInfo(name=name, callback=plugins.load("cosmos_rl.commands", name))
+            except UserError as error:  # of another package; the other commands work
+                typer.echo(f"note: {error}", err=True)
+                continue
+            self.commands[name] = get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode=None)
         for name, lines in EXAMPLES.items():
             examples = "\n".join(f"cosmos-rl {line}" for line in lines)
             self.commands[name].epilog = f"\b\nExamples:\n{examples}"  # \b: the lines are not wrapped
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of EXAMPLES, then those of other packages."""
+        order = {name: place for place, name in enumerate(EXAMPLES)}
+        return sorted(self.commands, key=lambda name: order.get(name, len(order)))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command that the first argument names; an unknown one is a usage error with the one meant."""

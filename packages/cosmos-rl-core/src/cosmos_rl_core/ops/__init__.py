@@ -1,4 +1,5 @@
 """Programs that people operate around a run: clusters, dashboard, doctor, migrate, the reward service.
 
-Only `cli` imports it, and other packages for what they add to its commands. It may import everything else of core.
+Its `commands` are entry points; nothing imports it but other packages, for what they add to `migrate`. It may import
+everything else of core.
 """

@@ -1,11 +1,11 @@
 """`cosmos-rl migrate OLD.toml`: the new recipe with comments, and lists of what was ignored and refused.
 
-old keys -> the domain, from the old recipe's sections -> common keys, then those of the domain's `migrate` module
+old keys -> the domain, from the old recipe's sections -> common keys, then those of the domain's entry point in the
+group `cosmos_rl.migrations`
 """
 
 from __future__ import annotations
 
-import importlib
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -64,14 +64,14 @@ def migrate(text: str) -> Migrated:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not valid TOML: {error}") from error
     domain, is_predict = _domain(tables)
-    module = _module(domain)
+    migrate_domain = plugins.load("cosmos_rl.migrations", "predict" if is_predict else domain)
     old = Migration(tables, defaults={} if is_predict else DEFAULTS)
     old.put("run.domain", domain)
     if is_predict:
-        module.migrate_predict(old)
+        migrate_domain(old)
     else:
         migrate_common(old)
-        module.migrate(old)
+        migrate_domain(old)
         migrate_rest(old)
     return Migrated("".join(_render(old.recipe, old.notes)).lstrip(), old.recipe, old.ignored, old.refused)
 
@@ -98,12 +98,6 @@ def _domain(tables: Mapping[str, Any]) -> tuple[str, bool]:
     if "vla" in tables or trainer.startswith(SIMULATED):
         return "vla", False
     return ("wfm" if tables["policy"].get("is_diffusers") else "llm"), False
-
-
-def _module(domain: str) -> Any:
-    """Return the module `migrate` of the domain's package."""
-    package = plugins.locate("cosmos_rl.domains", domain).partition(":")[0].rpartition(".")[0]
-    return importlib.import_module(f"{package}.migrate")
 
 
 def _render(recipe: Mapping[str, Any], notes: Mapping[str, str], prefix: str = "") -> Iterator[str]:
