@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
-from cosmos_rl_llm.model.causal_lm import OutputHead
-from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
+from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary
+from cosmos_rl_llm.policy.logprobs import term_logprobs
 from doubles.ranks import run_ranks
 
 TERMS, HIDDEN = 23, 16

@@ -24,8 +24,8 @@ from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.media.vision import find_family
-from cosmos_rl_llm.model.causal_lm import OutputHead, make_model
-from cosmos_rl_llm.policy.logprobs import Vocabulary
+from cosmos_rl_llm.model.causal_lm import make_model
+from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.teacher.check import check_length, check_tokens, first_difference

@@ -13,8 +13,9 @@ from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.data.collate import collate, collate_sft
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
-from cosmos_rl_llm.model.causal_lm import OutputHead, load_model, load_tokenizer
-from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
+from cosmos_rl_llm.model.causal_lm import load_model, load_tokenizer
+from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary
+from cosmos_rl_llm.policy.logprobs import term_logprobs
 from cosmos_rl_llm.policy.policy import TextPolicy
 from cosmos_rl_llm.policy.truncation import Repeats, Truncation
 from cosmos_rl_llm.tiny import write_tiny_model

@@ -19,7 +19,7 @@ from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.model.causal_lm import make_model
-from cosmos_rl_llm.policy.logprobs import Vocabulary
+from cosmos_rl_llm.model.output_head import Vocabulary
 from cosmos_rl_llm.policy.truncation import Repeats, Truncation
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")

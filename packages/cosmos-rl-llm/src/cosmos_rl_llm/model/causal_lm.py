@@ -1,19 +1,16 @@
-"""Causal language models from transformers: loading, making, naming weights, and the output head."""
+"""Causal language models from transformers: loading, making, and naming their weights."""
 
 from __future__ import annotations
 
-import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,16 +30,6 @@ from cosmos_rl_core.parallel.dtensor import parameters_on_meta
 from cosmos_rl_core.parallel.lora import adapter_weights, whole_weights
 from cosmos_rl_llm.model.checkpoint import resolve
 from cosmos_rl_llm.model.vision_parts import part_of
-
-_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-"""Config keys that logits are multiplied by: Cohere, Falcon-H1, Muse Glimmer."""
-_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-"""Config keys that logits, or the hidden states before the head, are divided by: Granite and MiniCPM3, Inkling."""
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Config keys of the soft cap of logits: Gemma 2 and others, RecurrentGemma, xLSTM."""
-
-NEVER = -1e4
-"""Added to the logit of a token that is never sampled, in policy and engines."""
 
 LOADING = threading.Lock()
 """transformers changes global defaults while it builds a model; policy and engine may load theirs in two threads."""
@@ -189,61 +176,6 @@ def context_length(model: PreTrainedModel) -> int | None:
     """Maximum number of positions, or None if the config has no limit."""
     config = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None)
-
-
-@dataclass(frozen=True, slots=True)
-class OutputHead:
-    """The output projection: logits = softcap(scale * (hidden @ weight.T + bias))."""
-
-    weight: Tensor
-    """[V, hidden]."""
-    bias: Tensor | None
-    """[V]."""
-    softcap: float | None = None
-    scale: float = 1.0
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> OutputHead:
-        """Read the head of a causal LM. Raises UserError if it has no linear output layer."""
-        config = model.config.get_text_config()
-        linear = model.get_output_embeddings()
-        if not isinstance(linear, nn.Linear):
-            raise UserError(f"model.path: {type(model).__name__} has no linear output layer; choose another model")
-        caps = [cap for key in _SOFTCAPS if (cap := getattr(config, key, None))]
-        return cls(linear.weight, linear.bias, softcap=caps[0] if caps else None, scale=_logit_scale(config))
-
-    def without(self, banned: Sequence[int]) -> OutputHead:
-        """The head that never samples the tokens `banned`, such as placeholders of pictures; others are left out."""
-        rows = [token for token in banned if 0 <= token < len(self.weight)]
-        if not rows:
-            return self
-        penalty = torch.zeros(len(self.weight), dtype=self.weight.dtype, device=self.weight.device)
-        for row in rows:  # few; a list of indices would be copied to the GPU, which the host waits for
-            penalty[row] = NEVER
-        return replace(self, bias=penalty if self.bias is None else self.bias + penalty)
-
-    def cast(self, dtype: torch.dtype | None) -> OutputHead:
-        """The same head in another dtype; gradients flow back to the original."""
-        if dtype is None:
-            return self
-        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [..., hidden] -> logits [..., V] float32, or float64 of such hidden states."""
-        logits = F.linear(hidden, self.weight, self.bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits if self.scale == 1 else logits.mul_(self.scale)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def _logit_scale(config: PreTrainedConfig) -> float:
-    """Factor of the logits in a family's forward pass."""
-    multipliers, divisors = _MULTIPLIERS, _DIVISORS
-    if config.model_type.startswith("hyperclovax"):  # multiplies by the key by which others divide
-        multipliers, divisors = ("logits_scaling",), ()
-    above = [float(getattr(config, key, None) or 1) for key in multipliers]
-    below = [float(getattr(config, key, None) or 1) for key in divisors]
-    return math.prod(above) / math.prod(below)
 
 
 def _explain(source: str, error: Exception, *, what: str = "model") -> str:

@@ -33,11 +33,12 @@ from cosmos_rl_core.plan.estimate import LOGITS_BYTES
 from cosmos_rl_core.types import PolicyOutputs
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items
-from cosmos_rl_llm.model.causal_lm import OutputHead, decoder_layers, language_model
+from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model
+from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary
 from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
-from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
+from cosmos_rl_llm.policy.logprobs import term_logprobs
 from cosmos_rl_llm.policy.packing import (
     Block,
     CausalRows,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_llm.policy.logprobs import ScaledLogits, Vocabulary, multiply
+from cosmos_rl_llm.model.output_head import Vocabulary
 
 if TYPE_CHECKING:
     from cosmos_rl_core.types import Sampling
@@ -96,6 +96,24 @@ class Truncation:
         logits.fill_(-torch.inf)
         vocabulary.put(logits, tokens, values)
         return vocabulary.put(logits, labels, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLogits:
+    """Logits that are multiplied by factors."""
+
+    rows: slice
+    places: Tensor
+    """[m] int64: their columns."""
+    factors: Tensor
+    """[rows, m]."""
+
+
+def multiply(values: Tensor, scaled: Sequence[ScaledLogits]) -> None:
+    """Multiply values [n, own], in place."""
+    for each in scaled:
+        rows = values[each.rows]
+        rows.index_copy_(1, each.places, rows[:, each.places] * each.factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

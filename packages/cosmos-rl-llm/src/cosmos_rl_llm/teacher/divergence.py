@@ -21,54 +21,26 @@ pass computes both distributions again.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cosmos_rl_core.algorithms.distill import divergence, kl_divergence, log_mixture
-from cosmos_rl_llm.model.causal_lm import OutputHead
-from cosmos_rl_llm.policy.logprobs import Vocabulary, parts, scaled_logits
+from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary, scaled_logits
+from cosmos_rl_llm.policy.logprobs import HeadGradients, parts
 
 _BUFFERS = 6
 """Vocabulary-sized tensors that exist at a time: both distributions, and temporaries."""
 
 
-class Classes(Protocol):
-    """The teacher's side: its distributions over the classes of tokens, and the policy's over the same ones."""
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """The V tokens of this rank that both models have."""
-        ...
-
-    def pair(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [n, classes] of policy and teacher for the terms of `part`.
-
-        logprobs: the policy's, [n, V].
-        """
-        ...
-
-    def spread(self, values: Tensor, logprobs: Tensor, own: Tensor, part: slice) -> Tensor:
-        """Values of classes [n, classes] -> of tokens [n, V], in proportion to the policy's probabilities.
-
-        logprobs: the policy's, of tokens [n, V]. own: of classes.
-        """
-        ...
-
-    def most_likely(self, teacher_logprobs: Tensor, part: slice) -> Tensor:
-        """The teacher's most likely token of each term [n], from the second result of `pair`."""
-        ...
-
-    def total(self, values: Tensor) -> Tensor:
-        """Sums over this rank's classes -> over all classes, in place."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Each token is a class: the teacher's distribution is computed chunk by chunk."""
+    """Each token is a class: the teacher's distribution is computed chunk by chunk.
+
+    `Top` has the same methods, for the terms of a chunk `part` and the V tokens of this rank that both models have.
+    """
 
     hidden: Tensor
     """[T, teacher's hidden]."""
@@ -78,16 +50,23 @@ class Whole:
     vocabulary: Vocabulary
 
     def pair(self, logprobs: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """The policy's log-probabilities [n, V] -> those of policy and teacher over the classes [n, classes]."""
         logits = scaled_logits(self.head, self.hidden[part], self.temperature)
         return logprobs, self.vocabulary.log_softmax(logits)
 
     def spread(self, values: Tensor, logprobs: Tensor, own: Tensor, part: slice) -> Tensor:
+        """Values of classes [n, classes] -> of tokens [n, V], in proportion to the policy's probabilities.
+
+        logprobs: the policy's, of tokens [n, V]. own: of classes.
+        """
         return values
 
     def most_likely(self, teacher_logprobs: Tensor, part: slice) -> Tensor:
+        """The teacher's most likely token of each term [n], from the second result of `pair`."""
         return self.vocabulary.argmax(teacher_logprobs)
 
     def total(self, values: Tensor) -> Tensor:
+        """Sums over this rank's classes -> over all classes, in place."""
         return self.vocabulary.sum(values)
 
 
@@ -115,6 +94,9 @@ class Top:
         return values  # every rank has all classes
 
 
+Classes = Whole | Top
+
+
 def with_rest(logprobs: Tensor, ids: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Log-probabilities [n, V] -> those of `ids` [n, k], and of all other tokens together: [n, k + 1]."""
     smallest = torch.finfo(logprobs.dtype).tiny
@@ -140,32 +122,38 @@ def term_divergence(
     if size < len(head.weight):  # rows that fill up the policy's matrix
         head = replace(head, weight=head.weight[:size], bias=None if head.bias is None else head.bias[:size])
     chunk = max(1, logits_bytes // (_BUFFERS * 4 * classes.vocabulary.widest))
-    return _TermDivergence.apply(
-        hidden, head.weight, head.bias, head.softcap, head.scale, temperature, beta, chunk, classes
+    terms = _Terms(
+        softcap=head.softcap, scale=head.scale, temperature=temperature, beta=beta, chunk=chunk, classes=classes
     )
+    return _TermDivergence.apply(hidden, head.weight, head.bias, terms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """All that decides the divergence of terms beside the tensors of the policy's head, which have gradients."""
+
+    softcap: float | None
+    scale: float
+    temperature: float
+    beta: float
+    chunk: int
+    """Terms whose distributions are in memory at a time."""
+    classes: Classes
 
 
 class _TermDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        softcap: float | None,
-        scale: float,
-        temperature: float,
-        beta: float,
-        chunk: int,
-        classes: Classes,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, terms: _Terms
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head = OutputHead(weight, bias, softcap, scale)
-        values = torch.empty(len(hidden), dtype=_result_type(hidden), device=hidden.device)
+        head, classes, beta = OutputHead(weight, bias, terms.softcap, terms.scale), terms.classes, terms.beta
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        values = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         reverse, agreement = torch.empty_like(values), torch.empty_like(values)
-        keep = len(hidden) <= chunk and softcap is None and any(ctx.needs_input_grad)
+        keep = len(hidden) <= terms.chunk and terms.softcap is None and any(ctx.needs_input_grad)
         kept = None
-        for part in parts(len(hidden), chunk):
-            logprobs = classes.vocabulary.log_softmax(scaled_logits(head, hidden[part], temperature))
+        for part in parts(len(hidden), terms.chunk):
+            logprobs = classes.vocabulary.log_softmax(scaled_logits(head, hidden[part], terms.temperature))
             own, teacher = classes.pair(logprobs, part)
             values[part] = classes.total(divergence(own, teacher, beta=beta))
             reverse[part] = values[part] if beta == 1 else classes.total(kl_divergence(own, teacher))
@@ -174,7 +162,7 @@ class _TermDivergence(torch.autograd.Function):
             if keep:
                 kept = _slope(logprobs, own, teacher, beta=beta, classes=classes, part=part)
         ctx.save_for_backward(hidden, weight, bias, kept)
-        ctx.options = (softcap, scale, temperature, beta, chunk, classes)
+        ctx.terms = terms
         ctx.mark_non_differentiable(reverse, agreement)
         return values, reverse, agreement
 
@@ -182,38 +170,24 @@ class _TermDivergence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_values: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, kept = ctx.saved_tensors
-        softcap, scale, temperature, beta, chunk, classes = ctx.options
-        head = OutputHead(weight, bias, softcap, scale)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        wide = _result_type(hidden)
-        d_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-        for part in parts(len(hidden), chunk):
-            if kept is None:
-                grad = _recomputed(head, hidden, temperature, beta=beta, classes=classes, part=part)
-            else:
-                grad = kept
-            grad = (grad * (grad_values[part, None] * (scale / temperature))).to(hidden.dtype)
-            if d_hidden is not None:
-                d_hidden[part] = grad @ weight
-            if d_weight is not None:
-                d_weight.add_(grad.t() @ hidden[part])
-            if d_bias is not None:
-                d_bias.add_(grad.sum(0))
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None if d_bias is None else d_bias.to(weight.dtype), *[None] * 6
+        terms: _Terms = ctx.terms
+        head = OutputHead(weight, bias, terms.softcap, terms.scale)
+        gradients = HeadGradients(hidden, weight, bias, needs=ctx.needs_input_grad[:3])
+        for part in parts(len(hidden), terms.chunk):
+            grad = _recomputed(head, hidden, terms, part=part) if kept is None else kept
+            grad = grad * (grad_values[part, None] * (terms.scale / terms.temperature))
+            gradients.add(grad.to(hidden.dtype), part)
+        return *gradients.results(), None
 
 
-def _recomputed(
-    head: OutputHead, hidden: Tensor, temperature: float, *, beta: float, classes: Classes, part: slice
-) -> Tensor:
+def _recomputed(head: OutputHead, hidden: Tensor, terms: _Terms, *, part: slice) -> Tensor:
     """The gradient of D with respect to the logits [n, V] before soft cap, temperature and scale."""
-    logits = scaled_logits(head, hidden[part], temperature)
-    capped = None if head.softcap is None else 1 - (logits * (temperature / head.softcap)).square()
+    classes = terms.classes
+    logits = scaled_logits(head, hidden[part], terms.temperature)
+    capped = None if head.softcap is None else 1 - (logits * (terms.temperature / head.softcap)).square()
     logprobs = classes.vocabulary.log_softmax(logits)
     own, teacher = classes.pair(logprobs, part)
-    slope = _slope(logprobs, own, teacher, beta=beta, classes=classes, part=part)
+    slope = _slope(logprobs, own, teacher, beta=terms.beta, classes=classes, part=part)
     return slope if capped is None else slope.mul_(capped)
 
 
@@ -228,7 +202,3 @@ def _slope(logprobs: Tensor, own: Tensor, teacher: Tensor, *, beta: float, class
         weights = (1 - beta) * probabilities * (own - log_mixture(own, teacher, beta=beta))
     slope = weights.sub_(probabilities.mul_(classes.total(weights.sum(-1, keepdim=True))))
     return classes.spread(slope, logprobs, own, part)
-
-
-def _result_type(hidden: Tensor) -> torch.dtype:
-    return torch.promote_types(hidden.dtype, torch.float32)

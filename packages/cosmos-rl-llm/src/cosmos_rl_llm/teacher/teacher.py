@@ -28,8 +28,8 @@ from cosmos_rl_core.parallel.offload.swap import tensors_of
 from cosmos_rl_core.types import Microbatch
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.model.causal_lm import OutputHead
-from cosmos_rl_llm.policy.logprobs import Vocabulary, parts, scaled_logits
+from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary, scaled_logits
+from cosmos_rl_llm.policy.logprobs import parts
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy, TextPolicy
 from cosmos_rl_llm.policy.token_model import TermModel, TokenShard

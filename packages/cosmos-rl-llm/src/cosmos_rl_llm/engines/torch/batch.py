@@ -28,7 +28,7 @@ from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
 from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
-from cosmos_rl_llm.model.causal_lm import OutputHead
+from cosmos_rl_llm.model.output_head import OutputHead
 from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
 from cosmos_rl_llm.policy.packing import PackedLayout, install_attention

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.types import Sampling
-from cosmos_rl_llm.policy.logprobs import Vocabulary
+from cosmos_rl_llm.model.output_head import Vocabulary
 from cosmos_rl_llm.policy.truncation import ALL, CANDIDATES, nucleus
 
 _BLOCK = 256

@@ -29,7 +29,7 @@ from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
 from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.model.causal_lm import NEVER
+from cosmos_rl_llm.model.output_head import NEVER
 
 if TYPE_CHECKING:
     from torch import Tensor
