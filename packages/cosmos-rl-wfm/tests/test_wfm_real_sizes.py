@@ -90,7 +90,7 @@ class WithoutValues:
     """A file of safetensors in float32; the values of its slices do not exist."""
 
     def __init__(self, path, framework):
-        self.shapes = parameter_shapes(json.loads((path.parent / "config.json").read_text()))
+        self.shapes = parameter_shapes(NAME, json.loads((path.parent / "config.json").read_text()))
 
     def __enter__(self):
         return self

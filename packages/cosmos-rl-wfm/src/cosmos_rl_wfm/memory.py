@@ -33,7 +33,7 @@ from cosmos_rl_wfm.models.folder import ModelFolder, network_of, open_source, va
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.family import Family
 from cosmos_rl_wfm.models.weights import with_defaults
-from cosmos_rl_wfm.parallel.shape import parameter_shapes
+from cosmos_rl_wfm.parallel.shape import network_files, parameter_shapes
 
 CAPTIONS = "captions are embedded"
 CLIPS = "real clips are encoded"
@@ -139,8 +139,7 @@ class _Parts:
     @cached_property
     def numbers(self) -> Mapping[str, int]:
         """Parameters of the network, by name."""
-        class_name, config = self.network
-        shapes = parameter_shapes({**config, "_class_name": class_name})
+        shapes = parameter_shapes(*self.network, network_files(self.folder))
         return {name: math.prod(shape) for name, shape in shapes.items()}
 
     @property

@@ -31,7 +31,7 @@ from cosmos_rl_wfm.models.folder import (
     open_source,
     vae_of,
 )
-from cosmos_rl_wfm.parallel.shape import parameter_shapes
+from cosmos_rl_wfm.parallel.shape import network_files, parameter_shapes
 from cosmos_rl_wfm.rewards.ocr import READERS
 from cosmos_rl_wfm.sampling import WFMTorchOptions
 
@@ -72,7 +72,7 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
         yield from _of_parts(model, folder)
     yield from _of_sizes(model, folder, config.data)
     if model.lora is not None:
-        yield from _of_adapters(model, {**network, "_class_name": class_name})
+        yield from _of_adapters(model, parameter_shapes(class_name, network, network_files(folder)))
 
 
 def _of_readers(reward: RewardSection) -> Iterator[Problem]:
@@ -122,12 +122,12 @@ def _of_sizes(model: WFMModelConfig, folder: ModelFolder | None, data: WFMDataCo
             yield Problem(key=f"data.size.{key}", given=str(given), wrong=wrong, suggestion=f"set it to {nearest}")
 
 
-def _of_adapters(model: WFMModelConfig, network: Mapping[str, Any]) -> Iterator[Problem]:
-    """Names of adapted layers that the network does not have; nothing for a class whose layers are not known here."""
+def _of_adapters(model: WFMModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+    """Names of adapted layers that the network does not have."""
     assert model.lora is not None
     yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-wfm[lora]"))
-    layers = [name.removesuffix(".weight") for name, shape in parameter_shapes(network).items() if len(shape) == 2]
-    if model.lora.target_modules == "family" or not layers:
+    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+    if model.lora.target_modules == "family":
         return
     if unmatched := model.lora.unmatched(layers):
         known = sorted({layer.rpartition(".")[2] for layer in layers})

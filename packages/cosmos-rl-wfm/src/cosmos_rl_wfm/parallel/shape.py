@@ -1,21 +1,26 @@
-"""The sizes of a recipe's network, read from its configuration: for `cosmos-rl plan` and checks of [policy.parallel].
+"""The sizes of a recipe's network: for `cosmos-rl plan` and checks of [policy.parallel].
 
-No torch: the controller calls this.
+Parameters are those in the headers of the folder's safetensors. Only where there are none, for a config.json alone and
+for a network from scratch, diffusers builds the network on meta; torch is imported then.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from cosmos_rl_core.plan.shape import ModelShape
+from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class
 from cosmos_rl_wfm.models.config import WFMLoraSection, WFMModelConfig
-from cosmos_rl_wfm.models.folder import is_here, network_of, open_source, vae_of
+from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, is_here, network_of, open_source, vae_of
 
 
 def read_shape(model: WFMModelConfig, data: WFMDataConfig) -> ModelShape | None:
@@ -27,8 +32,10 @@ def read_shape(model: WFMModelConfig, data: WFMDataConfig) -> ModelShape | None:
         return None
     folder = open_source(model)
     class_name, config = network_of(model, folder)
+    config = {**config, "_class_name": class_name}
     shape = model_shape(
-        {**config, "_class_name": class_name},
+        config,
+        files=network_files(folder),
         dtype=model.dtype,
         lora_rank=0 if model.lora is None else model.lora.rank,
         lora_targets=_lora_targets(model.lora, class_name),
@@ -40,7 +47,7 @@ def read_shape(model: WFMModelConfig, data: WFMDataConfig) -> ModelShape | None:
     latents = (1, (size.frames - 1) // frames + 1, size.height // pixels, size.width // pixels)
     return replace(
         shape,
-        tokens_per_term=num_tokens(_complete({**config, "_class_name": class_name}), latents),
+        tokens_per_term=num_tokens(_complete(config), latents),
         axes=frozenset({"cp"}),
     )
 
@@ -53,8 +60,12 @@ def _lora_targets(lora: WFMLoraSection | None, class_name: str) -> tuple[str, ..
     return None if targets == "all-linear" else targets
 
 
-_JOINT = {"SD3Transformer2DModel"}
-"""Classes that attend to text and video at once, and have no cross-attention."""
+_SEPARATE, _JOINT = ("CosmosTransformer3DModel", "WanTransformer3DModel"), ("SD3Transformer2DModel",)
+"""Classes whose activations were measured: with cross-attention to text, and those that attend to text and video at
+once."""
+_NEEDED = ("num_attention_heads", "attention_head_dim", "num_layers", "patch_size")
+_BUFFERS = ("pos_embed.pos_embed",)
+"""Ends of the names of tensors in files that are no parameters."""
 _FEED_FORWARD_COPIES = 2
 """Tensors of a feed-forward's width that its backward pass needs: before and after the activation; no gate. The second
 is the input of a linear layer: it is not needed if that is frozen without an adapter."""
@@ -63,24 +74,27 @@ is the input of a linear layer: it is not needed if that is frozen without an ad
 def model_shape(
     config: Mapping[str, Any],
     *,
+    files: Sequence[Path] = (),
     dtype: Literal["float32", "bfloat16"] = "float32",
     lora_rank: int = 0,
     lora_targets: Sequence[str] | None = (),
 ) -> ModelShape | None:
-    """Return the shape of the network of a diffusers config.json; None for an unknown class.
+    """Return the shape of the network of a diffusers config.json; None for a class that was not measured.
 
     `vocabulary` is the number of outputs for each token. Activations of cross-attention and of a block's gates
     count as `latent`, which fits measured activations. With adapters all other parameters are frozen.
 
     Args:
+        files: its weights; without any, it is built on meta.
         dtype: dtype of matrix products.
         lora_rank: rank of adapters; 0 for none.
         lora_targets: ends of the names of the linear layers that have them, such as "to_q" or "to_out.0"; None: all.
     """
-    if not (shapes := parameter_shapes(config)):
+    class_name = config["_class_name"]
+    if class_name not in (*_SEPARATE, *_JOINT):
         return None
-    config = _complete(config)
-    joint = config["_class_name"] in _JOINT
+    shapes = parameter_shapes(class_name, config, files)
+    config, joint = _complete(config), class_name in _JOINT
     heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
     hidden = heads * head_dim
     return ModelShape(
@@ -140,212 +154,46 @@ def _adapter_parameters(shapes: Mapping[str, tuple[int, ...]], *, rank: int, tar
     return rank * sum(sum(shape) for shape in adapted if len(shape) == 2)
 
 
-Config = Mapping[str, Any]
-Shapes = Iterator[tuple[str, tuple[int, ...]]]
+def network_files(folder: ModelFolder | None) -> list[Path]:
+    """Return the files of the network's weights; none from scratch, and for a folder with a config.json alone."""
+    return [] if folder is None else folder.weights(NETWORK, missing_ok=True)
 
 
-def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by checkpoint name; empty for an unknown class.
+def parameter_shapes(
+    class_name: str, config: Mapping[str, Any], files: Sequence[Path] = ()
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a network by checkpoint name: in `files`, or else as diffusers builds it.
 
-    Args:
-        config: of diffusers, with `_class_name`; what it leaves out is as in diffusers.
+    Raises UserError for a damaged file, and for a class or a configuration that diffusers does not have.
     """
-    shapes = _CLASSES.get(config.get("_class_name", ""))
-    return dict(shapes(_complete(config))) if shapes is not None else {}
+    if not files:
+        return _built_shapes(class_name, json.dumps(dict(config), sort_keys=True))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        with path.open("rb") as file:
+            header = read_header(file, name=f"model.path: {path}")
+        shapes |= {name: place.shape for name, place in header.items() if not name.endswith(_BUFFERS)}
+    return shapes
 
 
-def _complete(config: Config) -> Config:
-    return {**DEFAULTS[config["_class_name"]], **config}
+@cache
+def _built_shapes(class_name: str, config: str) -> Mapping[str, tuple[int, ...]]:
+    import torch
+
+    from cosmos_rl_core.parallel.dtensor import parameters_on_meta
+    from cosmos_rl_wfm.models.build import quiet
+    from cosmos_rl_wfm.models.weights import empty_network
+
+    quiet()
+    with parameters_on_meta():
+        network = empty_network(class_name, json.loads(config), dtype=torch.float32)
+    return {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
 
 
-def _wan(config: Config) -> Shapes:
-    hidden = _hidden(config)
-    patch, channels = tuple(config["patch_size"]), config["in_channels"]
-    yield "scale_shift_table", (1, 2, hidden)
-    yield "patch_embedding.weight", (hidden, channels, *patch)
-    yield "patch_embedding.bias", (hidden,)
-    embedder = "condition_embedder"
-    yield from _linear(f"{embedder}.time_embedder.linear_1", config["freq_dim"], hidden)
-    yield from _linear(f"{embedder}.time_embedder.linear_2", hidden, hidden)
-    yield from _linear(f"{embedder}.time_proj", hidden, 6 * hidden)
-    yield from _linear(f"{embedder}.text_embedder.linear_1", config["text_dim"], hidden)
-    yield from _linear(f"{embedder}.text_embedder.linear_2", hidden, hidden)
-    if image := config.get("image_dim"):
-        yield from _wan_image(f"{embedder}.image_embedder", image, hidden, tokens=config.get("pos_embed_seq_len"))
-    for layer in range(config["num_layers"]):
-        block = f"blocks.{layer}"
-        yield f"{block}.scale_shift_table", (1, 6, hidden)
-        for attention in ("attn1", "attn2"):
-            yield from _attention(f"{block}.{attention}", hidden, keys=hidden, norm=hidden, bias=True)
-        if added := config.get("added_kv_proj_dim"):
-            yield from _linear(f"{block}.attn2.add_k_proj", added, hidden)
-            yield from _linear(f"{block}.attn2.add_v_proj", added, hidden)
-            yield f"{block}.attn2.norm_added_k.weight", (hidden,)
-        if config["cross_attn_norm"]:
-            yield from _norm(f"{block}.norm2", hidden)
-        yield from _feed_forward(f"{block}.ffn", hidden, config["ffn_dim"], bias=True)
-    yield from _linear("proj_out", hidden, (config["out_channels"] or channels) * math.prod(patch))
+def _complete(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with the keys that are read here; those it leaves out are as in diffusers."""
+    if all(key in config for key in _NEEDED):
+        return config
+    from cosmos_rl_wfm.models.weights import with_defaults
 
-
-def _wan_image(name: str, image: int, hidden: int, *, tokens: int | None) -> Shapes:
-    if tokens is not None:
-        yield f"{name}.pos_embed", (1, tokens, image)
-    yield from _norm(f"{name}.norm1", image)
-    yield from _linear(f"{name}.ff.net.0.proj", image, image)
-    yield from _linear(f"{name}.ff.net.2", image, hidden)
-    yield from _norm(f"{name}.norm2", hidden)
-
-
-def _cosmos(config: Config) -> Shapes:
-    hidden, narrow = _hidden(config), config["adaln_lora_dim"]
-    patch = tuple(config["patch_size"])
-    channels = config["in_channels"] + bool(config["concat_padding_mask"])
-    yield "patch_embed.proj.weight", (hidden, channels * math.prod(patch))
-    if config["extra_pos_embed_type"] == "learnable":
-        for axis, size, along in zip("thw", config["max_size"], patch):
-            yield f"learnable_pos_embed.pos_emb_{axis}", (size // along, hidden)
-    yield "time_embed.t_embedder.linear_1.weight", (hidden, hidden)
-    yield "time_embed.t_embedder.linear_2.weight", (3 * hidden, hidden)
-    yield "time_embed.norm.weight", (hidden,)
-    for layer in range(config["num_layers"]):
-        block = f"transformer_blocks.{layer}"
-        for norm in ("norm1", "norm2", "norm3"):
-            yield f"{block}.{norm}.linear_1.weight", (narrow, hidden)
-            yield f"{block}.{norm}.linear_2.weight", (3 * hidden, narrow)
-        keys = {"attn1": hidden, "attn2": config["text_embed_dim"]}
-        for attention, width in keys.items():
-            head = config["attention_head_dim"]
-            yield from _attention(f"{block}.{attention}", hidden, keys=width, norm=head, bias=False)
-        if config.get("img_context_dim_in"):
-            for part in "qkv":
-                yield f"{block}.attn2.{part}_img.weight", (hidden, hidden)
-            yield f"{block}.attn2.q_img_norm.weight", (config["attention_head_dim"],)
-            yield f"{block}.attn2.k_img_norm.weight", (config["attention_head_dim"],)
-        yield from _feed_forward(f"{block}.ff", hidden, int(hidden * config["mlp_ratio"]), bias=False)
-    yield "norm_out.linear_1.weight", (narrow, hidden)
-    yield "norm_out.linear_2.weight", (2 * hidden, narrow)
-    yield "proj_out.weight", (math.prod(patch) * config["out_channels"], hidden)
-    if config.get("use_crossattn_projection"):
-        outputs = config["encoder_hidden_states_channels"]
-        yield from _linear("crossattn_proj.0", config["crossattn_proj_in_channels"], outputs)
-    if image := config.get("img_context_dim_in"):
-        yield from _linear("img_context_proj.0", image, config["img_context_dim_out"])
-
-
-def _sd3(config: Config) -> Shapes:
-    hidden, size = _hidden(config), config["patch_size"]
-    yield "pos_embed.proj.weight", (hidden, config["in_channels"], size, size)
-    yield "pos_embed.proj.bias", (hidden,)
-    for part, inputs in {"timestep": 256, "text": config["pooled_projection_dim"]}.items():
-        yield from _linear(f"time_text_embed.{part}_embedder.linear_1", inputs, hidden)
-        yield from _linear(f"time_text_embed.{part}_embedder.linear_2", hidden, hidden)
-    yield from _linear("context_embedder", config["joint_attention_dim"], config["caption_projection_dim"])
-    for layer in range(config["num_layers"]):
-        last = layer == config["num_layers"] - 1
-        yield from _sd3_block(f"transformer_blocks.{layer}", config, last=last, dual=layer in _dual(config))
-    yield from _linear("norm_out.linear", hidden, 2 * hidden)
-    yield from _linear("proj_out", hidden, size * size * (config["out_channels"] or config["in_channels"]))
-
-
-def _sd3_block(block: str, config: Config, *, last: bool, dual: bool) -> Shapes:
-    """The last block has no use for text behind its attention."""
-    hidden = _hidden(config)
-    norm = config["attention_head_dim"] if config.get("qk_norm") else 0
-    yield from _linear(f"{block}.norm1.linear", hidden, (9 if dual else 6) * hidden)
-    yield from _linear(f"{block}.norm1_context.linear", hidden, (2 if last else 6) * hidden)
-    yield from _attention(f"{block}.attn", hidden, keys=hidden, norm=norm, bias=True)
-    for part in "qkv":
-        yield from _linear(f"{block}.attn.add_{part}_proj", hidden, hidden)
-    for part in "qk" if norm else "":
-        yield f"{block}.attn.norm_added_{part}.weight", (norm,)
-    if dual:
-        yield from _attention(f"{block}.attn2", hidden, keys=hidden, norm=norm, bias=True)
-    yield from _feed_forward(f"{block}.ff", hidden, 4 * hidden, bias=True)
-    if not last:
-        yield from _linear(f"{block}.attn.to_add_out", hidden, hidden)
-        yield from _feed_forward(f"{block}.ff_context", hidden, 4 * hidden, bias=True)
-
-
-def _linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> Shapes:
-    yield f"{name}.weight", (outputs, inputs)
-    if bias:
-        yield f"{name}.bias", (outputs,)
-
-
-def _norm(name: str, width: int) -> Shapes:
-    yield f"{name}.weight", (width,)
-    yield f"{name}.bias", (width,)
-
-
-def _attention(name: str, hidden: int, *, keys: int, norm: int, bias: bool) -> Shapes:
-    """keys: width of what keys and values are made from; norm: width of a norm of queries and keys, 0 for none."""
-    inputs = {"to_q": hidden, "to_k": keys, "to_v": keys, "to_out.0": hidden}
-    for part, width in inputs.items():
-        yield from _linear(f"{name}.{part}", width, hidden, bias=bias)
-    for part in "qk" if norm else "":
-        yield f"{name}.norm_{part}.weight", (norm,)
-
-
-def _feed_forward(name: str, hidden: int, inner: int, *, bias: bool) -> Shapes:
-    yield from _linear(f"{name}.net.0.proj", hidden, inner, bias=bias)
-    yield from _linear(f"{name}.net.2", inner, hidden, bias=bias)
-
-
-def _hidden(config: Config) -> int:
-    return config["num_attention_heads"] * config["attention_head_dim"]
-
-
-def _dual(config: Config) -> tuple[int, ...]:
-    return tuple(config.get("dual_attention_layers") or ())
-
-
-_CLASSES: Mapping[str, Callable[[Config], Shapes]] = {
-    "CosmosTransformer3DModel": _cosmos,
-    "SD3Transformer2DModel": _sd3,
-    "WanTransformer3DModel": _wan,
-}
-
-_PATCH = (1, 2, 2)
-DEFAULTS: Mapping[str, Config] = {
-    "CosmosTransformer3DModel": {
-        "in_channels": 16,
-        "out_channels": 16,
-        "num_attention_heads": 32,
-        "attention_head_dim": 128,
-        "num_layers": 28,
-        "mlp_ratio": 4.0,
-        "text_embed_dim": 1024,
-        "adaln_lora_dim": 256,
-        "max_size": (128, 240, 240),
-        "patch_size": _PATCH,
-        "concat_padding_mask": True,
-        "extra_pos_embed_type": "learnable",
-        "crossattn_proj_in_channels": 1024,
-        "encoder_hidden_states_channels": 1024,
-        "img_context_dim_out": 2048,
-    },
-    "SD3Transformer2DModel": {
-        "patch_size": 2,
-        "in_channels": 16,
-        "num_layers": 18,
-        "attention_head_dim": 64,
-        "num_attention_heads": 18,
-        "joint_attention_dim": 4096,
-        "caption_projection_dim": 1152,
-        "pooled_projection_dim": 2048,
-        "out_channels": 16,
-    },
-    "WanTransformer3DModel": {
-        "patch_size": _PATCH,
-        "num_attention_heads": 40,
-        "attention_head_dim": 128,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "ffn_dim": 13824,
-        "num_layers": 40,
-        "cross_attn_norm": True,
-    },
-}
-"""Of diffusers' constructors: the values of keys that a config.json leaves out."""
+    return with_defaults(config["_class_name"], config)
