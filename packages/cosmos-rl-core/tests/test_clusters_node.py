@@ -207,7 +207,7 @@ def together(recipe, tmp_path, monkeypatch):
 
     `program` is what its workers run. The controller ends when there is a file `end`, and makes a file `over`.
     """
-    monkeypatch.setattr("cosmos_rl_core.ops.clusters.restarted.PAUSE_S", 0.0)
+    monkeypatch.setattr("cosmos_rl_core.supervisor.PAUSE_S", 0.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     def run(program, *overrides, folders=(), nodes=1):
@@ -273,9 +273,10 @@ def test_a_part_of_the_only_policy_that_another_node_gives_up_ends_the_run_with_
 
 
 def test_one_of_several_policies_that_is_given_up_ends_its_other_part_alone(together):
-    crash = 'case "$*" in *"policy-1 "*"--node 1"*) exit 7;; esac'
+    # The part crashes when the other one runs: that one is killed, and the rollout sees it.
+    crash = 'case "$*" in *"policy-1 "*"--node 1"*) until [ -s other ]; do sleep 0.01; done; exit 7;; esac'
     other = 'case "$*" in *"policy-1 "*) echo $$ > other ;; esac'
-    gone = "until [ -e other ] && ! kill -0 $(cat other) 2>/dev/null; do sleep 0.05; done; touch end"
+    gone = "until [ -s other ] && ! kill -0 $(cat other) 2>/dev/null; do sleep 0.05; done; touch end"
     rollout = f'case "$*" in *rollout*) {gone} ;; esac'
     codes = together(f"{crash}; {other}; {rollout}; {WORK}", "policy.replicas=2", *TWO_MACHINES, nodes=5)
     assert codes == [0, 0, 137, 7, 0]
@@ -303,7 +304,7 @@ def test_an_error_of_node_0_ends_the_run(alone, monkeypatch):
 def test_with_tls_workers_take_the_certificate_from_the_run_directory(recipe, tmp_path, monkeypatch):
     node = ClusterNode(recipe=recipe("tls.enabled=true"), nodes=2, node=1, head="127.0.0.1")
     part = node._parts[1][0]
-    command = node._command(part, "127.0.0.1")
-    assert command[command.index("--tls-file") + 1] == str(tmp_path / "run" / "tls.pem")
+    arguments = node._arguments(part, "127.0.0.1")
+    assert arguments[arguments.index("--tls-file") + 1] == str(tmp_path / "run" / "tls.pem")
     monkeypatch.setenv("COSMOS_RL_TLS", "the content of tls.pem")
-    assert "--tls-file" not in node._command(part, "127.0.0.1")
+    assert "--tls-file" not in node._arguments(part, "127.0.0.1")

@@ -16,8 +16,6 @@ from cosmos_rl_core.ops.clusters.follow import Logs, follow
 from cosmos_rl_core.ops.clusters.launcher import ClusterRun, find_launcher
 from cosmos_rl_core.ops.clusters.ray import Ray, _must_listen, not_started, processes, processes_of_run
 from cosmos_rl_core.ops.clusters.ray_supervisor import ReplicaAddress
-from cosmos_rl_core.ops.clusters.restarted import ProcessJob, RestartedProcess
-from cosmos_rl_core.processes import environment
 
 RECIPE = """
 [run]
@@ -48,7 +46,7 @@ def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
         "policy.replicas=2", "policy.ranks_per_node=8", "policy.num_nodes=2", "rollout.replicas=2",
         'cluster.ray.resources={rollout={CPU=4, "accelerator_type:H100"=0.001}}',
     )  # fmt: skip
-    by_name = {one.job.name: one for one in processes_of_run(run)}
+    by_name = {one.spec.name: one for one in processes_of_run(run)}
     workers = ["policy-0.0", "policy-0.1", "policy-1.0", "policy-1.1", "rollout-0", "rollout-1"]
     assert list(by_name) == [*workers, "controller"] and list(by_name["controller"].place.after) == workers
     assert by_name["controller"].resources == {"CPU": 1}
@@ -59,7 +57,7 @@ def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
     assert by_name["rollout-0"].needs == "4 CPU, 1 GPU, 0.001 accelerator_type:H100 on one machine"
     assert by_name["policy-0.0"].needs == "1 CPU, 8 GPU on each of 2 machines"
     (single, *_) = processes(cluster("policy.ranks_per_node=2"), cluster("policy.ranks_per_node=2").policies())
-    assert single.job.name == "policy-0" and single.strategy == "STRICT_PACK" and single.resources["GPU"] == 2
+    assert single.spec.name == "policy-0" and single.strategy == "STRICT_PACK" and single.resources["GPU"] == 2
     (cpu, *_) = processes(cluster("cluster.gpus=false"), cluster("cluster.gpus=false").policies())
     assert cpu.resources == {"CPU": 1}
 
@@ -76,17 +74,9 @@ def test_processes_without_an_answer_are_not_said_to_have_no_place(cluster):
     wide = [
         one
         for one in processes_of_run(cluster("cluster.ray.resources={rollout={GPU=16}}"))
-        if one.job.name == "rollout-0"
+        if one.spec.name == "rollout-0"
     ]
     assert "are all of one machine: [rollout.parallel] tp x pp" in not_started(wide, reserved=())[-1]
-
-
-def test_a_process_that_ends_is_leaving():
-    """Another one takes its place when the number is raised again."""
-    process = RestartedProcess(ProcessJob(name="rollout-0", command=("sleep", "60"), restarts=3), environment())
-    assert not process.is_last
-    process.end()
-    assert process.is_last
 
 
 def test_the_plan_needs_no_ray(cluster):

@@ -50,15 +50,18 @@ class ChildProcess:
         command: Sequence[str],
         *,
         environment: Mapping[str, str],
-        output: IO[bytes] | int,
+        output: IO[bytes] | int | None,
         keeps: Sequence[int] = (),
     ) -> None:
-        """Start the process; `output` gets stdout and stderr, `keeps` are inherited descriptors. Raises OSError."""
+        """Start the process. Raises OSError.
+
+        output: gets stdout and stderr; None: those of this process. keeps: inherited descriptors.
+        """
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=None if output is None else subprocess.STDOUT,
             env=environment,
             pass_fds=keeps,
             start_new_session=True,
@@ -121,10 +124,6 @@ class ChildProcess:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(ended.set_result, status)
 
-    def hang_up(self) -> None:
-        """Send SIGHUP to this process only, which ends its own children."""
-        self._process.send_signal(signal.SIGHUP)
-
     def kill(self) -> None:
         """Kill it and all processes it has started. Does not wait."""
         if self.exit_code is None:
@@ -154,9 +153,9 @@ class OrphanGuard:
 
     def close(self) -> None:
         """End the guard: nothing is watched any more."""
-        self._socket.close()
-        self._process.kill()
+        self._process.kill()  # first: at the end of the socket it would kill what it watches
         self._process.wait()
+        self._socket.close()
 
     def _send(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # somebody has killed the guard; without it processes end as well
@@ -200,7 +199,14 @@ def environment(folders: Sequence[str] = (), *, threads: int | None = None, gpus
 
     `folders`: the import path of "module:attribute" names.
     """
-    variables = {**os.environ, **child_environment(folders), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **child_variables(folders, threads=threads, gpus=gpus)}
+
+
+def child_variables(
+    folders: Sequence[str] = (), *, threads: int | None = None, gpus: Sequence[str] = ()
+) -> dict[str, str]:
+    """Return those of `environment` that a child process has beside this one's."""
+    variables = {**child_environment(folders), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     if gpus:

@@ -129,11 +129,7 @@ class ProcessKeeper:
     def kill(self, names: Sequence[str]) -> None:
         for name in names:
             process = self._processes.get(name)
-            if process is None or process.exit_code is not None:
-                continue
-            if self._specs[name].node.num_ranks > 1:
-                process.hang_up()  # the agent ends its ranks
-            else:
+            if process is not None and process.exit_code is None:
                 process.kill()
 
     def forget(self, name: str) -> None:

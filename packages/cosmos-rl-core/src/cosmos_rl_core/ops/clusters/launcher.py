@@ -29,13 +29,18 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import add_folders, import_from
 from cosmos_rl_core.launch.gpus import gpus_per_rollout
-from cosmos_rl_core.observe.record import LAUNCH
+from cosmos_rl_core.observe.record import LAUNCH, STOPPED
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.recipe.load import dump_resolved, load_config
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.supervisor import USER_ERROR, ProcessSpec
 
 FOLDER = "launch"
 """Folder for what a platform executes and writes, in the run's directory."""
+CONTROLLER = "controller"
+"""Name of the controller's process."""
+INTERRUPTED = 130
+"""Exit code of a run that was interrupted."""
 _FILE, _RECIPE = "cluster.json", "recipe.toml"
 
 
@@ -133,6 +138,19 @@ class ClusterRun:
         gpus = gpus_per_rollout(self.config) if self.config.cluster.gpus else 0
         number = self.config.rollout.replicas if count is None else count
         return [Replica(role="rollout", name=f"rollout-{i}", machines=1, ranks=1, gpus=gpus) for i in range(number)]
+
+    def process(self, name: str, arguments: Sequence[str], *, log: str = "") -> ProcessSpec:
+        """Return a process of this run that a supervisor starts again after crashes. log: as in ProcessSpec."""
+        is_controller = name == CONTROLLER
+        return ProcessSpec(
+            name=name,
+            command=(self.program, *arguments),
+            first=("--resume", "auto") if is_controller else (),  # after a crash it takes over from itself instead
+            preamble=("exec 2>&1", *self.preamble),
+            log=log,
+            restarts=self.config.elastic.restart_workers,
+            last=(0, 1, USER_ERROR, STOPPED, INTERRUPTED) if is_controller else (0, USER_ERROR),
+        )
 
     def controller_arguments(self) -> list[str]:
         """Return the arguments of `cosmos-rl` for the controller."""

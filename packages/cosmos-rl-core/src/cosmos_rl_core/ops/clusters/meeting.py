@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cosmos_rl_core.control.protocol import Message
-from cosmos_rl_core.ops.clusters.launcher import Replica
+from cosmos_rl_core.ops.clusters.launcher import INTERRUPTED, Replica
 from cosmos_rl_core.wire.channel import Connection
-
-INTERRUPTED = 130
 
 
 class NodeJoin(Message, frozen=True):

@@ -16,16 +16,15 @@ import secrets
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+
+from msgspec import structs
 
 from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.placement import STOP_GRACE_S
-from cosmos_rl_core.observe.record import STOPPED
-from cosmos_rl_core.ops.clusters.launcher import ClusterRun
+from cosmos_rl_core.ops.clusters.launcher import CONTROLLER, INTERRUPTED, ClusterRun
 from cosmos_rl_core.ops.clusters.meeting import (
-    INTERRUPTED,
     Begin,
     GivenUp,
     Meeting,
@@ -34,8 +33,8 @@ from cosmos_rl_core.ops.clusters.meeting import (
     ReplicaMachine,
     Reports,
 )
-from cosmos_rl_core.ops.clusters.restarted import Processes
-from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.processes import child_variables, machine_gpus
+from cosmos_rl_core.supervisor import ProcessSpec, ProcessSupervisor
 from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect, serve
 from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token
@@ -103,7 +102,7 @@ class ClusterNode:
     port: int = PORT
     token: bytes = field(init=False)
     _parts: list[list[ReplicaMachine]] = field(init=False)
-    _processes: Processes = field(init=False)
+    _processes: ProcessSupervisor = field(default_factory=ProcessSupervisor)
     _report: Callable[[str, int], None] = field(init=False)
     """Called when this node's part of a policy replica is not started again: with the replica and the exit code."""
     _leaving: asyncio.Event = field(default_factory=asyncio.Event)
@@ -120,10 +119,6 @@ class ClusterNode:
             )
         self.token = token or secrets.token_bytes(32)
         self._parts = parts_of(self.recipe, self.nodes)
-        variables = {TOKEN_VARIABLE: self.token.hex()}
-        self._processes = Processes(
-            preamble=self.recipe.preamble, variables=variables, restarts=self.recipe.config.elastic.restart_workers
-        )
 
     async def run(self) -> int:
         """Run this node's processes to the end of the run, and return the exit code. Raises UserError."""
@@ -133,14 +128,15 @@ class ClusterNode:
         try:
             return await (self._lead() if self.node == 0 else self._follow())
         finally:
-            await self._processes.end(grace_s=0.0)
+            await self._processes.stop(grace_s=0.0)
 
     def _leave(self) -> None:
         """Pass the first signal on, on node 0 to the controller, which ends the run; the second kills all."""
         if self._leaving.is_set():
             self._processes.kill()
         self._leaving.set()
-        self._processes.terminate(["controller"] if self.node == 0 else None)
+        self._processes.end_restarts()
+        self._processes.terminate([CONTROLLER] if self.node == 0 else None)
 
     # -- node 0
 
@@ -158,12 +154,13 @@ class ClusterNode:
             allow_remote=not is_loopback(bind),
         )
         try:
+            earlier = _read(self.recipe.directory / CONTROLLER_FILE)  # of a run that was killed
             controller = asyncio.create_task(self._control())
-            workers = asyncio.create_task(self._work_beside(controller, meeting))
+            workers = asyncio.create_task(self._work_beside(controller, meeting, earlier=earlier))
             code = await self._end_of(controller, workers, meeting.lost)
             meeting.over.set_result(code)
             await meeting.all_gone(timeout_s=STOP_GRACE_S)
-            await self._processes.end(grace_s=STOP_GRACE_S)
+            await self._processes.stop(grace_s=STOP_GRACE_S)
             await workers
             return code
         finally:
@@ -179,7 +176,8 @@ class ClusterNode:
             await asyncio.wait([controller, lost], return_when=asyncio.FIRST_COMPLETED)
         if controller.done() or self._leaving.is_set():
             return await controller
-        self._processes.terminate(["controller"])
+        self._processes.end_restarts()
+        self._processes.terminate([CONTROLLER])
         code = await controller
         self._processes.terminate()  # those that have not connected yet would wait for it
         if code not in (INTERRUPTED, 128 + signal.SIGTERM):  # it ended by itself, with the error of a worker
@@ -189,17 +187,14 @@ class ClusterNode:
     async def _control(self) -> int:
         """Run the controller to its end and return its exit code."""
         arguments = [*self.recipe.controller_arguments(), "--port", str(self.port + 1), "--advertise", self.head]
-        return await self._processes.keep(
-            "controller",
-            [self.recipe.program, *arguments],
-            first=["--resume", "auto"],  # after a crash it takes over from itself instead
-            last=(0, 1, 2, STOPPED, INTERRUPTED),
-        )
+        return await self._processes.keep(self._spec(CONTROLLER, arguments))
 
-    async def _work_beside(self, controller: asyncio.Task[int], meeting: Meeting) -> None:
-        """Let all nodes begin when the controller listens, this one too."""
+    async def _work_beside(self, controller: asyncio.Task[int], meeting: Meeting, *, earlier: bytes) -> None:
+        """Let all nodes begin when the controller listens, this one too.
+
+        earlier: the content of controller.json before the start of the controller.
+        """
         contact = self.recipe.directory / CONTROLLER_FILE
-        earlier = _read(contact)  # of a run that was killed
         while _read(contact) in (b"", earlier):
             await asyncio.wait([controller], timeout=CHECK_S)
             if controller.done():
@@ -214,29 +209,33 @@ class ClusterNode:
         """Run this node's workers to their end; return the highest exit code. first: as in Begin."""
         parts = self._parts[self.node]
         visible = gpus_of(parts, gpus=machine_gpus(os.environ))
-        running = [
-            self._processes.keep(
-                part.replica.name, self._command(part, first), gpus=gpus, given_up=partial(self._given_up, part)
-            )
-            for part, gpus in zip(parts, visible, strict=True)
-        ]
+        running = [self._keep(part, first, gpus) for part, gpus in zip(parts, visible, strict=True)]
         return max(await asyncio.gather(*running), default=0)
 
-    def _given_up(self, part: ReplicaMachine, code: int) -> None:
-        if part.replica.role == "policy":
-            self._report(part.replica.name, code)
+    async def _keep(self, part: ReplicaMachine, first: str, gpus: Sequence[str]) -> int:
+        """Run a part to its end and return its exit code; report a policy that fails though nobody has ended it."""
+        name = part.replica.name
+        code = await self._processes.keep(self._spec(name, self._arguments(part, first), gpus=gpus))
+        if code and part.replica.role == "policy" and not self._processes.is_last(name):
+            self._report(name, code)
+        return code
+
+    def _spec(self, name: str, arguments: Sequence[str], *, gpus: Sequence[str] = ()) -> ProcessSpec:
+        """Return a process of this node. gpus: those it sees; default: all."""
+        variables = {**child_variables(gpus=gpus), TOKEN_VARIABLE: self.token.hex()}
+        return structs.replace(self.recipe.process(name, arguments), variables=variables)
 
     def _end_replica(self, replica: str) -> None:
         """End this node's part of a policy replica that is given up, if it has one."""
         self._processes.kill([replica])
 
-    def _command(self, part: ReplicaMachine, first: str) -> list[str]:
+    def _arguments(self, part: ReplicaMachine, first: str) -> list[str]:
         arguments = self.recipe.worker_arguments(part.replica, controller=f"tcp://{self.head}:{self.port + 1}")
         if part.replica.machines > 1:
             arguments += ["--node", str(part.index), "--rendezvous", f"{first}:{self.port + 2}"]
         if self.recipe.config.tls.enabled and not os.environ.get(TLS_VARIABLE):
             arguments += ["--tls-file", str(self.recipe.directory / TLS_FILE)]  # the controller has made it
-        return [self.recipe.program, *arguments]
+        return arguments
 
     # -- other nodes
 
@@ -251,7 +250,7 @@ class ClusterNode:
             message = asyncio.create_task(messages.get())
             await asyncio.wait([link, workers, message], return_when=asyncio.FIRST_COMPLETED)
             if link.done():
-                await self._processes.end(grace_s=STOP_GRACE_S)
+                await self._processes.stop(grace_s=STOP_GRACE_S)
                 return link.result()
             if message.done():
                 arrived = message.result()
@@ -259,7 +258,7 @@ class ClusterNode:
                     self._end_replica(arrived.replica)
                     reports.answered.set()
                 elif arrived != begun:
-                    await self._processes.end(grace_s=0.0)
+                    await self._processes.stop(grace_s=0.0)
                     workers.cancel()
                     begun, left = arrived, asyncio.create_task(self._leaving.wait())
                     self._report = reports.begin(arrived.life)

@@ -24,19 +24,18 @@ import msgspec
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.ops.clusters.follow import follow
-from cosmos_rl_core.ops.clusters.launcher import FOLDER, ClusterRun, Replica
+from cosmos_rl_core.ops.clusters.launcher import CONTROLLER, FOLDER, ClusterRun, Replica
 from cosmos_rl_core.ops.clusters.ray_supervisor import (
     CALLS,
-    CONTROLLER,
     LEAVING,
     RayPlace,
+    RaySupervisor,
     RunEnded,
-    Supervisor,
     actors,
     is_there,
     remove_groups,
 )
-from cosmos_rl_core.ops.clusters.restarted import ProcessJob
+from cosmos_rl_core.supervisor import ProcessSpec
 
 SILENT_S = 10.0
 """Time after which a start prints what it waits for."""
@@ -52,7 +51,7 @@ END_S = 30.0
 class RayProcess:
     """One process of the run on one machine, with what Ray reserves for it."""
 
-    job: ProcessJob
+    spec: ProcessSpec
     place: RayPlace
     resources: Mapping[str, float]
     strategy: str
@@ -74,7 +73,7 @@ class Ray:
         lines = [f"# Ray at {_address(run)}, namespace {run.config.cluster.ray.namespace}"]
         for process in processes_of_run(run):
             group = f"placement group {process.strategy}" if process.place.group else process.strategy
-            lines += [f"{process.job.name}: {process.needs} ({group})", f"  {_command(process.job)}"]
+            lines += [f"{process.spec.name}: {process.needs} ({group})", f"  {_command(process.spec)}"]
         return "\n".join(lines)
 
     def start(self, run: ClusterRun) -> list[str]:
@@ -157,14 +156,14 @@ class Ray:
         created, place_s = _create(run, new), run.config.cluster.ray.place_s
         states, waiting = _states(created, timeout_s=min(SILENT_S, place_s))
         if waiting and place_s > SILENT_S:
-            missing = [process for process in new if process.job.name in waiting]
+            missing = [process for process in new if process.spec.name in waiting]
             first = f"waiting for Ray, up to {place_s:g} s ([cluster.ray] place_s):"
             lines = [first, *not_started(missing, reserved=_reserved(run)), *_machines()]
             print("\n  ".join(lines), flush=True)  # noqa: T201  what it waits for is otherwise said at the end alone
             states, waiting = _states(created, timeout_s=place_s - SILENT_S)
         if not waiting:
             return [f"{name}: {state}" for name, state in states.items()]
-        missing = [process for process in new if process.job.name in waiting]
+        missing = [process for process in new if process.spec.name in waiting]
         first = f"Ray has not started all processes within {place_s:g} s ([cluster.ray] place_s):"
         message, machines = [first, *not_started(missing, reserved=_reserved(run))], _machines()
         for name in waiting:
@@ -182,14 +181,15 @@ def not_started(missing: Sequence[RayProcess], *, reserved: Collection[str]) -> 
     """
     lines = []
     for process in missing:
+        name = process.spec.name
         if process.place.group in reserved:
-            lines.append(f"{process.job.name} has a place, and Ray is still starting it (imports, [cluster.ray] extra)")
-        elif process.place.group:
-            lines.append(f"{process.job.name} wants {process.needs}, and there is no place for it")
-        else:
             lines.append(
-                f"{process.job.name} wants {process.needs}: there is no place for it, or Ray is still starting it"
+                f"{process.spec.name} has a place, and Ray is still starting it (imports, [cluster.ray] extra)"
             )
+        elif process.place.group:
+            lines.append(f"{name} wants {process.needs}, and there is no place for it")
+        else:
+            lines.append(f"{name} wants {process.needs}: there is no place for it, or Ray is still starting it")
     if any(process.place.machines == 1 and process.resources.get("GPU", 0) > 1 for process in missing):
         lines.append("the GPUs of a rollout replica are all of one machine: [rollout.parallel] tp x pp")
     return lines
@@ -199,23 +199,15 @@ def processes_of_run(run: ClusterRun) -> list[RayProcess]:
     """Return the processes of a run, the controller's last."""
     workers = processes(run, [*run.policies(), *run.rollouts()])
     folder = run.directory / FOLDER
-    job = ProcessJob(
-        name=CONTROLLER,
-        command=(run.program, *run.controller_arguments()),
-        first=("--resume", "auto"),  # started again after a crash it takes over from itself instead
-        preamble=tuple(run.preamble),
-        log=str(folder / f"{CONTROLLER}.log"),
-        restarts=run.config.elastic.restart_workers,
-        last=(0, 1, 2, 3, 130),
-    )
+    spec = run.process(CONTROLLER, run.controller_arguments(), log=str(folder / f"{CONTROLLER}.log"))
     place = RayPlace(
         label=run.label,
         folder=str(folder),
         advertises="bind" not in run.config.run.model_fields_set,
-        after=tuple(process.job.name for process in workers),
+        after=tuple(process.spec.name for process in workers),
     )
     resources = _resources(run, CONTROLLER, gpus=0)
-    return [*workers, RayProcess(job=job, place=place, resources=resources, strategy="DEFAULT")]
+    return [*workers, RayProcess(spec=spec, place=place, resources=resources, strategy="DEFAULT")]
 
 
 def processes(run: ClusterRun, replicas: Sequence[Replica]) -> list[RayProcess]:
@@ -228,14 +220,7 @@ def _worker(run: ClusterRun, replica: Replica, machine: int) -> RayProcess:
     name = f"{replica.name}.{machine}" if several else replica.name
     is_policy = replica.role == "policy"
     return RayProcess(
-        job=ProcessJob(
-            name=name,
-            command=(run.program, *run.worker_arguments(replica)),
-            preamble=tuple(run.preamble),
-            log=str(folder / f"{name}.log"),
-            restarts=run.config.elastic.restart_workers,
-            last=(0, 2),
-        ),
+        spec=run.process(name, run.worker_arguments(replica), log=str(folder / f"{name}.log")),
         place=RayPlace(
             label=run.label,
             folder=str(folder),
@@ -360,7 +345,7 @@ def _create(run: ClusterRun, new: Sequence[RayProcess]) -> dict[str, Any]:
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    kind, groups, created = ray.remote(Supervisor), {}, {}
+    kind, groups, created = ray.remote(RaySupervisor), {}, {}
     for process in new:
         resources, name, strategy = dict(process.resources), process.place.group, process.strategy
         if name:
@@ -369,7 +354,7 @@ def _create(run: ClusterRun, new: Sequence[RayProcess]) -> dict[str, Any]:
                 groups[name] = placement_group(bundles, strategy, name=name, lifetime="detached")
             strategy = PlacementGroupSchedulingStrategy(groups[name], process.place.machine)
         options = {
-            "name": f"{run.label}.{process.job.name}",
+            "name": f"{run.label}.{process.spec.name}",
             "lifetime": "detached",
             "max_restarts": -1,
             "max_concurrency": CALLS,
@@ -379,7 +364,7 @@ def _create(run: ClusterRun, new: Sequence[RayProcess]) -> dict[str, Any]:
             "scheduling_strategy": strategy,
             "runtime_env": run.config.cluster.ray.extra or None,
         }
-        created[process.job.name] = kind.options(**options).remote(process.job, process.place)
+        created[process.spec.name] = kind.options(**options).remote(process.spec, process.place)
     return created
 
 
@@ -459,8 +444,8 @@ def _listed(amounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items()) if not name.startswith(own))
 
 
-def _command(job: ProcessJob) -> str:
-    return " ".join([*job.command, *job.first])
+def _command(spec: ProcessSpec) -> str:
+    return " ".join([*spec.command, *spec.first])
 
 
 def _number(name: str) -> int:

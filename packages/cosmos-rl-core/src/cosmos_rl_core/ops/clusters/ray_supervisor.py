@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from cosmos_rl_core.ops.clusters.restarted import ProcessJob, RestartedProcess
-from cosmos_rl_core.processes import environment
+from cosmos_rl_core.ops.clusters.launcher import CONTROLLER
+from cosmos_rl_core.supervisor import ProcessSpec, ProcessSupervisor
 from cosmos_rl_core.wire.advertised import ADVERTISE
 
-CONTROLLER = "controller"
 LEAVING = "LEAVING"
 """Begins the state of an actor whose process ends, and which will be gone."""
 CALLS = 64
@@ -95,31 +97,31 @@ class ReplicaAddress:
             return self._address
 
 
-class Supervisor:
+class RaySupervisor:
     """Supervises a process; made an actor by `clusters.ray`."""
 
-    def __init__(self, job: ProcessJob, place: RayPlace) -> None:
+    def __init__(self, spec: ProcessSpec, place: RayPlace) -> None:
         import ray
 
-        self._job, self._place = job, place
+        self._place = place
         self._ip: str = ray.util.get_node_ip_address()
         self._moved = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        if self._moved:
-            self._job = msgspec.structs.replace(job, first=())
-        variables = environment()
-        if place.advertises:
-            variables.setdefault(ADVERTISE, self._ip)
-        self._process = RestartedProcess(self._job, variables)
-        self._meeting = ReplicaAddress(self._process.restart)
+        advertised = {ADVERTISE: self._ip} if place.advertises and ADVERTISE not in os.environ else {}
+        self._spec = structs.replace(spec, variables=advertised, first=() if self._moved else spec.first)
+        self._processes = ProcessSupervisor()
+        self._meeting = ReplicaAddress(self.restart)
+        self._loop = asyncio.new_event_loop()
+        self._begun = threading.Event()
+        """Set when the supervisor knows the process, and so requests to end it."""
         threading.Thread(target=self._supervise, name="supervise", daemon=True).start()
 
     def __repr__(self) -> str:
-        return self._job.name
+        return self._spec.name
 
     def state(self) -> str:
         """Return the machine's address and the number of restarts, for `cosmos-rl status`."""
-        restarts = self._process.starts - 1
-        if self._process.is_last:
+        restarts = self._processes.starts(self._spec.name) - 1
+        if self._processes.is_last(self._spec.name):
             return f"{LEAVING} on {self._ip}"
         return f"RUNNING on {self._ip}" + (f", restarts: {restarts}" if restarts > 0 else "")
 
@@ -129,15 +131,15 @@ class Supervisor:
 
     def restart(self) -> None:
         """End the process; it is started again."""
-        self._process.restart()
+        self._call(partial(self._processes.kill, restart=True))
 
     def last(self) -> None:
         """Do not start the process again."""
-        self._process.last()
+        self._call(self._processes.end_restarts)
 
     def end(self) -> None:
         """Ask the process to save and leave."""
-        self._process.end()
+        self._call(self._processes.terminate)
 
     def remove(self, name: str, group: str) -> None:
         """Remove a worker's actor, then its placement group; called on the controller's actor, which is in no group.
@@ -149,12 +151,17 @@ class Supervisor:
             _kill(_actor(self._place.label, name))
         remove_groups(self._place.label, group)
 
+    def _call(self, request: Callable[[], None]) -> None:
+        """Pass a request on to the thread of the process."""
+        self._begun.wait()
+        self._loop.call_soon_threadsafe(request)
+
     def _supervise(self) -> None:
         try:
             self._run()
         finally:
             with contextlib.suppress(ValueError):  # it has been removed with its placement group
-                _kill(_actor(self._place.label, self._job.name))
+                _kill(_actor(self._place.label, self._spec.name))
 
     def _run(self) -> None:
         place, others = self._place, [f"{self._replica}.{index}" for index in range(1, self._place.machines)]
@@ -162,14 +169,20 @@ class Supervisor:
             for name in others:  # their processes may wait for the lost machine
                 with contextlib.suppress(ValueError):  # it has ended
                     _actor(place.label, name).restart.remote()
-        if not self._moved:
-            self._wait_for_places()
-        code = asyncio.run(self._process.run(self._arguments))
-        if self._job.name == CONTROLLER:
+        code = self._loop.run_until_complete(self._processes.keep(self._spec, arguments=self._arguments))
+        if self._spec.name == CONTROLLER:
             self._end_run(code)
         elif place.group and place.machine == 0:
             _until(lambda: not actors(place.label).keys() & set(others), timeout_s=SAVE_S)
             self._ask_for_removal()
+
+    async def _arguments(self) -> Sequence[str]:
+        """Return the arguments of a start, the first one when the other jobs have machines."""
+        if not self._begun.is_set():
+            self._begun.set()
+            if not self._moved:
+                await asyncio.to_thread(self._wait_for_places)
+        return await asyncio.to_thread(self._rendezvous)
 
     def _ask_for_removal(self) -> None:
         import ray
@@ -177,7 +190,7 @@ class Supervisor:
 
         with contextlib.suppress(RayActorError, ValueError):  # at the end of the run the controller removes all groups
             controller = _actor(self._place.label, CONTROLLER)
-            ray.get(controller.remove.remote(self._job.name, self._place.group))
+            ray.get(controller.remove.remote(self._spec.name, self._place.group))
 
     def _wait_for_places(self) -> None:
         """Wait until the other jobs have machines; the launcher removes this one if they do not get any."""
@@ -190,10 +203,10 @@ class Supervisor:
 
     @property
     def _replica(self) -> str:
-        return self._job.name.partition(".")[0]
+        return self._spec.name.partition(".")[0]
 
-    def _arguments(self) -> list[str]:
-        """Return the arguments of one start: where the machines of the replica meet."""
+    def _rendezvous(self) -> list[str]:
+        """Return the arguments with which the machines of the replica meet, other ones for each start."""
         place = self._place
         if place.machines == 1:
             return []
