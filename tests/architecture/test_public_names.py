@@ -26,8 +26,8 @@ PUBLIC = {
     ),
     "cosmos_rl_llm": "Chat LLM LLMDomain write_sums write_tiny_model",
     "cosmos_rl_vla": (
-        "BatchSimulator DemoWriter Demonstration Manner Observation SimSpec Simulator SimulatorError SimulatorPool "
-        "Stepped VLA VLADomain Worded record"
+        "BatchSimulator DemoWriter Demonstration Manner Observation SimSpec Simulator SimulatorError SimulatorLimits "
+        "SimulatorPool Stepped VLA VLADomain Worded record"
     ),
     "cosmos_rl_wfm": (
         "DIRECTIONS Pretrained WFM WFMDomain brightness direction group_videos luma read_clip row_text "

@@ -13,6 +13,7 @@ from vla_faulty import Faulty
 from vla_fixtures import run_chunk
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_vla.config import SimulatorLimits
 from cosmos_rl_vla.sims.pool.group import Lost, SlotReady
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 from cosmos_rl_vla.sims.reach import Reach
@@ -135,11 +136,17 @@ def test_an_episode_that_breaks_is_lost_alone(fault):
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [("exit", "exit code 3"), ("raise", "out of order"), ("hang", "took longer than step_timeout_s = 2 and was killed")],
+    [
+        ("exit", "exit code 3"),
+        ("raise", "out of order"),
+        ("hang", "took longer than step_timeout_s = 2 and was killed"),
+    ],
 )
 def test_a_process_that_fails_is_replaced_and_its_episodes_are_lost(fault, reason, tmp_path):
     options = {"faults": {"13": fault}, "once": str(tmp_path / "failed")}
-    with SimulatorPool(FAULTY, options=options, groups=2, slots_per_group=2, step_timeout_s=2.0) as pool:
+    with SimulatorPool(
+        FAULTY, options=options, groups=2, slots_per_group=2, limits=SimulatorLimits(step_timeout_s=2.0)
+    ) as pool:
         begin(pool, {0: 12, 1: 13, 2: 12, 3: 13})
         pool.submit([1], chunk([1]))
         pool.submit([2], chunk([2]))
@@ -164,14 +171,17 @@ def test_a_process_that_is_killed_while_nobody_asks_is_noticed():
 
 def test_a_reset_that_hangs_is_lost(tmp_path):
     options = {"faults": {"13": "hang"}, "when": "reset", "once": str(tmp_path / "failed")}
-    with SimulatorPool(FAULTY, options=options, reset_timeout_s=1.0) as pool:
+    with SimulatorPool(FAULTY, options=options, limits=SimulatorLimits(reset_timeout_s=1.0)) as pool:
         assert "reset_timeout_s = 1" in begin(pool, {0: 13})[0].reason
         assert isinstance(begin(pool, {0: 13})[0], SlotReady)
 
 
 def test_a_simulator_that_always_fails_is_given_up_with_its_last_words():
     words = pytest.raises(WorkerFailed, match=r"(?s)2 times in a row.*out of order.*about to raise")
-    with words, SimulatorPool(FAULTY, options={"faults": {"13": "raise"}}, max_faults=1) as pool:
+    with (
+        words,
+        SimulatorPool(FAULTY, options={"faults": {"13": "raise"}}, limits=SimulatorLimits(max_faults=1)) as pool,
+    ):
         for _ in range(3):
             begin(pool, {0: 13})
             pool.submit([0], chunk([0]))
@@ -180,7 +190,7 @@ def test_a_simulator_that_always_fails_is_given_up_with_its_last_words():
 
 def test_success_forgives_faults():
     options = {"faults": {"13": "diverge"}}
-    with SimulatorPool(FAULTY, options=options, max_faults=1) as pool:
+    with SimulatorPool(FAULTY, options=options, limits=SimulatorLimits(max_faults=1)) as pool:
         for init in (13, 12, 13, 12, 13):
             begin(pool, {0: init})
             pool.submit([0], chunk([0]))
@@ -198,12 +208,12 @@ def test_success_forgives_faults():
 )
 def test_a_simulator_that_cannot_be_built_says_why(options, error, message):
     with pytest.raises(error, match=message):
-        SimulatorPool(FAULTY, options=options, max_faults=0)
+        SimulatorPool(FAULTY, options=options, limits=SimulatorLimits(max_faults=0))
 
 
 def test_a_simulator_that_does_not_start_in_time_says_so():
     with pytest.raises(WorkerFailed, match="took longer than start_timeout_s = 2"):
-        SimulatorPool(FAULTY, options={"at_start": "hang"}, start_timeout_s=2.0, max_faults=0)
+        SimulatorPool(FAULTY, options={"at_start": "hang"}, limits=SimulatorLimits(start_timeout_s=2.0, max_faults=0))
 
 
 def test_an_unknown_simulator_is_one_message():
@@ -218,7 +228,9 @@ def test_a_python_that_is_not_there_is_one_message():
 
 def test_closing_leaves_neither_processes_nor_descriptors():
     before = set(os.listdir("/proc/self/fd"))
-    with SimulatorPool(FAULTY, options={"faults": {"13": "hang"}}, groups=2, step_timeout_s=60.0) as pool:
+    with SimulatorPool(
+        FAULTY, options={"faults": {"13": "hang"}}, groups=2, limits=SimulatorLimits(step_timeout_s=60.0)
+    ) as pool:
         begin(pool, {0: 13, 1: 1})
         pool.submit([0], chunk([0]))  # it hangs while the pool is closed
         alive = pool.process_ids

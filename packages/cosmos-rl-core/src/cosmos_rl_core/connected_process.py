@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import msgspec
+
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import GRACE_S, ChildProcess, all_ended, last_lines
 from cosmos_rl_core.wire.blocking import BlockingConnection
@@ -43,6 +45,19 @@ class ProcessDied(Exception):
         super().__init__(reason)
         self.is_late = is_late
         """Whether it was killed because it took too long."""
+
+
+class ChildFailed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a child that ends because of an error."""
+
+    reason: str
+    user: bool
+    """Whether the user can correct it."""
+
+    @property
+    def error(self) -> UserError | ProcessDied:
+        """The error to raise in the parent."""
+        return UserError(self.reason) if self.user else ProcessDied(self.reason)
 
 
 class ConnectedProcess:
@@ -91,7 +106,9 @@ class ConnectedProcess:
         return connection
 
     async def ask(self, message: Any, *, limit: TimeLimit, descriptors: Sequence[int] = ()) -> Any:
-        """Send a message and return the answer. Raises ProcessDied; a process that exceeds the limit is killed.
+        """Send a message and return the answer. Raises the error of ChildFailed, and ProcessDied.
+
+        A process that exceeds the limit is killed.
 
         descriptors: sent before the message, for the child's `receive_descriptors`. No other answer is outstanding.
         """
@@ -100,7 +117,7 @@ class ConnectedProcess:
                 if descriptors:  # nothing else is in flight, so the buffer has room
                     socket.send_fds(self.socket, [b"\0"], descriptors)
                 await self.connection.send(message)
-                return await self.connection.receive()
+                answer = await self.connection.receive()
         except TimeoutError as error:
             await self.close()
             raise self.late(limit) from error
@@ -109,6 +126,10 @@ class ConnectedProcess:
         except asyncio.CancelledError:
             await self.close()  # its answer would be read as that of the next question
             raise
+        if isinstance(answer, ChildFailed):
+            await self.close(grace_s=GRACE_S)
+            raise answer.error
+        return answer
 
     def died(self, status: str) -> ProcessDied:
         """Return the error of a process that has ended by itself. status: as of `close`."""

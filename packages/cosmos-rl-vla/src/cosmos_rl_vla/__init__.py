@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cosmos_rl_core.imports import lazy_exports
 
 if TYPE_CHECKING:
+    from cosmos_rl_vla.config import SimulatorLimits
     from cosmos_rl_vla.data.recording.record import Manner, record
     from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
     from cosmos_rl_vla.domain import VLA, VLADomain
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 _HOMES = {
+    "config": ("SimulatorLimits",),
     "domain": ("VLA", "VLADomain"),
     "sims.base": ("BatchSimulator", "Observation", "SimSpec", "Simulator", "SimulatorError", "Stepped", "Worded"),
     "sims.pool.pool": ("SimulatorPool",),
@@ -35,6 +37,7 @@ __all__ = [
     "SimSpec",
     "Simulator",
     "SimulatorError",
+    "SimulatorLimits",
     "SimulatorPool",
     "Stepped",
     "VLA",

@@ -82,10 +82,7 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: VLATor
         groups=options.processes,
         slots_per_group=options.slots,
         python=options.python,
-        start_timeout_s=options.start_timeout_s,
-        reset_timeout_s=options.reset_timeout_s,
-        step_timeout_s=options.step_timeout_s,
-        max_faults=options.max_faults,
+        limits=options,
     )
     try:
         loaded.stats.check(action_dim=pool.spec.action_dim, state_dim=pool.spec.state_dim)

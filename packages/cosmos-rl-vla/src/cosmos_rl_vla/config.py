@@ -216,7 +216,20 @@ class VLASampling(Strict):
         return self
 
 
-class VLATorchOptions(Strict):
+class SimulatorLimits(Strict):
+    """The time that a process of simulators gets, and the faults after which it is given up."""
+
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    """Limit for building the simulators."""
+    reset_timeout_s: float = Field(default=60.0, gt=0)
+    """Limit for beginning an episode."""
+    step_timeout_s: float = Field(default=15.0, gt=0)
+    """Limit for one step of a process's slots, or one observation; then the process is replaced."""
+    max_faults: int = Field(default=3, ge=0)
+    """Failures in a row after which a process, and its replica with it, fails."""
+
+
+class VLATorchOptions(SimulatorLimits):
     """[rollout.options] of engine = "torch"."""
 
     processes: int = Field(default=2, ge=1)
@@ -228,13 +241,5 @@ class VLATorchOptions(Strict):
     reproducible. Costs full-size forward passes even for few episodes."""
     python: str | None = None
     """Python interpreter of those processes, for simulators that need other package versions; default: this one."""
-    start_timeout_s: float = Field(default=120.0, gt=0)
-    """Limit for building the simulators."""
-    reset_timeout_s: float = Field(default=60.0, gt=0)
-    """Limit for beginning an episode."""
-    step_timeout_s: float = Field(default=15.0, gt=0)
-    """Limit for one step of a process's slots, or one observation; then the process is replaced."""
-    max_faults: int = Field(default=3, ge=1)
-    """Failures in a row after which a process, and its replica with it, fails."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts per episode whose simulator was lost, before its prompt is returned as failed."""

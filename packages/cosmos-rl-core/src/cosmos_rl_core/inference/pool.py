@@ -5,7 +5,7 @@
         async for answer in pool.answers(): ...
 
     command   --InstanceTask-->               instance      over a socket pair, open as long as the command runs
-              <--RowResult, InstanceFailed--
+              <--RowResult, ChildFailed--
 
 An instance ends when its rows are done or its connection closes, also because this process died.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from cosmos_rl_core.connected_process import ConnectedProcess
+from cosmos_rl_core.connected_process import ChildFailed, ConnectedProcess
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.processes import environment
@@ -72,15 +72,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One line per rollout, or a single one with `error`."""
 
 
-class InstanceFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The instance failed."""
-
-    message: str
-    user: bool
-    """True: an error that the user can fix."""
-
-
-Reply = RowResult | InstanceFailed
+Reply = RowResult | ChildFailed
 
 
 LEAVE_S = 10.0
@@ -162,8 +154,8 @@ class Pool:
             await instance.connection.send(task)
             while True:
                 reply: Reply = await instance.connection.receive()
-                if isinstance(reply, InstanceFailed):
-                    where = f"{task.name}: {reply.message}"
+                if isinstance(reply, ChildFailed):
+                    where = f"{task.name}: {reply.reason}"
                     raise UserError(where) if reply.user else WorkerFailed(f"{where}. See {self._log(task)}")
                 received.put_nowait(reply)
                 num_left -= 1

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core import assemble
+from cosmos_rl_core.connected_process import ChildFailed
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.imports import quiet_torchao
-from cosmos_rl_core.inference.pool import MAX_MESSAGE_BYTES, InstanceFailed, InstanceTask, PromptRow, Reply, RowResult
+from cosmos_rl_core.inference.pool import MAX_MESSAGE_BYTES, InstanceTask, PromptRow, Reply, RowResult
 from cosmos_rl_core.interfaces import HasCapacity, Recorder, RolloutEngine
 from cosmos_rl_core.processes import inherited_socket
 from cosmos_rl_core.recipe.load import load_config, load_domain
@@ -73,7 +74,7 @@ async def _work(inherited: socket.socket) -> int:
         if not failure.user:
             traceback.print_exc()
         with contextlib.suppress(ConnectionClosed):
-            connection.post(InstanceFailed(message=failure.message, user=failure.user))
+            connection.post(ChildFailed(reason=failure.message, user=failure.user))
         code = failure.exit_code
     connection.close()
     await stopped  # all messages have been sent

@@ -19,6 +19,7 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.interfaces import Check
 from cosmos_rl_core.observe.console import table
+from cosmos_rl_vla.config import SimulatorLimits
 from cosmos_rl_vla.sims.base import GROUP
 from cosmos_rl_vla.sims.pool.group import Lost
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
@@ -97,15 +98,15 @@ def checks() -> Iterator[Check]:
 
 def examine(name: str, probe: Probe, *, folder: Path, python: str | None, start_timeout_s: float) -> Report:
     """Play part of an episode in a process of its own, and write the first image of each camera."""
+    limits = SimulatorLimits(
+        start_timeout_s=start_timeout_s, reset_timeout_s=start_timeout_s, step_timeout_s=start_timeout_s, max_faults=0
+    )
     try:
         pool = SimulatorPool(
             name,
             options=probe.options,
             python=python,
-            start_timeout_s=start_timeout_s,
-            reset_timeout_s=start_timeout_s,
-            step_timeout_s=start_timeout_s,
-            max_faults=0,
+            limits=limits,
         )
         with pool:
             pool.start(0, task=probe.task, init=0)

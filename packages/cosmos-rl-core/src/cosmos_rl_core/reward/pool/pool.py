@@ -22,7 +22,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import environment
 from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.pool.settings import ServedReward
-from cosmos_rl_core.reward.pool.worker import Ask, Build, FromWorker, Result, RewardAnswer, RewardItem, RewardRefused
+from cosmos_rl_core.reward.pool.worker import Ask, Build, FromWorker, Result, RewardAnswer, RewardItem
 from cosmos_rl_core.reward.remote import TOKEN_VARIABLES
 
 _FIRST_PAUSE_S = 0.5
@@ -227,12 +227,9 @@ class RewardPool:
         await worker.open(decode=FromWorker)
         build = Build(name=settings.name, label=settings.called, options=settings.options)
         try:
-            first = await worker.ask(build, limit=TimeLimit("start_timeout_s", settings.start_timeout_s))
+            await worker.ask(build, limit=TimeLimit("start_timeout_s", settings.start_timeout_s))
         except ProcessDied as death:
             raise ProcessDied(f"{death} while it was building the reward") from death
-        if isinstance(first, RewardRefused):
-            await worker.close()
-            raise UserError(first.reason)
         return worker
 
     async def _restart(self) -> ConnectedProcess:

@@ -4,9 +4,9 @@ It may use another Python interpreter than the server, whose environment has cos
 dependencies; besides the reward it imports msgspec and numpy. The socket also carries descriptors:
 
     server -> worker    Build
-    worker -> server    Ready, or Refused and the end
+    worker -> server    RewardReady, or ChildFailed and the end
     server -> worker    one descriptor per item, after one byte; then Ask
-    worker -> server    Answer, with one result per item
+    worker -> server    RewardAnswer, with one result per item
 
 One Ask is outstanding at a time. A worker of `reward.processes` builds what an item names.
 """
@@ -28,7 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.connected_process import receive_descriptors
+from cosmos_rl_core.connected_process import ChildFailed, receive_descriptors
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.processes import GRACE_S, end_with, inherited_socket
 from cosmos_rl_core.reward.request import read_request
@@ -53,12 +53,6 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 class RewardReady(msgspec.Struct, frozen=True, tag=True):
     """The reward is built."""
-
-
-class RewardRefused(msgspec.Struct, frozen=True, tag=True):
-    """The reward cannot be built; a retry cannot succeed."""
-
-    reason: str
 
 
 class RewardItem(msgspec.Struct, frozen=True):
@@ -101,7 +95,7 @@ class RewardAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = Build | Ask
-FromWorker = RewardReady | RewardRefused | RewardAnswer
+FromWorker = RewardReady | RewardAnswer | ChildFailed
 
 
 Scores = dict[str, list[float]]
@@ -308,7 +302,7 @@ def main() -> None:
     try:
         worker = Worker(build)
     except UserError as error:
-        server.send(RewardRefused(reason=str(error)))
+        server.send(ChildFailed(reason=str(error), user=True))
         sys.exit(2)
     server.send(RewardReady())
     while descriptors := receive_descriptors(inherited):

@@ -17,16 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cosmos_rl_core
-from cosmos_rl_core.connected_process import ConnectedProcess, ProcessDied, TimeLimit
+from cosmos_rl_core.connected_process import ChildFailed, ConnectedProcess, ProcessDied, TimeLimit
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.processes import GRACE_S
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
+from cosmos_rl_vla.config import SimulatorLimits
 from cosmos_rl_vla.sims.base import SimSpec
 from cosmos_rl_vla.sims.pool.messages import (
     AttachMemory,
-    Began,
     Broke,
     ChunkResult,
     Command,
@@ -34,11 +34,8 @@ from cosmos_rl_vla.sims.pool.messages import (
     Made,
     Make,
     ObservationMemory,
-    Outcomes,
     Reply,
-    SimulatorFailed,
     SimulatorPhase,
-    SimulatorRefused,
     StartEpisode,
 )
 
@@ -62,15 +59,6 @@ class Lost:
     """True: repeating the episode would fail again (an unknown task). False: it may be repeated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Time limits of one call in a process."""
-
-    start: TimeLimit
-    reset: TimeLimit
-    step: TimeLimit
-
-
 def _environment(*, own: bool) -> Mapping[str, str]:
     """Return a simulator process's environment; with its `own` Python, only these packages of ours are importable."""
     packages = [str(Path(cosmos_rl_core.__path__[0]).parent), str(Path(__file__).parents[3])]
@@ -87,7 +75,7 @@ class SimulatorProcess:
     events = group.discard(death)          # what it ran is lost; then group.spawn()
     """
 
-    def __init__(self, first: int, *, make: Make, limits: Limits, memory: int, python: str | None) -> None:
+    def __init__(self, first: int, *, make: Make, limits: SimulatorLimits, memory: int, python: str | None) -> None:
         self._first = first
         self._make = make
         self._limits = limits
@@ -167,38 +155,30 @@ class SimulatorProcess:
         except ConnectionClosed:
             raise self.process.died(self.process.close_blocking(grace_s=GRACE_S)) from None
         self._moved_at = time.monotonic()
-        if self._building:
-            self._built(reply)
+        if isinstance(reply, ChildFailed):
+            raise reply.error
+        if isinstance(reply, Made):
+            self._built(reply.spec)
             return []
-        if isinstance(reply, SimulatorFailed):
-            raise ProcessDied(reply.reason)
-        slots = self._unanswered.popleft()
-        if isinstance(reply, SimulatorRefused):
-            self._running.difference_update(slots)
-            return [Lost(slot=slot, reason=reply.reason, final=True) for slot in slots]
-        assert isinstance(reply, Outcomes)
-        return [self._event(slot, outcome) for slot, outcome in zip(slots, reply.slots, strict=True)]
+        return [
+            self._event(slot, outcome) for slot, outcome in zip(self._unanswered.popleft(), reply.slots, strict=True)
+        ]
 
-    def _built(self, reply: Reply) -> None:
-        if isinstance(reply, SimulatorRefused):
-            raise UserError(reply.reason)
-        if isinstance(reply, SimulatorFailed):
-            raise ProcessDied(reply.reason)
-        assert isinstance(reply, Made)
-        if self.spec not in (None, reply.spec):
-            raise UserError(f"simulator {self._make.simulator!r} was {self.spec}; built again it is {reply.spec}")
-        self.spec, self._building = reply.spec, False
+    def _built(self, spec: SimSpec) -> None:
+        if self.spec not in (None, spec):
+            raise UserError(f"simulator {self._make.simulator!r} was {self.spec}; built again it is {spec}")
+        self.spec, self._building = spec, False
 
-    def _event(self, slot: int, outcome: Began | ChunkResult | Broke) -> SlotReady | Lost:
+    def _event(self, slot: int, outcome: ChunkResult | Broke | None) -> SlotReady | Lost:
         if isinstance(outcome, Broke):
-            self._blame(outcome.reason)
+            if not outcome.final:
+                self._blame(outcome.reason)
             self._running.discard(slot)
-            return Lost(slot=slot, reason=outcome.reason)
-        if isinstance(outcome, Began):
-            return SlotReady(slot=slot, result=None)
-        self.faults = 0
-        if outcome.done:
-            self._running.discard(slot)
+            return Lost(slot=slot, reason=outcome.reason, final=outcome.final)
+        if outcome is not None:
+            self.faults = 0
+            if outcome.done:
+                self._running.discard(slot)
         return SlotReady(slot=slot, result=outcome)
 
     def _blame(self, reason: str) -> None:
@@ -213,16 +193,19 @@ class SimulatorProcess:
             self._count, self._moved_at = count, time.monotonic()
         left = self._limit(phase).seconds - (time.monotonic() - self._moved_at)
         # by then it may be in a call of another limit
-        return min(left, self._limits.reset.seconds, self._limits.step.seconds)
+        return min(left, self._limits.reset_timeout_s, self._limits.step_timeout_s)
 
     def hung(self) -> ProcessDied:
         """Return the error of a hung process, with the limit that it exceeded."""
         return self.process.late(self._limit(int(self._pulse[1])))
 
     def _limit(self, phase: int) -> TimeLimit:
+        limits = self._limits
         if self._building:
-            return self._limits.start
-        return self._limits.reset if phase == SimulatorPhase.RESET else self._limits.step
+            return TimeLimit("start_timeout_s", limits.start_timeout_s)
+        if phase == SimulatorPhase.RESET:
+            return TimeLimit("reset_timeout_s", limits.reset_timeout_s)
+        return TimeLimit("step_timeout_s", limits.step_timeout_s)
 
     def discard(self, death: ProcessDied) -> list[SlotReady | Lost]:
         """Kill the process and return its lost episodes; `spawn` starts another."""

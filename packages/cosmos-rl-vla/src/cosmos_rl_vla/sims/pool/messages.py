@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError
+from cosmos_rl_core.connected_process import ChildFailed
+from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError, Stepped
 
 
 class Make(msgspec.Struct, frozen=True, tag=True):
@@ -59,19 +60,28 @@ class Made(msgspec.Struct, frozen=True, tag=True):
     spec: SimSpec
 
 
-class ChunkResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ChunkResult(msgspec.Struct, kw_only=True, tag=True):
     """Results of the H actions of one decision. Substeps after the first that ended the episode were not executed."""
 
     rewards: list[float]
     """[H], 0 for substeps not executed."""
-    steps: int
+    steps: int = 0
     """Number of executed substeps, the first ones."""
-    terminated: bool
+    terminated: bool = False
     """The last executed substep ended the episode."""
-    truncated: bool
+    truncated: bool = False
     """The last executed substep was at the step limit; the observation after it is the final one."""
-    success: bool
+    success: bool = False
     """The task was done at an executed substep."""
+
+    def add(self, stepped: Stepped) -> None:
+        """Count one more executed substep. Raises SimulatorError for a reward that is not finite."""
+        if not math.isfinite(stepped.reward):
+            raise SimulatorError(f"the reward is {stepped.reward}")
+        self.rewards[self.steps] = float(stepped.reward)  # simulators give numbers of numpy too
+        self.steps += 1
+        self.terminated, self.truncated = stepped.terminated, stepped.truncated and not stepped.terminated
+        self.success |= stepped.success
 
     @property
     def valid(self) -> NDArray[np.bool_]:
@@ -83,36 +93,24 @@ class ChunkResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self.terminated or self.truncated
 
 
-class Began(msgspec.Struct, frozen=True, tag=True):
-    """An episode has its first observation."""
-
-
 class Broke(msgspec.Struct, frozen=True, tag=True):
     """An episode is lost; the slot can begin another."""
 
     reason: str
+    final: bool = False
+    """Whether a repetition would fail again: a UserError, such as an unknown task."""
 
 
 class Outcomes(msgspec.Struct, frozen=True, tag=True):
     """Results of the slots of one command, in its order. Observations are in the shared memory."""
 
-    slots: list[Began | ChunkResult | Broke]
-
-
-class SimulatorRefused(msgspec.Struct, frozen=True, tag=True):
-    """A UserError. The process continues, unless it was building its simulators."""
-
-    reason: str
-
-
-class SimulatorFailed(msgspec.Struct, frozen=True, tag=True):
-    """The simulators raised another exception. The process ends after this message."""
-
-    reason: str
+    slots: list[ChunkResult | Broke | None]
+    """None: the episode has its first observation."""
 
 
 Command = Make | AttachMemory | StartEpisode | ExecuteChunk
-Reply = Made | Outcomes | SimulatorRefused | SimulatorFailed
+Reply = Made | Outcomes | ChildFailed
+"""ChildFailed: the simulators cannot be built, or raised something else than SimulatorError and UserError."""
 
 
 _LINE = 64

@@ -6,7 +6,7 @@
 process 0 [slots 0 .. n-1]   process 1 [slots n .. 2n-1]   ...   each with simulators of its own
                            |  observations: shared memory; all else: small messages over a socket pair
                            v
-   wait() -> Ready(slot, result), Lost(slot, reason)
+   wait() -> SlotReady(slot, result), Lost(slot, reason)
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.connected_process import ProcessDied, TimeLimit
+from cosmos_rl_core.connected_process import ProcessDied
 from cosmos_rl_core.errors import WorkerFailed
 from cosmos_rl_core.processes import GRACE_S, unnamed_memory
+from cosmos_rl_vla.config import SimulatorLimits
 from cosmos_rl_vla.sims.base import GROUP, SimSpec
-from cosmos_rl_vla.sims.pool.group import Limits, Lost, SimulatorProcess, SlotReady
+from cosmos_rl_vla.sims.pool.group import Lost, SimulatorProcess, SlotReady
 from cosmos_rl_vla.sims.pool.messages import Make, ObservationMemory
 
 
@@ -38,7 +39,7 @@ class SimulatorPool:
 
         with SimulatorPool("metaworld", options={"image_size": 64}, groups=2, slots_per_group=4) as pool:
             pool.start(0, task="faucet-open", init=7)
-            for event in pool.wait():                                  # Ready or Lost
+            for event in pool.wait():                                  # SlotReady or Lost
                 pool.images["corner2"][event.slot], pool.states[event.slot]
                 pool.submit([event.slot], actions)                     # [1, H, D]
 
@@ -53,41 +54,32 @@ class SimulatorPool:
         groups: int = 1,
         slots_per_group: int = 1,
         python: str | None = None,
-        start_timeout_s: float = 120.0,
-        reset_timeout_s: float = 60.0,
-        step_timeout_s: float = 15.0,
-        max_faults: int = 3,
+        limits: SimulatorLimits | None = None,
     ) -> None:
         """Start the processes, and return when all have built their simulators.
 
         `simulator` is the name of a plug-in in cosmos_rl.simulators, or "module:attribute". `python` is the
-        interpreter of simulators that need other package versions. `step_timeout_s` is the limit of one step of a
-        group's slots, and of one observation. After `max_faults` in a row without a successful chunk, a group
-        fails. Raises UserError if the simulators cannot be built with these options, and WorkerFailed if their
-        process fails.
+        interpreter of simulators that need other package versions. After `limits.max_faults` in a row without a
+        successful chunk, a group fails. Raises UserError if the simulators cannot be built with these options, and
+        WorkerFailed if their process fails.
         """
         where = plugins.locate(GROUP, simulator)  # in this process: another interpreter has no entry points of ours
         self._name = simulator
         self._slots_per_group = slots_per_group
-        self._max_faults = max_faults
+        self._limits = limits or SimulatorLimits()
         self._events: list[SlotReady | Lost] = []
         self._pending: set[int] = set()
         self.restarts = 0
         """Number of processes replaced."""
         self._descriptor = unnamed_memory()
         self._groups: list[SimulatorProcess] = []
-        limits = Limits(
-            start=TimeLimit("start_timeout_s", start_timeout_s),
-            reset=TimeLimit("reset_timeout_s", reset_timeout_s),
-            step=TimeLimit("step_timeout_s", step_timeout_s),
-        )
         try:
             for number in range(groups):
                 self._groups.append(
                     SimulatorProcess(
                         number * slots_per_group,
                         make=Make(simulator=where, options=dict(options or {}), slots=slots_per_group),
-                        limits=limits,
+                        limits=self._limits,
                         memory=self._descriptor,
                         python=python,
                     )
@@ -202,7 +194,7 @@ class SimulatorPool:
         self._events += events
 
     def _check(self, group: SimulatorProcess) -> None:
-        if group.faults > self._max_faults:
+        if group.faults > self._limits.max_faults:
             printed = f"; its last lines:\n{group.last_output}" if group.last_output else ""
             raise WorkerFailed(
                 f"simulator {self._name!r} failed {group.faults} times in a row; the last: {group.fault}{printed}"

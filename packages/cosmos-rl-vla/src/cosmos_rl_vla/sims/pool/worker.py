@@ -6,7 +6,6 @@ It ends when the pool closes its end, or dies."""
 
 from __future__ import annotations
 
-import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.connected_process import ChildFailed
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import end_with, inherited_socket
 from cosmos_rl_core.wire.blocking import BlockingConnection
@@ -24,7 +24,6 @@ from cosmos_rl_core.wire.frames import ConnectionClosed
 from cosmos_rl_vla.sims.base import GROUP, BatchSimulator, Observation, Simulator, SimulatorError, Stepped
 from cosmos_rl_vla.sims.pool.messages import (
     AttachMemory,
-    Began,
     Broke,
     ChunkResult,
     Command,
@@ -33,9 +32,7 @@ from cosmos_rl_vla.sims.pool.messages import (
     Make,
     ObservationMemory,
     Outcomes,
-    SimulatorFailed,
     SimulatorPhase,
-    SimulatorRefused,
     StartEpisode,
 )
 
@@ -49,53 +46,20 @@ def run_chunks(
 
     The result of a slot that broke, or returned a reward that is not finite, is the error.
     """
-    tallies = [_Tally(actions.shape[1]) for _ in slots]
-    broken: dict[int, SimulatorError] = {}
-    running = list(range(len(slots)))
+    results: list[ChunkResult | SimulatorError] = [ChunkResult(rewards=[0.0] * actions.shape[1]) for _ in slots]
     for substep in range(actions.shape[1]):
+        running = {row: one for row, one in enumerate(results) if isinstance(one, ChunkResult) and not one.done}
         if not running:
             break
-        steps = step([slots[row] for row in running], actions[running, substep])
-        running = [row for row, stepped in zip(running, steps, strict=True) if _goes_on(row, stepped, tallies, broken)]
-    return [broken[row] if row in broken else tally.result() for row, tally in enumerate(tallies)]
-
-
-def _goes_on(
-    row: int, stepped: Stepped | SimulatorError, tallies: Sequence[_Tally], broken: dict[int, SimulatorError]
-) -> bool:
-    try:
-        if isinstance(stepped, SimulatorError):
-            raise stepped
-        return not tallies[row].add(stepped)
-    except SimulatorError as error:
-        broken[row] = error
-        return False
-
-
-class _Tally:
-    def __init__(self, horizon: int) -> None:
-        self._rewards = [0.0] * horizon
-        self._steps = 0
-        self._terminated = self._truncated = self._success = False
-
-    def add(self, stepped: Stepped) -> bool:
-        """Count one step. Returns whether the episode is over."""
-        if not math.isfinite(stepped.reward):
-            raise SimulatorError(f"the reward is {stepped.reward}")
-        self._rewards[self._steps] = float(stepped.reward)  # simulators give numbers of numpy too
-        self._steps += 1
-        self._terminated, self._truncated = stepped.terminated, stepped.truncated and not stepped.terminated
-        self._success |= stepped.success
-        return stepped.terminated or stepped.truncated
-
-    def result(self) -> ChunkResult:
-        return ChunkResult(
-            rewards=self._rewards,
-            steps=self._steps,
-            terminated=self._terminated,
-            truncated=self._truncated,
-            success=self._success,
-        )
+        steps = step([slots[row] for row in running], actions[list(running), substep])
+        for (row, result), stepped in zip(running.items(), steps, strict=True):
+            try:
+                if isinstance(stepped, SimulatorError):
+                    raise stepped
+                result.add(stepped)
+            except SimulatorError as error:
+                results[row] = error
+    return results
 
 
 class Separate(BatchSimulator):
@@ -155,12 +119,12 @@ def main() -> None:
                 _work(pool, memory)
             sys.exit(0)
         except UserError as error:
-            reply = SimulatorRefused(str(error))
+            failed = ChildFailed(str(error), user=True)
         except Exception as error:  # a simulator may raise anything; the pool gets its text
             traceback.print_exc()
-            reply = SimulatorFailed(f"{type(error).__name__}: {error}")
+            failed = ChildFailed(f"{type(error).__name__}: {error}", user=False)
         with suppress(ConnectionClosed):
-            pool.send(reply)
+            pool.send(failed)
     sys.exit(1)
 
 
@@ -175,12 +139,7 @@ def _work(pool: BlockingConnection, memory: int) -> None:
     group = SlotGroup(simulator, attach, slots=make.slots, descriptor=memory)
     try:
         while True:
-            command = pool.receive()
-            try:
-                reply = group.execute(command)
-            except UserError as error:
-                reply = SimulatorRefused(str(error))
-            pool.send(reply)
+            pool.send(Outcomes(group.execute(pool.receive())))
     except ConnectionClosed:
         simulator.close()
         raise
@@ -196,30 +155,33 @@ class SlotGroup:
         self._pulse = self._memory.pulses[attach.group]
         self._action_dim = attach.spec.action_dim
 
-    def execute(self, command: Command) -> Outcomes:
-        """Start an episode, or run a chunk, and observe."""
+    def execute(self, command: Command) -> list[ChunkResult | Broke | None]:
+        """Start an episode, or run a chunk, and observe. Returns the results of the command's slots."""
         try:
             if isinstance(command, StartEpisode):
-                return Outcomes([self._start(command)])
+                return [self._start(command)]
             assert isinstance(command, ExecuteChunk)
-            return Outcomes(self._run(command))
+            return self._run(command)
         finally:
             self._pulse[1] = SimulatorPhase.IDLE
 
-    def _start(self, command: StartEpisode) -> Began | Broke:
+    def _start(self, command: StartEpisode) -> Broke | None:
         self._beat(SimulatorPhase.RESET)
         try:
             self._simulator.reset(command.slot, task=command.task, init=command.init)
             self._observe(command.slot)
-        except SimulatorError as error:
-            return Broke(str(error))
-        return Began()
+        except (SimulatorError, UserError) as error:
+            return Broke(str(error), final=isinstance(error, UserError))
+        return None
 
-    def _run(self, command: ExecuteChunk) -> list[Began | ChunkResult | Broke]:
+    def _run(self, command: ExecuteChunk) -> list[ChunkResult | Broke | None]:
         shape = (len(command.slots), command.horizon, self._action_dim)
         actions = np.frombuffer(command.actions, np.float32).reshape(shape)
-        results = run_chunks(self._step, command.slots, actions)
-        return [self._seen(slot, result) for slot, result in zip(command.slots, results, strict=True)]
+        try:
+            results = run_chunks(self._step, command.slots, actions)
+            return [self._seen(slot, result) for slot, result in zip(command.slots, results, strict=True)]
+        except UserError as error:
+            return [Broke(str(error), final=True) for _ in command.slots]
 
     def _step(self, slots: Sequence[int], actions: NDArray[np.float32]) -> Sequence[Stepped | SimulatorError]:
         self._beat(SimulatorPhase.STEP)
