@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cosmos_rl_core.ops.reward_service.server import RewardServer
+from cosmos_rl_core.ops.reward_service.server import open_server
 from cosmos_rl_core.ops.reward_service.settings import load_settings
 from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, encode_body
 
@@ -74,7 +74,7 @@ def running(settings, *, python_path, said=None):
 
     async def run():
         say = (said if said is not None else []).append
-        async with RewardServer(load_settings(settings), token=TOKEN, log=say, python_path=python_path) as server:
+        async with open_server(load_settings(settings), token=TOKEN, log=say, python_path=python_path) as server:
             servers.append(server)
             up.set()
             await server.stopped()
@@ -286,7 +286,8 @@ def test_a_large_upload_with_a_wrong_token_hears_why(server):
 
 def test_a_client_that_leaves_in_the_middle_of_its_upload_gives_its_place_back(server, http):
     def num_open():
-        return server.backend.jobs.num_open
+        lines = dict(line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if line[0] != "#")
+        return float(lines["cosmos_rl_reward_requests_open"])
 
     host, port = server.url.removeprefix("http://").split(":")
     head = (

@@ -185,7 +185,10 @@ def test_a_reward_whose_worker_cannot_start_again_fails_what_waits(folder):
         ({"name": "cosmos_rl_core.testing.tiny:TINY:glow"}, "has no reward called 'glow'; known: hits"),
         ({"name": "my_rewards:Fragile", "options": {"size": 1}}, "does not accept options {'size': 1}"),
         ({"python": "no-such-python"}, "cannot run no-such-python: No such file or directory"),
-        ({"name": "my_rewards:Fragile", "options": {"path": __file__}}, "the worker died (exit code 3) while it was building the reward"),
+        (
+            {"name": "my_rewards:Fragile", "options": {"path": __file__}},
+            "the worker died (exit code 3) while it was building the reward",
+        ),
     ],
 )
 def test_a_reward_that_cannot_be_built_stops_the_server_with_its_reason(folder, reward, said):

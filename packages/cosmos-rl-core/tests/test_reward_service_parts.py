@@ -214,8 +214,8 @@ class Clock:
 
 
 def jobs(clock=None, **keys):
-    settings = {"queue_size": 2, "queue_bytes": 100, "ttl_s": 10.0, "fetched_ttl_s": 2.0}
-    return Jobs(**settings | keys, clock=clock or Clock())
+    settings = {"queue_size": 2, "queue_bytes": 100, "ttl_s": 10.0, "fetched_ttl_s": 2.0, "rewards": [{"name": "a"}]}
+    return Jobs(load_settings(settings | keys), clock=clock or Clock())
 
 
 def spool(content=b"abc"):

@@ -17,7 +17,7 @@ import numpy as np
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import UserError, one_line_errors
-from cosmos_rl_core.inference.generate import Generated, generate_rows, rows_on_disk
+from cosmos_rl_core.inference.generate import generate_rows, rows_on_disk
 from cosmos_rl_core.inference.request import GenerationWeights, Instances, Request, folder_of
 from cosmos_rl_core.inference.rollouts_file import Line
 from cosmos_rl_core.launch.open_recipe import Recipe, Rewards, Rows, open_recipe
@@ -149,7 +149,15 @@ def evaluate(
             measured = _loss(config, request)
         else:
             generated = generate_rows(config, request, scored=True, python_path=given.python_path, say=say)
-            measured = _rewards(generated, request.num_samples)
+            measured = Evaluated(
+                directory=generated.directory,
+                weights=generated.weights,
+                metrics=estimates(generated.lines, labels=generated.labels),
+                rows=generated.num_done,
+                failed=generated.failed,
+                num_samples=request.num_samples,
+                interrupted=generated.interrupted,
+            )
     if not measured.interrupted:
         measured.write()
     return measured
@@ -179,18 +187,6 @@ def _estimates(lines: Sequence[Line]) -> dict[str, Estimate]:
     for name in names:
         values[f"reward/{name}"] = [fmean(line["rewards"][name] for line in of_row) for of_row in rows.values()]
     return {name: Estimate.of(column) for name, column in values.items()}
-
-
-def _rewards(generated: Generated, num_samples: int) -> Evaluated:
-    return Evaluated(
-        directory=generated.directory,
-        weights=generated.weights,
-        metrics=estimates(generated.lines, labels=generated.labels),
-        rows=generated.num_done,
-        failed=generated.failed,
-        num_samples=num_samples,
-        interrupted=generated.interrupted,
-    )
 
 
 def _loss(config: RunConfig, request: Request) -> Evaluated:

@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -34,9 +34,6 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RolloutParallelSection
 from cosmos_rl_core.types import Sampling
 from cosmos_rl_core.workers.directory import NO_ROOM
-
-PROGRESS_S = 5.0
-"""Seconds between progress messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +110,14 @@ def generate_rows(
             say(f"{len(file.done)} of {len(prompts)} rows are already done")
         for sample, reason in prompts.wrong.items():
             file.add([{"sample": sample, "error": reason}])
-        pool = Pool(logs=directory / "logs", python_path=tuple(python_path))
+        pool = Pool(file=file, logs=directory / "logs", python_path=python_path, say=say)
         task = _task(config, request, weights, directory, scored=scored)
-        for index, (rows, own) in enumerate(zip(request.instances.deal(left), gpus, strict=True)):
-            if rows:
-                pool.add(replace(task, name=f"instance-{index}", rows=rows), gpus=own)
-        interrupted = run_to_end(_collect(pool, file, total=len(left), say=say)) if left else False
+        tasks = [
+            (replace(task, name=f"instance-{index}", rows=rows), visible)
+            for index, (rows, visible) in enumerate(zip(request.instances.deal(left), gpus, strict=True))
+            if rows
+        ]
+        interrupted = run_to_end(_until_interrupted(pool.run(tasks))) if tasks else False
     except OSError as error:
         if error.errno in NO_ROOM:
             raise UserError(
@@ -165,22 +164,9 @@ def _task(
     )
 
 
-async def _collect(pool: Pool, file: RolloutsFile, *, total: int, say: Callable[[str], None]) -> bool:
-    """Write answers as they arrive. Returns whether it was interrupted."""
-    done, reported_at = 0, time.monotonic()
-
-    async def collect() -> None:
-        nonlocal done, reported_at
-        async with pool, contextlib.aclosing(pool.answers()) as answers:
-            async for answer in answers:
-                file.add(answer.lines)
-                done += 1
-                if time.monotonic() - reported_at > PROGRESS_S:
-                    say(f"{done} of {total} rows")
-                    reported_at = time.monotonic()
-
-    say(f"rows: {total}, processes: {len(pool.tasks)}")
-    work = asyncio.create_task(collect())
+async def _until_interrupted(running: Coroutine[Any, Any, None]) -> bool:
+    """Run to the end, or until an interrupt. Returns whether it was interrupted."""
+    work = asyncio.create_task(running)
     interrupted = False
 
     def interrupt() -> None:

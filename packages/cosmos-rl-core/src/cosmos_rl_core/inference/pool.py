@@ -1,8 +1,6 @@
 """The processes of `cosmos-rl generate` and `eval`: start, receive, stop; and the messages.
 
-    pool.add(task, gpus=["0"])
-    async with pool:
-        async for answer in pool.answers(): ...
+    await Pool(file=file, logs=logs, python_path=(), say=print).run([(task, ["0"])])
 
     command   --InstanceTask-->               instance      over a socket pair, open as long as the command runs
               <--RowResult, ChildFailed--
@@ -13,8 +11,9 @@ An instance ends when its rows are done or its connection closes, also because t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import msgspec
 from cosmos_rl_core.connected_process import ChildFailed, ConnectedProcess
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.imports import PYTHON
+from cosmos_rl_core.inference.rollouts_file import RolloutsFile
 from cosmos_rl_core.processes import environment
 from cosmos_rl_core.wire.frames import ConnectionClosed
 
@@ -77,99 +77,78 @@ Reply = RowResult | ChildFailed
 
 LEAVE_S = 10.0
 """Maximum seconds for an instance to close its engine after its connection was closed."""
+PROGRESS_S = 5.0
+"""Seconds between progress messages."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Pool:
     """The instances of one command, one per task."""
 
+    file: RolloutsFile
     logs: Path
     """Folder for their output."""
-    python_path: tuple[str, ...] = ()
+    python_path: Sequence[str]
     """Folders for a recipe's "module:attribute" names."""
-    tasks: list[InstanceTask] = field(default_factory=list)
-    _gpus: list[Sequence[str]] = field(default_factory=list)
-    """GPUs visible to each instance."""
-    _instances: list[ConnectedProcess] = field(default_factory=list)
+    say: Callable[[str], None]
+    """For progress messages."""
+    _num_done: int = 0
+    _reported_at: float = 0.0
 
-    def add(self, task: InstanceTask, *, gpus: Sequence[str]) -> None:
-        """Add an instance, with these GPUs visible."""
-        self.tasks.append(task)
-        self._gpus.append(gpus)
+    async def run(self, tasks: Sequence[tuple[InstanceTask, Sequence[str]]]) -> None:
+        """Write the results of all tasks, each with the GPUs that its instance sees, as they arrive.
 
-    async def __aenter__(self) -> Pool:
+        All instances have ended afterwards. Raises UserError or WorkerFailed with the failure of an instance.
+        """
+        num_rows = sum(len(task.rows) for task, _ in tasks)
+        self.say(f"rows: {num_rows}, processes: {len(tasks)}")
+        self._reported_at = time.monotonic()
         self.logs.mkdir(parents=True, exist_ok=True)
+        instances: list[ConnectedProcess] = []
+        serving: list[asyncio.Task[None]] = []
         try:
-            for task, gpus in zip(self.tasks, self._gpus, strict=True):
-                instance = ConnectedProcess(
-                    [*PYTHON, "-m", "cosmos_rl_core.inference.worker"],
-                    name=task.name,
-                    environment=environment(self.python_path, threads=task.threads, gpus=gpus),
-                    log=self._log(task),
-                )
-                self._instances.append(instance)
-                await instance.open(decode=Reply, max_frame_bytes=MAX_MESSAGE_BYTES)
-        except BaseException:
-            await self._stop()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stop()
-
-    async def answers(self) -> AsyncGenerator[RowResult, None]:
-        """Yield answers as they arrive. Raises UserError or WorkerFailed with the failure of an instance."""
-        received: asyncio.Queue[RowResult | BaseException | None] = asyncio.Queue()
-
-        async def listen(task: InstanceTask, instance: ConnectedProcess) -> None:
-            try:
-                await self._serve(task, instance, received)
-                received.put_nowait(None)
-            except (UserError, WorkerFailed) as error:
-                received.put_nowait(error)
-
-        serving = zip(self.tasks, self._instances, strict=True)
-        listeners = [asyncio.create_task(listen(task, instance)) for task, instance in serving]
-        working = len(listeners)
-        try:
-            while working:
-                match await received.get():
-                    case None:
-                        working -= 1
-                    case RowResult() as answer:
-                        yield answer
-                    case error:
-                        raise error
+            for task, gpus in tasks:
+                instances.append(self._start(task, gpus))
+                serving.append(asyncio.create_task(self._serve(task, instances[-1], num_rows)))
+            await asyncio.gather(*serving)
         finally:
-            for listener in listeners:
-                listener.cancel()
-            await asyncio.gather(*listeners, return_exceptions=True)
+            for one in serving:
+                one.cancel()
+            try:
+                await asyncio.gather(*serving, return_exceptions=True)
+            finally:  # a second Ctrl-C cancels the wait, and `close` then kills them at once
+                await asyncio.gather(*(instance.close(grace_s=LEAVE_S) for instance in instances))
 
-    async def _serve(
-        self, task: InstanceTask, instance: ConnectedProcess, received: asyncio.Queue[RowResult | BaseException | None]
-    ) -> None:
-        """Send an instance its task and queue its answers, until it ends."""
-        num_left = len(task.rows)
+    def _start(self, task: InstanceTask, gpus: Sequence[str]) -> ConnectedProcess:
+        return ConnectedProcess(
+            [*PYTHON, "-m", "cosmos_rl_core.inference.worker"],
+            name=task.name,
+            environment=environment(self.python_path, threads=task.threads, gpus=gpus),
+            log=self.logs / f"{task.name}.log",
+        )
+
+    async def _serve(self, task: InstanceTask, instance: ConnectedProcess, num_rows: int) -> None:
+        """Send an instance its task and write its results, until it ends."""
+        num_left, log = len(task.rows), self.logs / f"{task.name}.log"
         try:
-            await instance.connection.send(task)
+            connection = await instance.open(decode=Reply, max_frame_bytes=MAX_MESSAGE_BYTES)
+            await connection.send(task)
             while True:
-                reply: Reply = await instance.connection.receive()
+                reply: Reply = await connection.receive()
                 if isinstance(reply, ChildFailed):
-                    where = f"{task.name}: {reply.reason}"
-                    raise UserError(where) if reply.user else WorkerFailed(f"{where}. See {self._log(task)}")
-                received.put_nowait(reply)
+                    failed = f"{task.name}: {reply.reason}"
+                    raise UserError(failed) if reply.user else WorkerFailed(f"{failed}. See {log}")
+                self._add(reply, num_rows)
                 num_left -= 1
         except ConnectionClosed:
             status = await instance.close(grace_s=LEAVE_S)
         if num_left or instance.process.exit_code:
-            raise WorkerFailed(
-                f"{instance.died(status)}, {num_left} rows are left. The end of {self._log(task)}:\n"
-                f"{instance.last_output}"
-            )
+            reason = f"{instance.died(status)}, {num_left} rows are left"
+            raise WorkerFailed(f"{reason}. The end of {log}:\n{instance.last_output}")
 
-    def _log(self, task: InstanceTask) -> Path:
-        return self.logs / f"{task.name}.log"
-
-    async def _stop(self) -> None:
-        """Close the connections, wait, and kill the instances that do not end, with all their children."""
-        await asyncio.gather(*(instance.close(grace_s=LEAVE_S) for instance in self._instances))
+    def _add(self, result: RowResult, num_rows: int) -> None:
+        self.file.add(result.lines)
+        self._num_done += 1
+        if time.monotonic() - self._reported_at > PROGRESS_S:
+            self.say(f"{self._num_done} of {num_rows} rows")
+            self._reported_at = time.monotonic()

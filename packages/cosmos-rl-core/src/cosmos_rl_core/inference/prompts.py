@@ -83,28 +83,21 @@ def read_prompts(
     return prompts
 
 
-def _listed(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each prompt with its location."""
+def _listed(path: Path) -> Iterator[tuple[str, str | bytes]]:
+    """Yield each prompt with its location: a text, or bytes of JSON."""
     try:
         with path.open("rb") as file:
             for where, line in read_lines(file, name=path.name):
-                yield where, line.decode() if path.suffix == ".txt" else _Json(line)
+                yield where, line.decode() if path.suffix == ".txt" else line
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
         raise UserError(f"--prompts {path}: {reason}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Json:
-    """A line of a .jsonl file."""
-
-    line: bytes
-
-
 def _columns(
-    config: RunConfig, domain: DomainBase, value: str | _Json, *, where: str, folder: Path
+    config: RunConfig, domain: DomainBase, value: str | bytes, *, where: str, folder: Path
 ) -> Mapping[str, Any]:
-    prompt: Any = parse_json(value.line, where=where) if isinstance(value, _Json) else value
+    prompt: Any = parse_json(value, where=where) if isinstance(value, bytes) else value
     if not isinstance(prompt, str | dict):
         raise UserError(f"{where}: a prompt is an object or a text, not a {type(prompt).__name__}")
     return domain.prompt_row(config.data, prompt, where=where, folder=folder)

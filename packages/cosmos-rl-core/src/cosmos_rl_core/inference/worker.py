@@ -34,7 +34,7 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric
 from cosmos_rl_core.rollout.rollouter import request_seed
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.weight_sync import OwnsSubscriber
 from cosmos_rl_core.wire.channel import ConnectionClosed, adopt
 from cosmos_rl_core.workers.failure import Failure
@@ -92,8 +92,7 @@ async def _answer_all(task: InstanceTask, send: Callable[[Reply], None]) -> None
         parts.push_async_callback(engine.close)
         await load_engine(config, engine, task.checkpoint, version=task.version, averaged=task.averaged)
         recorder = domain.recorder(Path(task.media), name=task.name, groups=1, every=1)
-        if recorder is not None and not recorder.of_rollouts:
-            recorder = None
+        recorder = recorder if recorder is not None and recorder.of_rollouts else None
         if recorder is not None:
             parts.callback(recorder.close)
         answerer = Answerer(
@@ -167,21 +166,18 @@ class Answerer:
     async def answer(self, row: PromptRow) -> RowResult:
         """Return the lines of a row, or a single line with the error."""
         prompt = Prompt(sample_id=row.sample, row=row.columns, origin=row.origin)
-        attempt = 1
-        while True:
+        failed = ""
+        for _ in range(self.config.rollout.max_attempts):
             try:
                 group = await self._group(prompt)
-                break
             except SampleError as error:
-                if error.final or attempt == self.config.rollout.max_attempts:
-                    return RowResult(sample=row.sample, lines=[error_line(row.sample, error.reason)])
-            attempt += 1
-        files = await asyncio.to_thread(self._write_media, group)
-        lines = [
-            self._line(group, place, rollout, written)
-            for place, (rollout, written) in enumerate(zip(group.rollouts, files, strict=True))
-        ]
-        return RowResult(sample=row.sample, lines=lines)
+                failed = error.reason
+                if error.final:
+                    break
+            else:
+                lines = await asyncio.to_thread(self._lines, group)
+                return RowResult(sample=row.sample, lines=lines)
+        return RowResult(sample=row.sample, lines=[{"sample": row.sample, "error": failed}])
 
     async def _group(self, prompt: Prompt) -> RolloutGroup:
         text, rollouts = await self.engine.generate(
@@ -194,41 +190,31 @@ class Answerer:
         group = assemble.with_prompt_media(self.config, load_domain(self.config.run.domain), group)
         return group if self.rubric is None else await self.rubric.score(group)
 
-    def _write_media(self, group: RolloutGroup) -> list[list[str]]:
-        """Write the media of each rollout and return its files, relative to the folder of rollouts.jsonl."""
-        if self.recorder is None:
-            return [[] for _ in group.rollouts]
-        folder = Path(self.task.media)
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        for place in range(len(group.rollouts)):
-            path = self.recorder.write(folder / f"{group.prompt.sample_id:06d}_{place}", group, place)
-            written.append([f"{folder.name}/{path.name}"])
-        return written
-
-    def _line(self, group: RolloutGroup, place: int, rollout: Rollout, files: list[str]) -> dict[str, Any]:
-        line: dict[str, Any] = {
-            "sample": group.prompt.sample_id,
-            "rollout": place,
-            "prompt": group.prompt_text,
-            "response": rollout.text,
-            "finish_reason": rollout.finish_reason,
-            "num_terms": rollout.num_terms,
-            "policy_version": self.task.version,
-        }
-        if group.media:
-            line["prompt_media"] = dict(group.media)
-        if files:
-            line["media"] = files
-        if self.rubric is not None:
-            line["reward"] = rollout.reward
-            line["rewards"] = dict(rollout.reward_breakdown)
-        return line
-
-
-def error_line(sample: int, reason: str) -> dict[str, Any]:
-    """The line of a row without rollouts."""
-    return {"sample": sample, "error": reason}
+    def _lines(self, group: RolloutGroup) -> list[dict[str, Any]]:
+        """Return a line for each rollout, and write its media, named relative to the folder of rollouts.jsonl."""
+        lines = []
+        for place, rollout in enumerate(group.rollouts):
+            line: dict[str, Any] = {
+                "sample": group.prompt.sample_id,
+                "rollout": place,
+                "prompt": group.prompt_text,
+                "response": rollout.text,
+                "finish_reason": rollout.finish_reason,
+                "num_terms": rollout.num_terms,
+                "policy_version": self.task.version,
+            }
+            if group.media:
+                line["prompt_media"] = dict(group.media)
+            if self.recorder is not None:
+                folder = Path(self.task.media)
+                folder.mkdir(parents=True, exist_ok=True)
+                path = self.recorder.write(folder / f"{group.prompt.sample_id:06d}_{place}", group, place)
+                line["media"] = [f"{folder.name}/{path.name}"]
+            if self.rubric is not None:
+                line["reward"] = rollout.reward
+                line["rewards"] = dict(rollout.reward_breakdown)
+            lines.append(line)
+        return lines
 
 
 async def _load_by_sync(

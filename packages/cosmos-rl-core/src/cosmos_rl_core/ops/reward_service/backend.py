@@ -29,7 +29,7 @@ class Backend:
     """Queues requests, scores them, and stores results until they expire.
 
     async with Backend(settings, log=print) as backend:        # workers are up; UserError
-        job = backend.add(header, spool)                       # Unserved, Conflict
+        job = backend.add(header, spool)                       # Unserved, RequestConflict
         await job.done.wait()
     """
 
@@ -44,13 +44,7 @@ class Backend:
         self.settings = settings
         self._clock = clock
         self._stack = AsyncExitStack()
-        self.jobs = Jobs(
-            queue_size=settings.queue_size,
-            queue_bytes=settings.queue_bytes,
-            ttl_s=settings.ttl_s,
-            fetched_ttl_s=settings.fetched_ttl_s,
-            clock=clock,
-        )
+        self.jobs = Jobs(settings, clock=clock)
         self.metrics = ServerMetrics(clock=clock)
         self.pools = {
             name: RewardPool(served, RewardMetrics(self.metrics, name), log=log, python_path=tuple(python_path))
@@ -81,7 +75,7 @@ class Backend:
     def add(self, header: Header, spool: BodySpool) -> RewardJob:
         """Queue a request for each of its rewards; a request with a known id is not queued again.
 
-        Raises Unserved for rewards and options that this server does not serve, and Conflict.
+        Raises Unserved for rewards and options that this server does not serve, and RequestConflict.
         """
         for i, reward in enumerate(header.rewards):
             self._check(reward, at=f"$.rewards[{i}]")

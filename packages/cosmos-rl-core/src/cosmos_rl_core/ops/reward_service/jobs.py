@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from cosmos_rl_core.ops.reward_service.settings import ServerSettings
 from cosmos_rl_core.reward.pool.body import BodySpool
 from cosmos_rl_core.reward.pool.worker import Result
 from cosmos_rl_core.reward.request import Header
@@ -59,18 +60,13 @@ class Jobs:
 
     with jobs.reserve(num_bytes):                 # QueueFull -> 429
         ...                                       # read the body
-        job, is_new = jobs.add(header, spool)     # Conflict -> 409
+        job, is_new = jobs.add(header, spool)     # RequestConflict -> 409
     jobs.score(job, reward, scores); jobs.fail(job, reason)
     jobs.find(uuid); jobs.fetched(job); jobs.forget_expired()
     """
 
-    def __init__(
-        self, *, queue_size: int, queue_bytes: int, ttl_s: float, fetched_ttl_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._queue_size = queue_size
-        self._queue_bytes = queue_bytes
-        self._ttl_s = ttl_s
-        self._fetched_ttl_s = fetched_ttl_s
+    def __init__(self, settings: ServerSettings, *, clock: Callable[[], float]) -> None:
+        self._settings = settings
         self._clock = clock
         self._by_uuid: dict[str, RewardJob] = {}
         self._by_id: dict[tuple[str, str], RewardJob] = {}
@@ -83,8 +79,8 @@ class Jobs:
     @contextmanager
     def reserve(self, num_bytes: int) -> Iterator[None]:
         """Reserve room for an arriving body; `add` takes over the reservation. Raises QueueFull."""
-        full = self.num_open >= self._queue_size
-        if full or (self.num_open and self.open_bytes + num_bytes > self._queue_bytes):
+        full = self.num_open >= self._settings.queue_size
+        if full or (self.num_open and self.open_bytes + num_bytes > self._settings.queue_bytes):
             raise QueueFull(f"{self.num_open} requests of {self.open_bytes} bytes are not done; ask again later")
         self._open(1, num_bytes)
         try:
@@ -95,7 +91,7 @@ class Jobs:
     def add(self, header: Header, spool: BodySpool) -> tuple[RewardJob, bool]:
         """Return the job of a request and whether it is new; for a known job the spool is closed.
 
-        Raises Conflict for an id that was used with another body.
+        Raises RequestConflict for an id that was used with another body.
         """
         key = (header.client, header.id)
         earlier = self._by_id.get(key) if header.id else None
@@ -124,8 +120,8 @@ class Jobs:
         name = job.header.rewards[reward].name
         if job.done.is_set():
             return
-        if wrong := _what_is_wrong(scores, name=name, size=job.header.size):
-            self.fail(job, wrong)
+        if problem := _problem(scores, name=name, size=job.header.size):
+            self.fail(job, problem)
             return
         job.scores.update(scores)
         job.waiting_for.discard(reward)
@@ -142,7 +138,7 @@ class Jobs:
         """Record that a result was sent; it expires `fetched_ttl_s` after the first time."""
         if not job.was_fetched:
             job.was_fetched = True
-            job.expires_at = self._clock() + self._fetched_ttl_s
+            job.expires_at = self._clock() + self._settings.fetched_ttl_s
 
     def forget_expired(self) -> None:
         """Delete expired results."""
@@ -164,7 +160,7 @@ class Jobs:
         for result in job.results:
             result.cancel()
         job.spool.close()
-        job.expires_at = self._clock() + self._ttl_s
+        job.expires_at = self._clock() + self._settings.ttl_s
         self._open(-1, -job.num_bytes)
         job.done.set()
 
@@ -173,15 +169,11 @@ class Jobs:
         self.open_bytes += num_bytes
 
 
-def _what_is_wrong(scores: dict[str, list[float]], *, name: str, size: int) -> str:
+def _problem(scores: dict[str, list[float]], *, name: str, size: int) -> str:
     """Return the problem of a worker's scores, or an empty string. Checked again here, independently of the worker."""
     if not scores or any(key.partition(".")[0] != name for key in scores):
         return f"{name} gave scores for {', '.join(scores) or 'nothing'}"
     for key, values in scores.items():
-        if not _are_finite(values, size=size):
+        if len(values) != size or not all(map(math.isfinite, values)):
             return f"{key} gave {len(values)} values for {size} samples, or one that is not finite"
     return ""
-
-
-def _are_finite(values: Sequence[float], *, size: int) -> bool:
-    return len(values) == size and all(map(math.isfinite, values))

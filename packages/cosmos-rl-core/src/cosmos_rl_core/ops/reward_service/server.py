@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.ops.reward_service.app import RewardApp
@@ -21,40 +21,18 @@ _DESCRIPTORS_BESIDE = 512
 
 
 class RewardServer:
-    """A server on the running event loop.
+    """A server whose workers are up and whose port is open.
 
-    async with RewardServer(settings, token=token, log=print) as server:      # workers are up, the port is open
+    async with open_server(settings, token=token, log=print) as server:
         print(server.url)
         await server.stopped()                                                # until `stop`
     """
 
-    def __init__(
-        self, settings: ServerSettings, *, token: str, log: Callable[[str], None], python_path: Sequence[str] = ()
-    ) -> None:
-        self._settings = settings
-        self._stack = AsyncExitStack()
-        self.backend = Backend(settings, log=log, python_path=python_path)
-        self._app = app = RewardApp(self.backend, token=token)
-        allowed, needed = raise_descriptor_limit(), settings.queue_size + _DESCRIPTORS_BESIDE
-        if allowed < needed:
-            log(f"queue_size = {settings.queue_size} takes up to {needed} open files; `ulimit -Hn` allows {allowed}")
-        self._http = HttpServer(app.asgi, most_idle=(allowed - needed) // 2, grace_s=_GRACE_S, log=log)
-        self.url = ""
-        """http://host:port of the open server."""
-
-    async def __aenter__(self) -> RewardServer:
-        async with AsyncExitStack() as stack:
-            sock = stack.enter_context(_listen(self._settings.host, self._settings.port))
-            await stack.enter_async_context(self.backend)
-            host, port = sock.getsockname()[:2]
-            self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            self._serving = asyncio.create_task(self._http.serve(sockets=[sock]))
-            stack.push_async_callback(self._close)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+    def __init__(self, app: RewardApp, http: HttpServer, listener: socket.socket) -> None:
+        self._app, self._http = app, http
+        self._serving = asyncio.create_task(http.serve(sockets=[listener]))
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def stop(self) -> None:
         """Refuse new requests and half-sent bodies, and let `stopped` return; waiting fetches get 503."""
@@ -65,9 +43,25 @@ class RewardServer:
         """Wait until `stop` is called."""
         await asyncio.shield(self._serving)
 
-    async def _close(self) -> None:
-        self.stop()
-        await self._serving
+
+@asynccontextmanager
+async def open_server(
+    settings: ServerSettings, *, token: str, log: Callable[[str], None], python_path: Sequence[str] = ()
+) -> AsyncIterator[RewardServer]:
+    """Start the workers and open the port; both end with the context. Raises UserError."""
+    allowed, needed = raise_descriptor_limit(), settings.queue_size + _DESCRIPTORS_BESIDE
+    if allowed < needed:
+        log(f"queue_size = {settings.queue_size} takes up to {needed} open files; `ulimit -Hn` allows {allowed}")
+    with _listen(settings.host, settings.port) as listener:
+        async with Backend(settings, log=log, python_path=python_path) as backend:
+            app = RewardApp(backend, token=token)
+            http = HttpServer(app.asgi, most_idle=(allowed - needed) // 2, grace_s=_GRACE_S, log=log)
+            server = RewardServer(app, http, listener)
+            try:
+                yield server
+            finally:
+                server.stop()
+                await server.stopped()
 
 
 async def serve(
@@ -75,7 +69,7 @@ async def serve(
 ) -> int:
     """Serve until SIGINT or SIGTERM, and return the exit code: 130 after SIGINT. Raises UserError."""
     received: list[int] = []
-    async with RewardServer(settings, token=token, log=say, python_path=python_path) as server:
+    async with open_server(settings, token=token, log=say, python_path=python_path) as server:
 
         def stop(number: int) -> None:
             received.append(number)
