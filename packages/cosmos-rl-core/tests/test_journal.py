@@ -382,7 +382,7 @@ def test_an_event_after_an_error_changes_nothing(tmp_path):
     with closing(Journal(tmp_path)) as journal:
         asyncio.run(run(journal))
     with closing(Journal(tmp_path)) as again:
-        assert Ledger.replay(config, again.replay()).members.live() == ["rollout-0"]
+        assert Ledger.restore(config, None, again.replay()).members.live() == ["rollout-0"]
 
 
 def test_a_damaged_snapshot_falls_back_to_the_one_before(tmp_path):

@@ -190,9 +190,9 @@ def test_a_result_is_acknowledged_and_its_repetition_changes_nothing():
     p = play()
     p.ask("rollout-0")
     assert p.deliver("rollout-0", 0) == [To("rollout-0", m.Ack(0))]
-    before = p.ledger.state_digest()
+    before = p.ledger.snapshot()
     assert p.deliver("rollout-0", 0) == [To("rollout-0", m.Ack(0))]
-    assert p.ledger.state_digest() == before
+    assert p.ledger.snapshot() == before
 
 
 def test_the_first_result_wins_and_the_other_lease_is_cancelled():
@@ -1042,7 +1042,7 @@ def test_a_resumed_run_goes_on_where_the_checkpoint_stands():
     position = p.ledger.position()
     assert position == records.Position(version=1, next_sample=4, unfinished=(2, 3))
     ledger, record = Ledger.resume(p.ledger.config, position)
-    assert Ledger.replay(p.ledger.config, [record]) == ledger
+    assert Ledger.restore(p.ledger.config, None, [record]) == ledger
     resumed = Play(ledger=ledger)
     resumed.join("rollout-0")
     assert [lease.sample for lease in granted(resumed.ask("rollout-0", version=1))] == [2, 3, 4, 5]
@@ -1052,7 +1052,7 @@ def test_a_restarted_controller_suspects_all_until_they_are_back():
     p = play()
     p.ask("rollout-0")
     p.batch()
-    p.ledger, p.now = Ledger.replay(p.ledger.config, p.journal), 0.0
+    p.ledger, p.now = Ledger.restore(p.ledger.config, None, p.journal), 0.0
     p.on(events.Restart())
     assert p.ledger.generation == 1
     p.on(events.Join("rollout-0", "rollout", 1, (0, 1)))

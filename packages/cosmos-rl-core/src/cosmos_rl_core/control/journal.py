@@ -1,7 +1,7 @@
 """The journal: write-ahead log of the ledger's records.
 
     journal = Journal(directory)
-    ledger = Ledger.replay(config, journal.replay())
+    ledger = Ledger.restore(config, journal.snapshot, journal.replay())
     journal.append(record)            # returns at once
     await journal.flush()             # one fdatasync for all appended records and all waiters
 

@@ -132,7 +132,7 @@ class FakeController:
     def check_end(self) -> str:
         """Check that the journal leads to the present state and return a digest of both."""
         journal = [*self._durable, *self._unsynced]
-        assert self._class.replay(self._config, journal) == self.ledger, "the journal does not replay"
+        assert self._class.restore(self._config, None, journal) == self.ledger, "the journal does not replay"
         written = msgspec.msgpack.encode(journal)
         return hashlib.blake2b(written + self.ledger.snapshot(), digest_size=16).hexdigest()
 

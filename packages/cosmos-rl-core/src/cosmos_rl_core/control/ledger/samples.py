@@ -22,6 +22,7 @@ from enum import StrEnum
 
 import msgspec
 
+from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.records import Position
 
 
@@ -111,7 +112,8 @@ class Samples:
     def first_pending(self) -> int | None:
         """Return the lowest PENDING id."""
         while self._pending:
-            if self._is_pending(self._pending[0]):
+            entry = self.active.get(self._pending[0])
+            if entry is not None and entry.state is PENDING:
                 return self._pending[0]
             heapq.heappop(self._pending)
         return None
@@ -126,10 +128,6 @@ class Samples:
         for sample in ids:
             heapq.heappush(self._pending, sample)
         return ids
-
-    def _is_pending(self, sample: int) -> bool:
-        entry = self.active.get(sample)
-        return entry is not None and entry.state is PENDING
 
     def position(self, version: int) -> Position:
         """Return the present stream position, for a checkpoint of `version`, the newest one."""
@@ -168,45 +166,34 @@ class Samples:
         for sample in position.unfinished:
             self._add(sample)
 
-    def issue(self) -> None:
-        """Issue the next id of the stream as PENDING."""
-        self._add(self.next_sample)
-        self.next_sample += 1
+    def lease(self, record: records.Leased) -> None:
+        entry = self._issue_or_leave(record.sample)
+        entry.replica, entry.attempt, entry.deadline = record.replica, record.attempt, record.deadline
+        self._highest_attempt = max(self._highest_attempt, record.attempt)
+        self._enter(record.sample, entry, LEASED)
 
-    def lease(self, sample: int, replica: str, attempt: int, deadline: int) -> None:
-        if sample == self.next_sample:
-            self.issue()
-        entry = self._leave(sample, PENDING)
-        entry.replica, entry.attempt, entry.deadline = replica, attempt, deadline
-        self._highest_attempt = max(self._highest_attempt, attempt)
-        self._enter(sample, entry, LEASED)
-
-    def return_lease(self, sample: int, failed: bool) -> None:
-        entry = self._leave(sample, LEASED)
-        entry.failures += failed
+    def return_lease(self, record: records.Returned) -> None:
+        entry = self._leave(record.sample, LEASED)
+        entry.failures += record.failed
         entry.replica = ""
-        self._enter(sample, entry, PENDING)
+        self._enter(record.sample, entry, PENDING)
 
-    def deliver(
-        self, sample: int, replica: str, *, deadline: int, min_version: int, max_version: int, num_terms: int
-    ) -> None:
-        entry = self._leave(sample, PENDING, LEASED)
-        entry.replica, entry.deadline, entry.num_terms = replica, deadline, num_terms
-        entry.min_version, entry.max_version = min_version, max_version
-        self._enter(sample, entry, READY)
+    def deliver(self, record: records.Delivered) -> None:
+        entry = self._leave(record.sample, PENDING, LEASED)
+        entry.replica, entry.deadline, entry.num_terms = record.replica, record.deadline, record.num_terms
+        entry.min_version, entry.max_version = record.min_version, record.max_version
+        self._enter(record.sample, entry, READY)
 
     def supply(self, samples: Iterable[int], deadline: int) -> None:
         """Make samples READY without a lease."""
         for sample in samples:
-            if sample == self.next_sample:
-                self.issue()
-            entry = self._leave(sample, PENDING)
+            entry = self._issue_or_leave(sample)
             entry.deadline = deadline
             self._enter(sample, entry, READY)
 
-    def drop(self, sample: int, reason: str) -> None:
-        self._enter(sample, self._leave(sample, PENDING, LEASED), DROPPED)
-        self.drop_reasons[reason] += 1
+    def drop(self, record: records.Dropped) -> None:
+        self._enter(record.sample, self._leave(record.sample, PENDING, LEASED), DROPPED)
+        self.drop_reasons[record.reason] += 1
 
     def assign(self, samples: Iterable[int]) -> None:
         for sample in samples:
@@ -251,27 +238,31 @@ class Samples:
     def _add(self, sample: int) -> None:
         self._enter(sample, Sample(attempt=self.attempts_before), PENDING)
 
-    def _enter(self, sample: int, entry: Sample, state: SampleState) -> None:
-        entry.state = state
-        if state is COMMITTED or state is DROPPED:
-            self._counts[state] += 1
-            self.active.pop(sample, None)
-        else:
-            self.active[sample] = entry
-            self._index(sample, entry)
+    def _issue_or_leave(self, sample: int) -> Sample:
+        """Issue the sample if it is the stream's next one; else take it out of the PENDING ones."""
+        if sample != self.next_sample:
+            return self._leave(sample, PENDING)
+        self.next_sample += 1
+        return Sample(attempt=self.attempts_before)
 
-    def _index(self, sample: int, entry: Sample) -> None:
-        """Add a sample to the counts and indices of its state."""
-        self._counts[entry.state] += 1
-        if entry.state is PENDING:
-            heapq.heappush(self._pending, sample)
-        elif entry.state is LEASED:
-            self.leased.setdefault(entry.replica, set()).add(sample)
-        elif entry.state is READY:
-            self.ready.setdefault(entry.deadline, set()).add(sample)
-        else:
+    # Each sample is in the count of its state and, by its state, in one index. `_leave` takes it out of both, `_enter`
+    # puts it into those of the new state: whatever is between the two calls may change the entry's fields.
+
+    def _enter(self, sample: int, entry: Sample, state: SampleState) -> None:
+        """Add a sample to the counts and indices of a state."""
+        entry.state = state
+        self._counts[state] += 1
+        if state is COMMITTED or state is DROPPED:  # counted only, so that memory does not grow
+            self.active.pop(sample, None)
             return
-        if entry.state is not PENDING:
+        self.active[sample] = entry
+        if state is PENDING:
+            heapq.heappush(self._pending, sample)
+        elif state is LEASED:
+            self.leased.setdefault(entry.replica, set()).add(sample)
+        elif state is READY:
+            self.ready.setdefault(entry.deadline, set()).add(sample)
+        if state is LEASED or state is READY:
             self.outstanding[entry.deadline] = self.outstanding.get(entry.deadline, 0) + 1
 
     def _leave(self, sample: int, *expected: SampleState) -> Sample:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -104,11 +103,6 @@ class LedgerState:
         ledger.apply(record)
         return ledger, record
 
-    @classmethod
-    def replay(cls, config: LedgerConfig, journal: Iterable[records.Record]) -> Self:
-        """Return the ledger after a journal's records. The next event must be `Restart`."""
-        return cls.restore(config, None, journal)
-
     def decide(self, record: records.Record) -> None:
         """Apply a record and add it to the result of `on`."""
         self.apply(record)
@@ -188,10 +182,6 @@ class LedgerState:
             ledger.apply(record)
         return ledger
 
-    def state_digest(self) -> str:
-        """Return a digest of the durable state; equal ledgers have equal digests."""
-        return hashlib.blake2b(self.snapshot(), digest_size=16).hexdigest()
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LedgerState) and self._table() == other._table()
 
@@ -245,36 +235,17 @@ def _meshed(ledger: LedgerState, record: records.Meshed) -> None:
         ledger.assignment = msgspec.structs.replace(ledger.assignment, epoch=record.epoch)
 
 
-def _leased(ledger: LedgerState, record: records.Leased) -> None:
-    ledger.samples.lease(record.sample, record.replica, record.attempt, record.deadline)
-
-
-def _returned(ledger: LedgerState, record: records.Returned) -> None:
-    ledger.samples.return_lease(record.sample, record.failed)
-
-
 def _delivered(ledger: LedgerState, record: records.Delivered) -> None:
-    ledger.samples.deliver(
-        record.sample,
-        record.replica,
-        deadline=record.deadline,
-        min_version=record.min_version,
-        max_version=record.max_version,
-        num_terms=record.num_terms,
-    )
+    ledger.samples.deliver(record)
     ledger.failed_in_a_row = ledger.filtered_in_a_row = 0
 
 
 def _dropped(ledger: LedgerState, record: records.Dropped) -> None:
-    ledger.samples.drop(record.sample, record.reason)
+    ledger.samples.drop(record)
     if record.reason.startswith(FILTERED):
         ledger.filtered_in_a_row += 1
     else:
         ledger.failed_in_a_row += 1
-
-
-def _supplied(ledger: LedgerState, record: records.Supplied) -> None:
-    ledger.samples.supply(record.samples, NO_DEADLINE)
 
 
 def _assigned(ledger: LedgerState, record: records.Assigned) -> None:
@@ -343,11 +314,11 @@ APPLY: dict[type[records.Record], Callable[..., None]] = {
     records.Joined: lambda ledger, r: ledger.members.join(r.replica, r.role, r.incarnation),
     records.Moved: lambda ledger, r: ledger.members.move(r.replica, r.state),
     records.Meshed: _meshed,
-    records.Leased: _leased,
-    records.Returned: _returned,
+    records.Leased: lambda ledger, r: ledger.samples.lease(r),
+    records.Returned: lambda ledger, r: ledger.samples.return_lease(r),
     records.Delivered: _delivered,
     records.Dropped: _dropped,
-    records.Supplied: _supplied,
+    records.Supplied: lambda ledger, r: ledger.samples.supply(r.samples, NO_DEADLINE),
     records.Assigned: _assigned,
     records.PayloadsLost: _payloads_lost,
     records.Unheld: lambda ledger, r: ledger.samples.forget(r.samples),
