@@ -28,7 +28,7 @@ from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
-from cosmos_rl_core.workers.connection.lasting import LastingConnection
+from cosmos_rl_core.workers.connection import LastingConnection
 
 HEARTBEAT_S = 1.0
 NEWEST = 2**31

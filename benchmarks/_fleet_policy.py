@@ -9,7 +9,7 @@ from _fleet import HEARTBEAT_S, open_lasting
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.wire.channel import ConnectionClosed
-from cosmos_rl_core.workers.connection.lasting import LastingConnection
+from cosmos_rl_core.workers.connection import LastingConnection
 
 
 class FakePolicy:

@@ -18,10 +18,9 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.remat import wants_compile
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.workers import ranks
-from cosmos_rl_core.workers.connection import interfaces
-from cosmos_rl_core.workers.connection.interfaces import interface_of, use_interface
+from cosmos_rl_core.workers import interfaces, ranks
 from cosmos_rl_core.workers.context import Assignment, WorkerContext
+from cosmos_rl_core.workers.interfaces import interface_of, use_interface
 from cosmos_rl_core.workers.main import use_expandable_segments
 from cosmos_rl_core.workers.node import Node
 from doubles.pretend_cuda import pretend_cuda
@@ -242,10 +241,10 @@ def test_float32_products_use_tf32_unless_the_recipe_says_no(capsys, tf32, text)
 
     Config.run.tf32 = tf32
     context = WorkerContext(name="", token=b"", timeline=Timeline(""), threads=None, shares_process=True)
-    keys = dict.fromkeys(("domain", "compute", "run_dir", "shares_run_dir", "last_step"))
+    keys = dict.fromkeys(("domain", "compute", "run_dir", "shares_run_dir", "welcome"))
     with pretend_cuda():
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not tf32
-        Assignment(context=context, config=Config(), resume_from="", kept=(), **keys).prepare_torch()
+        Assignment(context=context, config=Config(), **keys).prepare_torch()
         assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
     assert capsys.readouterr().err == f"float32 matrix products: {text}\n"
 

@@ -598,24 +598,53 @@ def remesh(epoch, version=0):
     return p.Remesh(epoch=epoch, members=("policy-0",), version=version, lineage=0)
 
 
-def steps_of(link, *, join=None, fails=()):
-    """fails: epochs in which a replica is lost while the batch is made."""
+class Replica:
+    """A rank whose batches are the messages themselves."""
 
-    async def mesh(message):
+    def __init__(self, *, fails=(), cut_off=()):
+        """fails: epochs in which a replica is lost while the batch is made. cut_off: epochs that cannot be joined."""
+        self._fails, self._cut_off = fails, cut_off
+        self.calls = []
+
+    async def before_step(self, step):
+        self.calls.append(f"before step {step}")
+
+    async def after_steps(self):
+        self.calls.append("after steps")
+
+    async def idle(self):
+        self.calls.append("idle")
+
+    async def join(self, message):
+        if message.epoch in self._cut_off:
+            raise EpochOver("no connection")
         return message.version
 
-    async def batch(message):
-        if message.epoch in fails:
+    async def batch(self, message):
+        if message.epoch in self._fails:
             raise EpochOver("a policy replica of the mesh was lost")
         return message
 
-    async def checkpoint(message):
+    async def written(self):
         pass
 
-    async def idle():
+    async def finish_step(self, committed):
         pass
 
-    return PolicySteps(link, mesh=join or mesh, batch=batch, written=idle, checkpoint=checkpoint, idle=idle)
+
+def steps_of(link, **options):
+    return PolicySteps(link, Replica(**options), Timeline(process="policy"))
+
+
+def test_the_held_out_loss_is_due_before_the_wait_for_a_batch_and_the_profile_ends_after_the_last():
+    steps = steps_of(Link(remesh(1), p.Batch(0, 1, (1,)), None))
+
+    async def play():
+        await steps.next_batch(0)
+        return await steps.next_batch(1)
+
+    assert asyncio.run(play()) is None
+    assert steps._replica.calls == ["before step 0", "idle", "idle", "before step 1", "idle", "after steps"]
 
 
 def test_a_step_whose_mesh_changed_is_redone_in_the_new_epoch():
@@ -651,13 +680,8 @@ def test_a_newcomer_asks_for_the_step_after_the_weights_it_was_given():
 
 
 def test_a_mesh_that_cannot_be_joined_is_reported_and_the_next_one_is():
-    async def join(message):
-        if message.epoch == 1:
-            raise EpochOver("no connection")
-        return message.version
-
     link = Link(remesh(1), remesh(2), p.Batch(0, 2, (1,)))
-    assert asyncio.run(steps_of(link, join=join).next_batch(0)).epoch == 2
+    assert asyncio.run(steps_of(link, cut_off={1}).next_batch(0)).epoch == 2
     assert link.lost == [1]
     assert link.requested == [(0, 2)]
 

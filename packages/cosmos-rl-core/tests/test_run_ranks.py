@@ -185,35 +185,42 @@ def relay(rank, world_size):
 
     import torch.distributed as dist
 
+    from cosmos_rl_core.observe.trace import Timeline
     from cosmos_rl_core.parallel.rank_group import RankGroup
     from cosmos_rl_core.types import StepResult
     from cosmos_rl_core.workers.ranks import Ranks
-    from cosmos_rl_core.workers.steps import FollowerLink, PolicySteps
+    from cosmos_rl_core.workers.steps import PolicyLink, PolicySteps
 
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1), dist.HashStore())
     seen = []
 
-    async def batch(message):
-        seen.append(message)
-        return message
+    class Replica:
+        async def batch(self, message):
+            seen.append(message)
+            return message
 
-    async def checkpoint(message):
-        seen.append(message)
+        async def finish_step(self, message):
+            seen.append(message)
 
-    async def mesh(message):
-        assert message == MESH
-        return 3
+        async def join(self, message):
+            assert message == MESH
+            return 3
 
-    async def idle():
-        pass
+        async def before_step(self, step):
+            pass
+
+        async def idle(self):
+            pass
+
+        after_steps = written = idle
 
     async def lead():
         for message in (MESH, BATCH, p.Committed(3, 9, (8,)), p.Stop(reason="over"), p.Stop(reason="gone")):
             await ranks.broadcast(message)
 
     async def follow():
-        steps = PolicySteps(FollowerLink(ranks), mesh=mesh, batch=batch, written=idle, checkpoint=checkpoint, idle=idle)
+        steps = PolicySteps(PolicyLink(None, ranks), Replica(), Timeline(process="policy"))
         assert await steps.next_batch(3) == BATCH
         await steps.commit(3)
         await steps.report(StepResult(policy_version=4, metrics={}), {})

@@ -32,21 +32,21 @@ def batch(*payloads, epoch=1):
 
 
 def test_small_and_large_groups_come_in_the_order_of_the_samples():
-    payloads = asyncio.run(StepPayloads(Reader({"a": b"A"}), None)(batch(b"x", spooled("a"), b"y")))
+    payloads = asyncio.run(StepPayloads(Reader({"a": b"A"}), None).read(batch(b"x", spooled("a"), b"y")))
     assert payloads.encoded == [b"x", b"A", b"y"]
     assert (payloads.metrics["spooled_bytes"], payloads.metrics["spool_lost"]) == (100, 0)
     assert payloads.metrics["spool_fetch_s"] > 0
 
 
 def test_a_batch_without_references_has_no_figures_of_spools():
-    payloads = asyncio.run(StepPayloads(Reader({}), None)(batch(b"x")))
+    payloads = asyncio.run(StepPayloads(Reader({}), None).read(batch(b"x")))
     assert (payloads.encoded, payloads.metrics) == ([b"x"], {})
 
 
 def test_what_cannot_be_read_is_named_and_counted_in_the_figures_of_the_step():
     async def go():
         reader = Reader({"a": b"A"})
-        read = StepPayloads(reader, None)
+        read = StepPayloads(reader, None).read
         lost = await read(batch(spooled("b"), spooled("a"), b"x"))
         assert lost == p.PayloadsUnreadable(step=3, epoch=1, samples=(7,), reason="b is gone")
         reader.files["b"] = b"B"
@@ -66,7 +66,7 @@ def losses(rank, world_size):
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1), dist.HashStore())
     reader = Reader({name: b"" for name in "abc" if name != "abc"[rank]})
-    lost = asyncio.run(StepPayloads(reader, ranks)(batch(*map(spooled, "abcc"))))
+    lost = asyncio.run(StepPayloads(reader, ranks).read(batch(*map(spooled, "abcc"))))
     assert lost.reason == "a is gone", lost
     return {"lost": len(lost.samples), "last": lost.samples[-1]}
 

@@ -1,6 +1,5 @@
 """The loss on held-out rows: its value, over ranks, and when it is measured."""
 
-import asyncio
 import math
 from functools import partial
 
@@ -15,8 +14,7 @@ from cosmos_rl_core.recipe.sections import EvalSection
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, build_network, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
 from cosmos_rl_core.train.validation import Validation
-from cosmos_rl_core.types import Share, StepResult
-from cosmos_rl_core.workers.steps import ValidatedSteps
+from cosmos_rl_core.types import Share
 from doubles.ranks import run_ranks
 
 MODEL = TinyModel()
@@ -63,43 +61,6 @@ def test_ranks_with_a_share_each_find_the_same_loss_together():
     alone = validation().measure()
     for metrics in run_ranks(measure, 2):
         assert {name: float(value) for name, value in metrics.items()} == pytest.approx(alone, rel=1e-9)
-
-
-class FourSteps:
-    """The controller's side of a run of four steps."""
-
-    def __init__(self):
-        self.calls: list[str] = []
-
-    async def next_batch(self, step):
-        self.calls.append(f"batch {step}")
-        return None
-
-    async def commit(self, step):
-        self.calls.append(f"commit {step}")
-
-    async def report(self, result, sync):
-        self.calls.append(f"report {result.policy_version}")
-
-
-def test_a_due_version_is_measured_before_the_next_batch():
-    inner = FourSteps()
-
-    async def metrics():
-        return {"eval/loss": 1.0}
-
-    async def tell(version, metrics):
-        inner.calls.append(f"told {version}: {metrics['eval/loss']}")
-
-    async def work():
-        steps = ValidatedSteps(inner, due=lambda version: version in (0, 2), measure=metrics, report=tell)
-        for step in range(3):
-            await steps.next_batch(step)
-        await steps.commit(2)
-        await steps.report(StepResult(policy_version=3, metrics={}), {})
-
-    asyncio.run(work())
-    assert inner.calls == ["told 0: 1.0", "batch 0", "batch 1", "told 2: 1.0", "batch 2", "commit 2", "report 3"]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def _plant_in_policy():
     from cosmos_rl_core.train.replicas import ReplicaGroup
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.workers.mesh import ChannelStore, PolicyMesh
-    from cosmos_rl_core.workers.steps import DirectLink, PolicySteps
+    from cosmos_rl_core.workers.steps import PolicyLink, PolicySteps
     from cosmos_rl_transfer.publish.delivery import Delivery
 
     def remember(mesh, /, *args, **options):
@@ -141,7 +141,7 @@ def _plant_in_policy():
     _wrap(Trainer, "forward_backward", before=at("in the forward pass"))
     _wrap(ReplicaGroup, "sum", before=reducing)
     _wrap(PolicySteps, "commit", before=at("before the vote"))
-    _wrap(DirectLink, "send", after=voted)
+    _wrap(PolicyLink, "send", after=voted)
     _wrap(PolicyLearner, "optim_step", before=at("after the commit"))
     _wrap(Trainer, "optim_step", after=updated)
     _wrap(ReplicaGroup, "receive", before=at("while it is healed"))

@@ -137,7 +137,7 @@ async def start_tasks(launch: Launch) -> Workers:
 
     from cosmos_rl_core.parallel.device import use_device
     from cosmos_rl_core.workers import policy, rollout, steps  # noqa: F401
-    from cosmos_rl_core.workers.connection.lasting import LastingConnection
+    from cosmos_rl_core.workers.connection import LastingConnection
     from cosmos_rl_core.workers.context import WorkerContext
     from cosmos_rl_core.workers.main import serve_role
 

@@ -32,6 +32,7 @@ from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import Prompt, Share, TrainBatch
 from cosmos_rl_core.wire.payload import decode_group
 from cosmos_rl_core.workers.context import Assignment
+from cosmos_rl_core.workers.mesh import PolicyMesh
 from cosmos_rl_core.workers.ranks import Ranks
 
 
@@ -42,83 +43,74 @@ def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
     return replace(mesh.share, multiple=microbatch_multiple(config.policy.parallel))
 
 
-def rollout_files(assignment: Assignment) -> RolloutFiles:
-    """Return the files of a run's rollouts, with the texts of their terms in a domain that has texts."""
-    domain, config = assignment.domain, assignment.config
-    texts = partial(domain.term_texts, config.model)
-    write = partial(write_rollouts, term_texts=texts, term_groups=config.logging.term_groups)
-    return RolloutFiles(assignment.run_dir / "rollouts", every=config.logging.rollouts_every, write=write)
-
-
 class BatchMaker:
     """Turns a Batch message into the trainer's input, and starts writing the step's rollouts to a file."""
 
     def __init__(
-        self,
-        assignment: Assignment,
-        policy: Policy,
-        *,
-        share: Share,
-        of_replica: Share,
-        files: RolloutFiles,
-        writes: bool,
-        compare: EngineComparison | None = None,
+        self, assignment: Assignment, policy: Policy, *, share: Share, compare: EngineComparison | None
     ) -> None:
-        """Set up collation.
+        """share: of this rank among those of its replica. compare: engine and policy, by rollouts that groups carry."""
+        self._at, self._policy, self._share, self._compare = assignment, policy, share, compare
+        domain, config = assignment.domain, assignment.config
+        texts = partial(domain.term_texts, config.model)
+        write = partial(write_rollouts, term_texts=texts, term_groups=config.logging.term_groups)
+        self.files = RolloutFiles(assignment.run_dir / "rollouts", every=config.logging.rollouts_every, write=write)
+        self._batchers: dict[Share, Batcher] = {}
 
-        share: of this rank among those of all policy replicas. of_replica: among those of its own. writes: whether this
-        rank writes the files of the step; the others send it the texts of their groups. compare: engine and policy, by
-        rollouts that groups carry.
-        """
-        self._at = assignment
-        self._files = files
-        self._writes = writes
-        self._compare = compare
-        config = assignment.config
-        self._policy = policy
-        self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
-        self._batcher = Batcher(
-            assemble.build_collate(config, assignment.domain, share),
-            collate_part=assemble.build_collate(config, assignment.domain, of_replica),
-            max_staleness=config.sync.max_staleness,
-            batch_advantage=None if config.is_taught_alone else build_batch_advantage(config.algorithm),
-            of_steps=build_step_advantages(config.algorithm),
-            data_term=assemble.build_data_term(config, assignment.domain, policy, share),
-            minibatches=config.policy.minibatches,
-            epochs=config.policy.epochs,
-            seed=config.run.seed,
-            on_groups=files.begin if writes else None,
-        )
-
-    def __call__(self, message: p.Batch, payloads: Payloads, replicas: ReplicaGroup | None) -> TrainBatch:
+    def __call__(self, message: p.Batch, payloads: Payloads, replicas: PolicyMesh) -> TrainBatch:
         """Return this rank's batch. `replicas`: the policy replicas that train together. Raises EpochOver."""
-        at = self._at
+        at, share = self._at, self._share.of_replica(replicas.place, replicas.count)
+        writes = replicas.place == 0 and at.context.leads
         with at.context.timeline.span("collate", step=message.step):
             if at.config.is_sft:
-                batch = self._supervised(message, payloads)
+                batch = self._supervised(message, payloads, share)
             else:
-                batch = self._of_groups(message, payloads, replicas)
+                batch = self._of_groups(message, payloads, self._batcher(share, writes=writes), replicas.group)
         reasons = (*batch.rows_dropped, *(() if batch.data_term is None else batch.data_term.rows_dropped))
-        if reasons and self._writes:
+        if reasons and writes:
             write_dropped(at.run_dir, step=message.step, reasons=reasons)
         return batch
 
-    def _of_groups(self, message: p.Batch, payloads: Payloads, replicas: ReplicaGroup | None) -> TrainBatch:
+    def _batcher(self, share: Share, *, writes: bool) -> Batcher:
+        """Return the batcher of this rank's share among those of all policy replicas.
+
+        writes: whether this rank writes the files of the step; the others send it the texts of their groups.
+        """
+        if share not in self._batchers:
+            config, domain = self._at.config, self._at.domain
+            self._batchers[share] = Batcher(
+                assemble.build_collate(config, domain, share),
+                collate_part=assemble.build_collate(config, domain, self._share),
+                max_staleness=config.sync.max_staleness,
+                batch_advantage=None if config.is_taught_alone else build_batch_advantage(config.algorithm),
+                of_steps=build_step_advantages(config.algorithm),
+                data_term=assemble.build_data_term(config, domain, self._policy, share),
+                minibatches=config.policy.minibatches,
+                epochs=config.policy.epochs,
+                seed=config.run.seed,
+                on_groups=self.files.begin if writes else None,
+            )
+        return self._batchers[share]
+
+    def _of_groups(
+        self, message: p.Batch, payloads: Payloads, batcher: Batcher, replicas: ReplicaGroup | None
+    ) -> TrainBatch:
         groups = [decode_group(encoded) for encoded in payloads.encoded]
         compared = {} if self._compare is None else self._compare(groups, step=message.step)
         if message.part is None:
-            batch = self._batcher(groups, step=message.step)
+            batch = batcher(groups, step=message.step)
         else:
             assert replicas is not None, "parts are given to replicas that train together"
-            part = BatchPart(groups, replicas, with_text=self._files.has(message.step))
+            part = BatchPart(groups, replicas, with_text=self.files.has(message.step))
             assert part.samples == message.samples, f"the parts of step {message.step} are not the batch"
-            batch = self._batcher(part.groups, step=message.step, part=part)
+            batch = batcher(part.groups, step=message.step, part=part)
         return replace(batch, metrics={**batch.metrics, **payloads.metrics, **compared})
 
-    def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
-        rows = zip(message.samples, map(bytes, payloads.encoded), strict=True)
-        batch = self._collate_sft([_decode_row(sample, encoded) for sample, encoded in rows])
+    def _supervised(self, message: p.Batch, payloads: Payloads, share: Share) -> TrainBatch:
         at = self._at
+        collate = assemble.build_collate_sft(at.config, at.domain, self._policy, share)
+        rows = zip(message.samples, map(bytes, payloads.encoded), strict=True)
+        batch = collate([_decode_row(sample, encoded) for sample, encoded in rows])
         if message.upcoming and message.step + 1 != at.last_step:
             at.domain.read_ahead([_decode_row(*each) for each in message.upcoming], policy=self._policy)
         return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})
@@ -161,18 +153,18 @@ class Payloads:
 class StepPayloads:
     """Reads the payloads of batches.
 
-    payloads = await StepPayloads(reader, ranks)(message)
+    payloads = await StepPayloads(reader, ranks).read(message)
     """
 
     def __init__(self, reader: SpoolReader, ranks: Ranks | None) -> None:
-        """ranks: the replica's ranks, which must all call this with the same messages; None: a single rank."""
+        """ranks: the replica's ranks, which must all call `read` with the same messages; None: a single rank."""
         self._reader = reader
         self._ranks = ranks
         self._slots = asyncio.Semaphore(READS_AT_ONCE)
         self._fetch_s = 0.0
         self._lost = 0
 
-    async def __call__(self, message: p.Batch) -> Payloads | p.PayloadsUnreadable:
+    async def read(self, message: p.Batch) -> Payloads | p.PayloadsUnreadable:
         """Return the bytes of all groups, or the groups that some rank could not read; equal on every rank."""
         started = time.perf_counter()
         contents = await asyncio.gather(*(self._read(payload) for payload in message.payloads))

@@ -20,7 +20,8 @@ from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES
 from cosmos_rl_core.wire.payload import encode_group
-from cosmos_rl_core.workers.connection.lasting import LastingConnection
+from cosmos_rl_core.workers.connection import LastingConnection
+from cosmos_rl_core.workers.context import WorkerContext
 
 HEARTBEAT_S = 1.0
 MOST_BYTES = MAX_FRAME_BYTES - 2**20
@@ -30,22 +31,15 @@ MOST_BYTES = MAX_FRAME_BYTES - 2**20
 class ControllerClient:
     """Receives a worker's messages and sends its heartbeats.
 
-    client = ControllerClient(connection)
+    client = ControllerClient(connection, context, lineage=welcome.lineage)
     await client.beside(work, pulse=lambda: Heartbeat(progress=..., waited_s=..., holding=...))
     """
 
-    def __init__(
-        self,
-        connection: LastingConnection,
-        *,
-        lineage: int = 0,
-        leaving: asyncio.Event | None = None,
-        removed: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        """lineage: of the Welcome. leaving: set when the worker shall leave. removed: called with the reason when the
-        controller has removed this process from the run."""
-        self._removed = removed
-        self.leaving = leaving or asyncio.Event()
+    def __init__(self, connection: LastingConnection, context: WorkerContext, *, lineage: int) -> None:
+        """lineage: of the Welcome."""
+        self._context = context
+        self.leaving = context.leaving
+        """Set when the worker shall leave."""
         self.connection = connection
         self.lineage = lineage
         """The run's lineage, as of the last message."""
@@ -56,6 +50,12 @@ class ControllerClient:
         self.commits: asyncio.Queue[p.Committed | p.Remesh | None] = asyncio.Queue()
         self.leaves: asyncio.Queue[p.Leave | None] = asyncio.Queue()
         """Policy: the answers to Leaving; None at the end of the run."""
+        self._queues: dict[type, asyncio.Queue[Any]] = {
+            p.Grant: self.grants,
+            p.Batch: self.batches,
+            p.Committed: self.commits,
+            p.Leave: self.leaves,
+        }
         self.epoch = 0
         """Policy: the newest epoch of the mesh."""
         self.publications: asyncio.Queue[Publication | None] = asyncio.Queue()
@@ -78,16 +78,6 @@ class ControllerClient:
                 task.cancel()
             await asyncio.gather(main, *helpers, return_exceptions=True)
 
-    async def send(self, message: p.ToController) -> None:
-        """Send. A closed connection raises where a reply is awaited instead, in all ranks at the same place."""
-        with contextlib.suppress(ConnectionClosed):
-            await self.connection.send(message)
-
-    def post(self, message: p.ToController) -> None:
-        """Like `send`, without waiting for space in the send buffer."""
-        with contextlib.suppress(ConnectionClosed):
-            self.connection.post(message)
-
     async def _receive(self) -> None:
         try:
             while True:
@@ -102,17 +92,13 @@ class ControllerClient:
         self.batches.put_nowait(None)
 
     def _sort(self, message: p.ToWorker) -> None:
+        if (queue := self._queues.get(type(message))) is not None:
+            return queue.put_nowait(message)
         match message:
-            case p.Grant():
-                self.grants.put_nowait(message)
             case p.Cancel():
                 self.cancels.put_nowait(message.sample)
             case p.Release():
                 self.releases.put_nowait(message.paths)
-            case p.Batch():
-                self.batches.put_nowait(message)
-            case p.Committed():
-                self.commits.put_nowait(message)
             case p.Remesh():
                 self.epoch = message.epoch
                 self.batches.put_nowait(message)
@@ -120,18 +106,12 @@ class ControllerClient:
                     self.commits.put_nowait(message)
             case p.SyncFrom() | p.LineageRolledBack():
                 self._publish(message)
-            case p.Drain() | p.Leave():
-                self._may_leave(message)
+            case p.Drain():
+                self.leaving.set()
             case p.Reject():
-                self._removed(message.reason)
+                self._context.end_removed(message.reason)
             case p.Stop():
                 self._stop()
-
-    def _may_leave(self, message: p.Drain | p.Leave) -> None:
-        if isinstance(message, p.Drain):
-            self.leaving.set()
-        else:
-            self.leaves.put_nowait(message)
 
     def _publish(self, message: p.SyncFrom | p.LineageRolledBack) -> None:
         publication = Publication(address="", lineage=message.lineage)
@@ -154,7 +134,7 @@ class ControllerClient:
 
     async def _beat(self, pulse: Callable[[], p.Heartbeat]) -> None:
         while not self.connection.closed.is_set():
-            self.post(pulse())
+            self.connection.post(pulse())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.connection.closed.wait(), HEARTBEAT_S)
 
@@ -183,7 +163,7 @@ class RemoteLeases:
         ending = self._client.stopped.is_set() or self._client.leaving.is_set()
         if capacity > 0 and message != self._requested and not ending:
             self._requested = message
-            self._client.post(message)
+            self._client.connection.post(message)
 
     async def granted(self) -> Sequence[PromptLease] | None:
         grant = await self._client.grants.get()
@@ -207,7 +187,7 @@ class RemoteLeases:
 
     def give_back(self, samples: tuple[int, ...] = ()) -> None:
         """Return leases, and withdraw the waiting request: the worker leaves."""
-        self._client.post(p.Return(samples=samples))
+        self._client.connection.post(p.Return(samples=samples))
 
     async def send_files(self) -> None:
         """Send the groups in the spool to the controller, before this worker and its files are gone."""
@@ -219,14 +199,14 @@ class RemoteLeases:
             path, num_bytes = group.payload.path, group.payload.num_bytes
             content = await asyncio.to_thread(self._spool.read, path, offset=0, num_bytes=num_bytes)
             if content is not None and len(content) == num_bytes:
-                await self._client.send(msgspec.structs.replace(group, payload=content))
+                await self._client.connection.send(msgspec.structs.replace(group, payload=content))
 
     async def deliver(self, lease: PromptLease, group: RolloutGroup) -> None:
         payload = encode_group(_as_read(group) if lease.evaluation else group)
         is_sent = self._client.leaving.is_set() and len(payload) < MOST_BYTES
         if self._spool is not None and not lease.evaluation and not is_sent:
             payload = await self._spool.put(payload, name=f"{lease.prompt.sample_id}-{lease.attempt}")
-        await self._client.send(
+        await self._client.connection.send(
             p.Deliver(
                 sample=lease.prompt.sample_id,
                 attempt=lease.attempt,
@@ -240,7 +220,7 @@ class RemoteLeases:
         )
 
     async def fail(self, lease: PromptLease, error: SampleError) -> None:
-        await self._client.send(
+        await self._client.connection.send(
             p.Failed(
                 sample=lease.prompt.sample_id,
                 attempt=lease.attempt,

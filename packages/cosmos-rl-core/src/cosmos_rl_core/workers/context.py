@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import present_address
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.imports import quiet_torchao
@@ -21,6 +23,8 @@ from cosmos_rl_core.observe.startup import entering
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.tls import Tls
+from cosmos_rl_core.workers.connection import LastingConnection
+from cosmos_rl_core.workers.failure import Failure
 
 if TYPE_CHECKING:
     from cosmos_rl_core.workers.ranks import Ranks
@@ -71,6 +75,15 @@ class WorkerContext:
         else:
             append_lines(self.log_file, [line.encode()])
 
+    def end_removed(self, reason: str) -> None:
+        """End this process at once: the run has removed it, and it may hang in a collective."""
+        if self.shares_process:
+            return  # it ends with its connection
+        print(f"{self.name}: {reason}", file=sys.stderr, flush=True)  # noqa: T201  a worker's stderr is its log
+        if self.ranks is not None:
+            Failure(message=reason, died=True).write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+        os._exit(1)
+
     @property
     def leads(self) -> bool:
         """Whether this process is rank 0 of its replica, which writes the replica's files."""
@@ -94,20 +107,15 @@ class Assignment:
     run_dir: Path
     shares_run_dir: bool
     """Whether `run_dir` is the run's directory; False: a directory of this machine, for logs and spools."""
-    resume_from: str
-    """Folder or URL of the checkpoint to load; empty for a fresh start."""
-    last_step: int | None
-    """Version at which the run ends, if known."""
-    kept: tuple[str, ...]
-    """Spooled files of an earlier process of this replica that must be kept."""
-    lineage: int = 0
-    """Lineage of the run when the worker joined."""
-    version: int = 0
-    """Committed steps of the run when the worker joined."""
-    scores_rows: bool = False
-    """Rollout: whether this replica scores real rows for the monitor."""
-    report: Callable[[str], None] = lambda phase: None
-    """Reports a phase of the start to the controller; from any thread."""
+    welcome: p.Welcome
+    """The controller's first message: the state of the run when the worker joined."""
+    connection: LastingConnection | None = None
+    """To the controller, for the phases of the start; None in a rank that is connected through rank 0."""
+
+    @property
+    def last_step(self) -> int | None:
+        """Version at which the run ends, if known."""
+        return self.welcome.last_step or None
 
     @property
     def data_tls(self) -> Tls | None:
@@ -150,8 +158,8 @@ class Assignment:
     def enter(self, name: str) -> None:
         """Begin a phase of the start: in the log and at the controller. From any thread."""
         self.context.log(name)
-        if self.context.leads:
-            self.report(name)
+        if self.connection is not None:
+            self.connection.post_from_thread(p.Phase(name))
 
     def prepare_torch(self) -> None:
         """Set GPU, precision, threads and seed. First call in the compute thread: the current GPU is per thread."""

@@ -18,13 +18,11 @@ import socket
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
@@ -38,11 +36,11 @@ from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, con
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.client import ControllerClient
-from cosmos_rl_core.workers.connection.interfaces import use_interface
-from cosmos_rl_core.workers.connection.lasting import ANSWER_S, LastingConnection
+from cosmos_rl_core.workers.connection import ANSWER_S, LastingConnection
 from cosmos_rl_core.workers.context import Assignment, WorkerContext
 from cosmos_rl_core.workers.directory import directory_of_worker, shares_directory
 from cosmos_rl_core.workers.failure import Failure, RefusedByController
+from cosmos_rl_core.workers.interfaces import use_interface
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 
 CONNECT_TIMEOUT_S = 60.0
@@ -185,34 +183,17 @@ async def serve_role(role: str, context: WorkerContext, connection: LastingConne
             print(f"{context.name}: {failure.message}", file=sys.stderr)  # noqa: T201
         if context.shares_process:  # nothing starts it again
             failure = replace(failure, consequence=False)
-        await _report(connection, failure.message_to_controller())
+        await connection.send(failure.message_to_controller())
+        connection.close()
         return failure.exit_code
     return 0
-
-
-async def _report(connection: LastingConnection, fatal: p.Fatal) -> None:
-    with contextlib.suppress(ConnectionClosed):  # the controller has noticed the closed connection
-        await connection.send(fatal)
-        connection.close()
-
-
-class WorkerRole(Protocol):
-    """A role of a worker."""
-
-    async def run(self) -> None:
-        """Build the parts, work until the run is over, release resources."""
-        ...
-
-    def pulse(self) -> p.Heartbeat:
-        """Return the next heartbeat; may be called before anything is built."""
-        ...
 
 
 async def run_role(role: str, context: WorkerContext, connection: LastingConnection) -> None:
     """Receive the recipe, run `policy` or `rollout` to the end, send Goodbye."""
     from cosmos_rl_core.workers.policy import PolicyRole  # after the connection: imports torch
     from cosmos_rl_core.workers.rollout import RolloutRole
-    from cosmos_rl_core.workers.steps import DirectLink
+    from cosmos_rl_core.workers.steps import PolicyLink
 
     welcome = await connection.receive()
     if context.ranks is not None:
@@ -223,53 +204,37 @@ async def run_role(role: str, context: WorkerContext, connection: LastingConnect
         connection.close()
         return
     assert isinstance(welcome, p.Welcome)
-    client = ControllerClient(
-        connection, lineage=welcome.lineage, leaving=context.leaving, removed=partial(_end_removed, context)
-    )
-    loop = asyncio.get_running_loop()
-
-    def report(phase: str) -> None:
-        loop.call_soon_threadsafe(client.post, p.Phase(phase))
-
-    with _assigned(context, welcome, report=report) as assignment:
+    client = ControllerClient(connection, context, lineage=welcome.lineage)
+    with _assigned(context, welcome, connection) as assignment:
         config = assignment.config
         shared = assignment.run_dir if assignment.shares_run_dir else None
         elastic = config.elastic
         connection.last(elastic.controller_wait_s, leave_s=elastic.leave_s, run_dir=shared)
-        worker: WorkerRole
         if role == "policy":
-            worker = PolicyRole(assignment, DirectLink(client, context.ranks, saving=context.saving))
+            worker = PolicyRole(assignment, PolicyLink(client, context.ranks, saving=context.saving))
         else:
             worker = RolloutRole(assignment, client)
         await client.beside(worker.run(), pulse=worker.pulse)
         await connection.leave()
 
 
-def _end_removed(context: WorkerContext, reason: str) -> None:
-    """End this process at once: the run has removed it, and it may hang in a collective."""
-    if context.shares_process:
-        return  # it ends with its connection
-    print(f"{context.name}: {reason}", file=sys.stderr, flush=True)  # noqa: T201  a worker's stderr is its log
-    if context.ranks is not None:
-        Failure(message=reason, died=True).write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
-    os._exit(1)
-
-
 async def follow(context: WorkerContext) -> None:
     """Run the policy role in a rank that is connected to the controller through rank 0."""
     from cosmos_rl_core.workers.policy import PolicyRole
-    from cosmos_rl_core.workers.steps import FollowerLink
+    from cosmos_rl_core.workers.steps import PolicyLink
 
     assert context.ranks is not None
     welcome = await context.ranks.receive()
     if isinstance(welcome, p.Stop | p.Refused):
         return
-    with _assigned(context, welcome, report=lambda phase: None) as assignment:
-        await PolicyRole(assignment, FollowerLink(context.ranks)).run()
+    with _assigned(context, welcome, None) as assignment:
+        await PolicyRole(assignment, PolicyLink(None, context.ranks)).run()
 
 
 @contextmanager
-def _assigned(context: WorkerContext, welcome: p.ToWorker, *, report: Callable[[str], None]) -> Iterator[Assignment]:
+def _assigned(
+    context: WorkerContext, welcome: p.ToWorker, connection: LastingConnection | None
+) -> Iterator[Assignment]:
     """Load the recipe, and write the timeline until the end, also after an error."""
     from cosmos_rl_core.parallel.device import use_device
 
@@ -296,13 +261,8 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker, *, report: Callable[[
             compute=compute,
             run_dir=run_dir,
             shares_run_dir=shared,
-            resume_from=welcome.resume_from,
-            last_step=welcome.last_step or None,
-            kept=tuple(welcome.kept),
-            lineage=welcome.lineage,
-            version=welcome.version,
-            scores_rows=welcome.scores_rows,
-            report=report,
+            welcome=welcome,
+            connection=connection,
         )
         finished = True
     finally:

@@ -6,7 +6,7 @@ All ranks of a replica run the same code, each with its share of every batch; ra
 from __future__ import annotations
 
 import asyncio
-from functools import cache, partial
+from functools import partial
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint import restore
@@ -18,35 +18,30 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpu_turn import RankTurn
 from cosmos_rl_core.interfaces import HoldsTensors, Reference, Teacher
-from cosmos_rl_core.loop import Steps, train
+from cosmos_rl_core.loop import train
 from cosmos_rl_core.monitor.monitor import read_healthy
 from cosmos_rl_core.observe.startup import RESTORING, phase
 from cosmos_rl_core.parallel.device import use_deterministic_kernels
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
-from cosmos_rl_core.rollout.spool.reader import SpoolReader
 from cosmos_rl_core.train.learner import PolicyLearner
-from cosmos_rl_core.train.profile import ProfileWindow
 from cosmos_rl_core.train.replicas import RankWaits
 from cosmos_rl_core.train.residence import Residence, TurnResidence
 from cosmos_rl_core.train.trainer import Trainer
-from cosmos_rl_core.types import TrainBatch
 from cosmos_rl_core.weight_sync import WeightPublisher
 from cosmos_rl_core.wire.channel import ConnectionClosed
-from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share, rollout_files
 from cosmos_rl_core.workers.context import Assignment
-from cosmos_rl_core.workers.failure import RefusedByController
 from cosmos_rl_core.workers.mesh import PolicyMesh
-from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ProfiledSteps, ValidatedSteps
+from cosmos_rl_core.workers.steps import PolicyLink, PolicyReplica, PolicySteps
 
 FIRST = "policy-0"
 
 
 class PolicyRole:
-    """Implements `workers.main.Role`."""
+    """The policy: builds its parts and trains until the run is over."""
 
-    def __init__(self, assignment: Assignment, link: ControllerLink) -> None:
+    def __init__(self, assignment: Assignment, link: PolicyLink) -> None:
         self._at = assignment
         self._link = link
         self._trainer: Trainer | None = None
@@ -76,10 +71,10 @@ class PolicyRole:
         self._trainer = trainer
         self._residence.keep(trainer, reference, teacher)
         await self._residence.end()
-        saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
+        saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state)
         publisher = await self._publisher(trainer)
         replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh, (reference, teacher))
-        if at.config.monitor.rolls_back and not at.resume_from:  # step 0 may be the last healthy step
+        if at.config.monitor.rolls_back and not at.welcome.resume_from:  # step 0 may be the last healthy step
             await loop.run_in_executor(at.compute, partial(saver.after_step, state, leads=replicas.leads))
         learner = PolicyLearner(
             trainer,
@@ -93,9 +88,18 @@ class PolicyRole:
             residence=self._residence,
         )
         learner.withholds = True  # until it has joined a mesh
-        steps = self._steps(learner, saver, mesh, replicas)
+        replica = PolicyReplica(
+            at,
+            self._link,
+            learner=learner,
+            saver=saver,
+            mesh=mesh,
+            replicas=replicas,
+            residence=self._residence,
+        )
+        steps = PolicySteps(self._link, replica, at.context.timeline)
         address = publisher.address if publisher else ""
-        await self._link.send(p.Ready(address=address, version=trainer.version, gpu=self._at.own_gpu()))
+        await self._link.send(p.Ready(address=address, version=trainer.version, gpu=at.own_gpu()))
         at.context.log(f"ready at version {trainer.version}")
         together = mesh is None
         """Whether all ranks reached this point, so that they can save; after an error some may not have."""
@@ -117,7 +121,7 @@ class PolicyRole:
             self._residence.close()
         at.context.log(f"left at version {trainer.version}")
         if folder is not None:
-            await self._link.send(p.CheckpointDone(step=trainer.version, path=str(folder), lineage=at.lineage))
+            await self._link.send(p.CheckpointDone(step=trainer.version, path=str(folder), lineage=at.welcome.lineage))
 
     def _build_residence(self) -> Residence:
         at = self._at
@@ -136,19 +140,17 @@ class PolicyRole:
             trainer = assemble.build_trainer(at.config, at.domain, mesh)
             reference = assemble.build_reference(at.config, at.domain, trainer, mesh)
             frozen = reference, assemble.build_teacher(at.config, at.domain, trainer, mesh)
-            if not at.resume_from:
+            if not at.welcome.resume_from:
                 return mesh, trainer, frozen, TrainState(step=0)
             phase(RESTORING)
             rank = 0 if mesh is None else mesh.rank
-            state = restore.load(at.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
+            state = restore.load(at.welcome.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
             trainer.version = state.step
             return mesh, trainer, frozen, state
 
-    def _saver(
-        self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState, loop: asyncio.AbstractEventLoop
-    ) -> CheckpointSaver:
-        """Build the saver, in all ranks at the same time. Its callbacks run in its own thread and post to the loop."""
-        at, link = self._at, self._link
+    def _saver(self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState) -> CheckpointSaver:
+        """Build the saver, in all ranks at the same time. Its callbacks run in its own thread."""
+        at = self._at
         section = at.config.checkpoint
         ranks = RankGroup() if mesh is None else RankGroup.of_all()
         layout = "one rank" if mesh is None else mesh.dims.describe()
@@ -159,14 +161,22 @@ class PolicyRole:
             state=state,
             ranks=ranks,
             origin=Origin(num_ranks=ranks.size, layout=layout, recipe=recipe_of(at.config)),
-            resumed_from=at.resume_from,
+            resumed_from=at.welcome.resume_from,
             scores=partial(read_scores, at.run_dir, section.best_metric),
             healthy=partial(read_healthy, at.run_dir) if at.config.monitor.rolls_back else lambda: None,
             readable=self._residence.readable,
             timeline=at.context.timeline,
-            on_saved=partial(_saved, at, loop, link),
-            on_failed=partial(_failed, at, loop, link),
+            on_saved=self._saved,
+            on_failed=self._failed,
         )
+
+    def _saved(self, step: int, path: str) -> None:
+        self._at.context.log(f"saved step {step} in {path}")
+        self._link.post_from_thread(p.CheckpointDone(step=step, path=path, lineage=self._at.welcome.lineage))
+
+    def _failed(self, text: str) -> None:
+        self._at.context.log(text)
+        self._link.post_from_thread(p.Alarm(message=text))
 
     def _replicas(
         self, trainer: Trainer, mesh: ReplicaMesh | None, frozen: tuple[Reference | None, Teacher | None]
@@ -183,92 +193,9 @@ class PolicyRole:
             waiting=self._waiting,
             timeout_s=at.config.policy.collective_timeout_s,
             peer_s=at.config.elastic.peer_s / 2,  # the controller waits as long for the sum that a cut has stopped
-            leads_first=is_first and trainer.version == at.version,  # a newcomer has no weights to save yet
+            leads_first=is_first and trainer.version == at.welcome.version,  # a newcomer has no weights to save yet
             models={name: model for name, model in models.items() if isinstance(model, HoldsTensors)},
         )
-
-    def _steps(
-        self, learner: PolicyLearner, saver: CheckpointSaver, mesh: ReplicaMesh | None, replicas: PolicyMesh
-    ) -> Steps:
-        """Build the controller's side of the loop; a supervised replica also measures its loss on held-out rows."""
-        at, link = self._at, self._link
-        policy, share = learner.trainer.policy, batch_share(at.config, mesh)
-        payloads_of, files = self._payloads(), rollout_files(at)
-        warn = partial(_warn, asyncio.get_running_loop(), link)
-        compare = assemble.build_comparison(
-            at.config, at.domain, policy, share=share, mesh=mesh, log=at.context.log, warn=warn
-        )
-
-        @cache
-        def maker(place: int, count: int) -> BatchMaker:
-            own, writes = share.of_replica(place, count), place == 0 and at.context.leads
-            return BatchMaker(at, policy, share=own, of_replica=share, files=files, writes=writes, compare=compare)
-
-        async def join(message: p.Remesh) -> int:
-            try:
-                behind = await learner.in_compute_thread(partial(replicas.join, message))
-            except RefusedByController as error:
-                await link.send(p.Alarm(message=f"it {error}"))
-                raise
-            learner.replicas = replicas.group
-            if behind or learner.withholds:
-                learner.withholds = False
-                await learner.publish()
-            return learner.version
-
-        async def batch(message: p.Batch) -> TrainBatch | p.PayloadsUnreadable:
-            payloads = await payloads_of(message)
-            if isinstance(payloads, p.PayloadsUnreadable):
-                return payloads
-            await self._residence.begin()
-            make_batch = maker(replicas.place, replicas.count)
-            return await learner.in_compute_thread(partial(make_batch, message, payloads, replicas.group))
-
-        async def checkpoint(committed: p.Committed) -> None:
-            save = partial(saver.after_step, _state_after(committed), leads=replicas.leads, now=committed.save)
-            await learner.in_compute_thread(save)
-
-        steps = PolicySteps(
-            link,
-            mesh=join,
-            batch=batch,
-            written=files.written,
-            checkpoint=checkpoint,
-            idle=self._residence.end,
-            timeline=at.context.timeline,
-        )
-        validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
-        if validation is None:
-            return self._profiled(steps, learner)
-        return ValidatedSteps(
-            self._profiled(steps, learner),
-            due=partial(at.config.eval.due, last=at.last_step),
-            measure=lambda: learner.in_compute_thread(validation.measure),
-            report=lambda version, metrics: link.send(p.Validated(version=version, metrics=dict(metrics))),
-        )
-
-    def _profiled(self, steps: Steps, learner: PolicyLearner) -> Steps:
-        """Record the window of [logging.profile], if this rank does."""
-        context, section = self._at.context, self._at.config.logging.profile
-        rank = 0 if context.ranks is None else context.ranks.rank
-        if not section.steps or rank not in section.ranks:
-            return steps
-        window = ProfileWindow(
-            self._at.run_dir / "profile" / f"{context.name}.json.gz",
-            log=context.log,
-            **section.model_dump(exclude={"ranks"}),
-        )
-        in_compute_thread = learner.in_compute_thread
-        return ProfiledSteps(
-            steps,
-            advance=lambda: in_compute_thread(window.advance),
-            stop=lambda: in_compute_thread(window.stop),
-        )
-
-    def _payloads(self) -> StepPayloads:
-        context, spool = self._at.context, self._at.config.rollout.spool
-        reader = SpoolReader(token=context.token, name=context.name, timeout_s=spool.timeout_s, tls=self._at.data_tls)
-        return StepPayloads(reader, context.ranks)
 
     async def _publisher(self, trainer: Trainer) -> WeightPublisher | None:
         at = self._at
@@ -307,26 +234,3 @@ def _check_directory(at: Assignment) -> None:
         f"{use} need the run's directory {config.run.output_dir}, which the machine of {at.context.name} does not "
         f"share: mount it there at the same path{instead}"
     )
-
-
-def _state_after(committed: p.Committed) -> TrainState:
-    return TrainState(step=committed.step + 1, next_sample=committed.next_sample, unfinished=committed.unfinished)
-
-
-def _saved(at: Assignment, loop: asyncio.AbstractEventLoop, link: ControllerLink, step: int, path: str) -> None:
-    at.context.log(f"saved step {step} in {path}")
-    _post(loop, link, p.CheckpointDone(step=step, path=path, lineage=at.lineage))
-
-
-def _failed(at: Assignment, loop: asyncio.AbstractEventLoop, link: ControllerLink, text: str) -> None:
-    at.context.log(text)
-    _post(loop, link, p.Alarm(message=text))
-
-
-def _warn(loop: asyncio.AbstractEventLoop, link: ControllerLink, text: str) -> None:
-    _post(loop, link, p.Alarm(message=text))
-
-
-def _post(loop: asyncio.AbstractEventLoop, link: ControllerLink, message: p.ToController) -> None:
-    """Send a message from another thread."""
-    loop.call_soon_threadsafe(link.post, message)

@@ -28,7 +28,7 @@ from cosmos_rl_core.workers.context import Assignment
 
 
 class RolloutRole:
-    """Implements `workers.main.Role`."""
+    """The rollout worker: builds its engine and generates until the run is over."""
 
     def __init__(self, assignment: Assignment, client: ControllerClient) -> None:
         self._at = assignment
@@ -70,7 +70,7 @@ class RolloutRole:
                 server = await self._serve(spool)
                 parts.push_async_callback(server.close)
                 read_at = server.address
-            await self._client.send(p.Ready(address=read_at, gpu=at.own_gpu()))
+            await self._client.connection.send(p.Ready(address=read_at, gpu=at.own_gpu()))
             at.context.log("ready")
             await self._score_real_rows(rollouter)
             leases = RemoteLeases(self._client, spool, shared_by=partial(self._share, spool))
@@ -141,9 +141,9 @@ class RolloutRole:
 
     async def _score_real_rows(self, rollouter: Rollouter) -> None:
         """In one replica: score real rows and report the metrics, if [monitor] data_rows is set."""
-        config, domain, send = self._at.config, self._at.domain, self._client.send
+        config, domain, send = self._at.config, self._at.domain, self._client.connection.send
         monitor = config.monitor
-        if not self._at.scores_rows or not monitor.data_rows or monitor.best_of_data is not None:
+        if not self._at.welcome.scores_rows or not monitor.data_rows or monitor.best_of_data is not None:
             return
         rows, _ = domain.load_rows(config.eval.loss_data)
         try:
@@ -177,7 +177,7 @@ class RolloutRole:
             threshold_bytes=section.threshold_bytes,
             capacity_bytes=section.capacity_bytes,
             step_groups=_step_groups(at.config, at.config.rollout.replicas),
-            kept=at.kept,
+            kept=tuple(at.welcome.kept),
         )
 
     async def _serve(self, spool: Spool) -> ChannelServer:
@@ -215,7 +215,7 @@ class RolloutRole:
         """Write a complaint about a slow reward to the log and send it to the controller, once a minute."""
         if self._slow_rewards.due(complaint) is not None:
             self._at.context.log(f"{complaint}{detail}")
-            self._client.post(p.Alarm(message=complaint))
+            self._client.connection.post(p.Alarm(message=complaint))
 
     async def _subscriber(self, engine: RolloutEngine, address: str) -> WeightSubscriber:
         config = self._at.config

@@ -1,27 +1,40 @@
 """The controller's side of the training loop in each rank of a policy replica.
 
-    PolicySteps -- DirectLink     the connected process: the only one, or rank 0, which relays messages to the others
-                \\- FollowerLink   all other ranks: they receive from rank 0 and send nothing
+    loop.train -> PolicySteps    the order of messages: a batch or a mesh, a vote, a commit, a report
+                    |-> PolicyReplica    this rank's work for each message: joins a mesh, makes a batch, saves
+                    \\-> PolicyLink       the messages: rank 0 has the connection, and relays to the other ranks
 
 next_batch(0)             next_batch(1)   ...   next_batch(n)
-^ held-out loss before the first step           ^ after the last; every [eval] every_steps in between (ValidatedSteps)
+^ held-out loss before the first step           ^ after the last; every [eval] every_steps in between
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
+from cosmos_rl_core import assemble
+from cosmos_rl_core.checkpoint.manifest import TrainState
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import EpochOver, PeersUnreachable
-from cosmos_rl_core.loop import Steps
 from cosmos_rl_core.observe.trace import WAITS, Timeline
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.rollout.spool.reader import SpoolReader
+from cosmos_rl_core.train.learner import PolicyLearner
+from cosmos_rl_core.train.profile import ProfileWindow
+from cosmos_rl_core.train.residence import Residence
 from cosmos_rl_core.types import StepResult, TrainBatch
 from cosmos_rl_core.wire.channel import ConnectionClosed
+from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share
 from cosmos_rl_core.workers.client import ControllerClient
+from cosmos_rl_core.workers.context import Assignment
+from cosmos_rl_core.workers.failure import RefusedByController
+from cosmos_rl_core.workers.mesh import PolicyMesh
 from cosmos_rl_core.workers.ranks import Ranks
 
 T = TypeVar("T")
@@ -30,102 +43,101 @@ NOTICE_S = 0.5
 """Seconds in which the controller usually notices a lost replica by itself."""
 
 
-class ControllerLink(Protocol):
-    """A policy rank's connection to the controller."""
+class PolicyLink:
+    """A policy rank's link to the controller.
 
-    def request_batch(self, step: int, *, epoch: int) -> None: ...
+    Rank 0 is connected. It relays each message to the other ranks before it acts on it, and sends for all of them.
+    """
+
+    def __init__(
+        self, client: ControllerClient | None, ranks: Ranks | None, *, saving: asyncio.Event | None = None
+    ) -> None:
+        """client: None in all ranks but the first. ranks: None for a replica of one. saving: set when a checkpoint
+        shall be saved after the step in work."""
+        assert client is not None or ranks is not None
+        self._client = client
+        self._ranks = ranks
+        self._saving = saving or asyncio.Event()
+        self.is_waiting = False
+        """Whether this process waits for a message of the controller."""
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._client is None or self._client.stopped.is_set() or self._client.leaving.is_set()
+
+    def request_batch(self, step: int, *, epoch: int) -> None:
+        if not self._is_ending:
+            self.post(p.RequestBatch(step=step, epoch=epoch))
 
     async def batch(self) -> p.Batch | p.Remesh | None:
         """Return the next batch or mesh, or None if the run has no more."""
-        ...
+        if self._client is None:
+            message = await self._relayed()
+        else:
+            message = await self._next(self._client.batches)
+            if message is None or (isinstance(message, p.Batch) and (self._is_ending or not message.samples)):
+                message = p.Stop(reason="no more batches")
+            await self._relay(message)
+        return message if isinstance(message, p.Batch | p.Remesh) else None
 
     async def committed(self) -> p.Committed | p.Remesh | None:
         """Return the commit of the step that was voted for, or a mesh; None if the controller is gone."""
-        ...
+        if self._client is None:
+            message = await self._relayed()
+        else:
+            message = await self._next(self._client.commits)
+            if isinstance(message, p.Committed) and self._saving.is_set():
+                self._saving.clear()
+                message = msgspec.structs.replace(message, save=True)
+            await self._relay(message or p.Stop(reason="the controller is gone"))
+        return message if isinstance(message, p.Committed | p.Remesh) else None
 
     async def leave(self) -> bool | None:
         """Leave the other policies, if this one shall leave: return whether it must save a checkpoint first.
 
         None: it need not leave, or the run is over. All ranks call it after the last step.
         """
-        ...
+        if self._client is None:
+            answer = await self._relayed()
+        else:
+            answer = None
+            if self._client.leaving.is_set() and not self._client.stopped.is_set():
+                await self.send(p.Leaving())
+                answer = await self._next(self._client.leaves)
+            await self._relay(answer or p.Stop(reason="the run is over"))
+        return answer.save if isinstance(answer, p.Leave) else None
 
     def is_over(self, epoch: int) -> bool:
-        """Return whether a later epoch is known here. Safe in any thread."""
-        ...
+        """Return whether a later epoch is known here. Safe in any thread.
+
+        Only rank 0 knows: the ranks agree in each wait.
+        """
+        client = self._client
+        return client is not None and (client.epoch > epoch or client.connection.closed.is_set())
 
     def peers_lost(self, epoch: int, reason: str, suspects: tuple[str, ...] = ()) -> None:
         """Report that another policy replica cannot be reached, unless the controller notices it first."""
-        ...
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this process waits for a message of the controller."""
-        ...
-
-    async def send(self, message: p.ToController) -> None:
-        """Send a message once per replica: from rank 0 only."""
-        ...
-
-    def post(self, message: p.ToController) -> None:
-        """Like `send`, without waiting for space in the send buffer."""
-        ...
-
-
-class DirectLink:
-    """Link of the connected process. Relays each message to the other ranks before it acts on it."""
-
-    def __init__(self, client: ControllerClient, ranks: Ranks | None, *, saving: asyncio.Event) -> None:
-        """saving: set when a checkpoint shall be saved after the step in work."""
-        self._client = client
-        self._ranks = ranks
-        self._saving = saving
-        self.is_waiting = False
-
-    def request_batch(self, step: int, *, epoch: int) -> None:
-        if not (self._client.stopped.is_set() or self._client.leaving.is_set()):
-            self.post(p.RequestBatch(step=step, epoch=epoch))
-
-    async def batch(self) -> p.Batch | p.Remesh | None:
-        message = await self._next(self._client.batches)
-        stopped = self._client.stopped.is_set() or self._client.leaving.is_set()
-        if message is None or (isinstance(message, p.Batch) and (stopped or not message.samples)):
-            await self._relay(p.Stop(reason="no more batches"))
-            return None
-        await self._relay(message)
-        return message
-
-    def is_over(self, epoch: int) -> bool:
-        return self._client.epoch > epoch or self._client.connection.closed.is_set()
-
-    def peers_lost(self, epoch: int, reason: str, suspects: tuple[str, ...] = ()) -> None:
         def report() -> None:
             if not self.is_over(epoch):
                 self.post(p.PeersLost(epoch=epoch, reason=reason, suspects=suspects))
 
         asyncio.get_running_loop().call_later(NOTICE_S, report)
 
-    async def committed(self) -> p.Committed | p.Remesh | None:
-        message = await self._next(self._client.commits)
-        if isinstance(message, p.Committed) and self._saving.is_set():
-            self._saving.clear()
-            message = msgspec.structs.replace(message, save=True)
-        await self._relay(message or p.Stop(reason="the controller is gone"))
-        return message
-
-    async def leave(self) -> bool | None:
-        answer = None
-        if self._client.leaving.is_set() and not self._client.stopped.is_set():
-            await self._client.send(p.Leaving())
-            answer = await self._next(self._client.leaves)
-        await self._relay(answer or p.Stop(reason="the run is over"))
-        return answer and answer.save
-
     async def send(self, message: p.ToController) -> None:
-        await self._client.send(message)
+        """Send a message once per replica: from rank 0 only."""
+        if self._client is not None:
+            await self._client.connection.send(message)
 
     def post(self, message: p.ToController) -> None:
-        self._client.post(message)
+        """Like `send`, without waiting for space in the send buffer."""
+        if self._client is not None:
+            self._client.connection.post(message)
+
+    def post_from_thread(self, message: p.ToController) -> None:
+        """Like `post`, from another thread than the event loop's."""
+        if self._client is not None:
+            self._client.connection.post_from_thread(message)
 
     async def _next(self, messages: asyncio.Queue[T]) -> T:
         self.is_waiting = True
@@ -138,72 +150,111 @@ class DirectLink:
         if self._ranks is not None:
             await self._ranks.broadcast(message)
 
+    async def _relayed(self) -> p.ToWorker:
+        assert self._ranks is not None
+        return await self._ranks.receive()
 
-class FollowerLink:
-    """Link of all other ranks. Rank 0 sends for the replica."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+class PolicyReplica:
+    """One rank of a policy replica: its work for each message of the controller."""
 
-    def request_batch(self, step: int, *, epoch: int) -> None:
-        pass
+    def __init__(
+        self,
+        at: Assignment,
+        link: PolicyLink,
+        *,
+        learner: PolicyLearner,
+        saver: CheckpointSaver,
+        mesh: ReplicaMesh | None,
+        replicas: PolicyMesh,
+        residence: Residence,
+    ) -> None:
+        self._at, self._link = at, link
+        self._learner, self._saver, self._replicas, self._residence = learner, saver, replicas, residence
+        policy, share = learner.trainer.policy, batch_share(at.config, mesh)
+        compare = assemble.build_comparison(
+            at.config, at.domain, policy, share=share, mesh=mesh, log=at.context.log, warn=self._warn
+        )
+        self._make_batch = BatchMaker(at, policy, share=share, compare=compare)
+        context, timeout_s = at.context, at.config.rollout.spool.timeout_s
+        reader = SpoolReader(token=context.token, name=context.name, timeout_s=timeout_s, tls=at.data_tls)
+        self._payloads = StepPayloads(reader, context.ranks)
+        self._validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
+        self._profile = self._profile_window()
 
-    async def batch(self) -> p.Batch | p.Remesh | None:
-        message = await self._ranks.receive()
-        return message if isinstance(message, p.Batch | p.Remesh) else None
+    def _warn(self, text: str) -> None:
+        self._link.post_from_thread(p.Alarm(message=text))
 
-    async def committed(self) -> p.Committed | p.Remesh | None:
-        message = await self._ranks.receive()
-        return message if isinstance(message, p.Committed | p.Remesh) else None
+    def _profile_window(self) -> ProfileWindow | None:
+        """Return the window of [logging.profile], if this rank records one."""
+        context, section = self._at.context, self._at.config.logging.profile
+        rank = 0 if context.ranks is None else context.ranks.rank
+        if not section.steps or rank not in section.ranks:
+            return None
+        path = self._at.run_dir / "profile" / f"{context.name}.json.gz"
+        return ProfileWindow(path, log=context.log, **section.model_dump(exclude={"ranks"}))
 
-    async def leave(self) -> bool | None:
-        message = await self._ranks.receive()
-        return message.save if isinstance(message, p.Leave) else None
+    async def before_step(self, step: int) -> None:
+        """Measure the loss of this version on held-out rows, if that is due; advance the profiler."""
+        if self._validation is not None and self._at.config.eval.due(step, last=self._at.last_step):
+            metrics = await self._learner.in_compute_thread(self._validation.measure)
+            await self._link.send(p.Validated(version=step, metrics=dict(metrics)))
+        if self._profile is not None:
+            await self._learner.in_compute_thread(self._profile.advance)
 
-    def is_over(self, epoch: int) -> bool:
-        return False  # the ranks agree in each wait, and rank 0 knows
+    async def after_steps(self) -> None:
+        """Write what the profiler has recorded: there are no more steps."""
+        if self._profile is not None:
+            await self._learner.in_compute_thread(self._profile.stop)
 
-    def peers_lost(self, epoch: int, reason: str, suspects: tuple[str, ...] = ()) -> None:
-        pass
+    async def idle(self) -> None:
+        """Free the device before a wait for a message."""
+        await self._residence.end()
 
-    @property
-    def is_waiting(self) -> bool:
-        return False
+    async def join(self, message: p.Remesh) -> int:
+        """Join the replicas of a mesh; return the version of the weights, which may be those of a peer now.
 
-    async def send(self, message: p.ToController) -> None:
-        pass
+        Raises EpochOver.
+        """
+        learner = self._learner
+        try:
+            behind = await learner.in_compute_thread(partial(self._replicas.join, message))
+        except RefusedByController as error:
+            await self._link.send(p.Alarm(message=f"it {error}"))
+            raise
+        learner.replicas = self._replicas.group
+        if behind or learner.withholds:
+            learner.withholds = False
+            await learner.publish()
+        return learner.version
 
-    def post(self, message: p.ToController) -> None:
-        pass
+    async def batch(self, message: p.Batch) -> TrainBatch | p.PayloadsUnreadable:
+        """Return this rank's training batch, or the groups that some rank cannot read. Raises EpochOver."""
+        payloads = await self._payloads.read(message)
+        if isinstance(payloads, p.PayloadsUnreadable):
+            return payloads
+        await self._residence.begin()
+        make_batch = partial(self._make_batch, message, payloads, self._replicas)
+        return await self._learner.in_compute_thread(make_batch)
+
+    async def finish_step(self, committed: p.Committed) -> None:
+        """Save a checkpoint where one is due."""
+        state = TrainState(step=committed.step + 1, next_sample=committed.next_sample, unfinished=committed.unfinished)
+        leads = self._replicas.leads
+        await self._learner.in_compute_thread(partial(self._saver.after_step, state, leads=leads, now=committed.save))
+
+    async def written(self) -> None:
+        """Wait until the step's files are written."""
+        await self._make_batch.files.written()
 
 
 class PolicySteps:
     """`loop.Steps` of one rank. All ranks of a replica call it in lockstep."""
 
-    def __init__(
-        self,
-        link: ControllerLink,
-        *,
-        mesh: Callable[[p.Remesh], Awaitable[int]],
-        batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsUnreadable]],
-        written: Callable[[], Awaitable[None]],
-        checkpoint: Callable[[p.Committed], Awaitable[None]],
-        idle: Callable[[], Awaitable[None]],
-        timeline: Timeline | None = None,
-    ) -> None:
-        """Set up the steps of a rank.
-
-        mesh: joins the replicas of a mesh and returns the version of the weights, which may be those of a peer by then;
-        raises EpochOver. batch: returns this rank's training batch, or the groups that some rank cannot read; raises
-        EpochOver. written: waits until the step's files are written. idle: called before each wait for a message.
-        """
+    def __init__(self, link: PolicyLink, replica: PolicyReplica, timeline: Timeline) -> None:
         self._link = link
-        self._mesh = mesh
-        self._batch = batch
-        self._written = written
-        self._checkpoint = checkpoint
-        self._idle = idle
-        self._timeline = timeline or Timeline("policy")
+        self._replica = replica
+        self._timeline = timeline
         self._epoch = 0
         """Epoch of the mesh that this replica has joined."""
         self._requested = (-1, -1)
@@ -213,6 +264,7 @@ class PolicySteps:
         self._committed: p.Committed | None = None
 
     async def next_batch(self, step: int) -> TrainBatch | None:
+        await self._replica.before_step(step)
         if self._last_batch == (self._epoch, step):  # the step could not be computed together
             self._link.peers_lost(self._epoch, f"no sum of the gradients of step {step} over the policy replicas")
         while (message := await self._next(step)) is not None:
@@ -221,7 +273,7 @@ class PolicySteps:
             elif message.epoch == self._epoch:  # otherwise a Remesh follows, or came
                 assert message.step == step
                 try:
-                    batch = await self._batch(message)
+                    batch = await self._replica.batch(message)
                 except EpochOver as error:
                     self._link.peers_lost(message.epoch, str(error))
                     continue
@@ -229,10 +281,11 @@ class PolicySteps:
                     self._last_batch = self._epoch, step
                     return batch
                 await self._link.send(batch)
+        await self._replica.after_steps()
         return None
 
     async def _next(self, step: int) -> p.Batch | p.Remesh | None:
-        await self._idle()
+        await self._replica.idle()
         with self._timeline.span("wait for batch", track=WAITS, step=step):
             return await self._link.batch()
 
@@ -241,7 +294,7 @@ class PolicySteps:
         if message.epoch <= self._epoch:
             return step
         try:
-            step = await self._mesh(message)
+            step = await self._replica.join(message)
         except EpochOver as error:
             places = error.places if isinstance(error, PeersUnreachable) else ()
             self._link.peers_lost(message.epoch, str(error), tuple(message.members[place] for place in places))
@@ -272,59 +325,6 @@ class PolicySteps:
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
         assert self._committed is not None
         metrics = {**result.metrics, **sync}
-        await self._written()
+        await self._replica.written()
         await self._link.send(p.StepDone(step=self._committed.step, version=result.policy_version, metrics=metrics))
-        await self._checkpoint(self._committed)
-
-
-class ValidatedSteps:
-    """`loop.Steps` that measures the held-out loss before requesting a batch, when due. Every rank wraps its own."""
-
-    def __init__(
-        self,
-        steps: Steps,
-        *,
-        due: Callable[[int], bool],
-        measure: Callable[[], Awaitable[Mapping[str, float]]],
-        report: Callable[[int, Mapping[str, float]], Awaitable[None]],
-    ) -> None:
-        """Wrap `steps`. If `due(version)`, the metrics of `measure` are sent by `report(version, metrics)`."""
-        self._steps = steps
-        self._due = due
-        self._measure = measure
-        self._report = report
-
-    async def next_batch(self, step: int) -> TrainBatch | None:
-        if self._due(step):
-            await self._report(step, await self._measure())
-        return await self._steps.next_batch(step)
-
-    async def commit(self, step: int) -> None:
-        await self._steps.commit(step)
-
-    async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
-        await self._steps.report(result, sync)
-
-
-class ProfiledSteps:
-    """`loop.Steps` that calls `advance` before it requests each batch, and `stop` once there are no more."""
-
-    def __init__(
-        self, steps: Steps, *, advance: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]
-    ) -> None:
-        self._steps = steps
-        self._advance = advance
-        self._stop = stop
-
-    async def next_batch(self, step: int) -> TrainBatch | None:
-        await self._advance()
-        batch = await self._steps.next_batch(step)
-        if batch is None:
-            await self._stop()
-        return batch
-
-    async def commit(self, step: int) -> None:
-        await self._steps.commit(step)
-
-    async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
-        await self._steps.report(result, sync)
+        await self._replica.finish_step(self._committed)

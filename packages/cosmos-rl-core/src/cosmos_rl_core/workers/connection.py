@@ -5,6 +5,19 @@
 
 Meanwhile the worker goes on; what it sends is kept. It gives up after a while, when it leaves, and when the run or the
 process that would start another controller has ended.
+
+`Unanswered` has the messages that the controller may have missed:
+
+    message                          until
+    Ready                            the end
+    Deliver, Failed                  Release
+    RequestLeases                    Grant
+    StepDone and other reports       the commit of a step that was voted for after them
+    RequestBatch                     Batch, or another mesh
+    Vote                             Committed, or another mesh
+    PayloadsLost, PeersLost          another mesh
+    Leaving                          Leave
+    Goodbye                          the end
 """
 
 from __future__ import annotations
@@ -22,7 +35,6 @@ from cosmos_rl_core.control.address_file import NAME, read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
-from cosmos_rl_core.workers.connection.unanswered import Unanswered
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
@@ -31,6 +43,10 @@ ANSWER_S = 10.0
 
 Connect = Callable[[str, int], Awaitable[Connection]]
 """Opens a connection to an address, or the given one if it is empty, as the worker's process of this incarnation."""
+
+Report = p.StepDone | p.Validated | p.CheckpointDone
+Key = tuple[int, int, bool]
+"""Sample, attempt, and whether it belongs to an evaluation."""
 
 
 class RemovedFromRun(ConnectionClosed):
@@ -51,6 +67,7 @@ class LastingConnection:
         self.closed = asyncio.Event()
         """Set once the connection has ended for good."""
         self.unanswered = Unanswered()
+        self._loop = asyncio.get_running_loop()
         self._wait_s = self._leave_s = 0.0
         self._leave_by: float | None = None
         """Time of the event loop until which it tries to connect, once it is known that the worker shall leave."""
@@ -82,16 +99,25 @@ class LastingConnection:
         self._wait_s, self._leave_s, self._run_dir = wait_s, leave_s, run_dir
 
     def post(self, message: p.ToController) -> None:
-        """Send, or keep the message for the next connection. Raises ConnectionClosed after the end."""
-        self._keep(message)
-        with contextlib.suppress(ConnectionClosed):
-            self._current.post(message)
+        """Send, or keep the message for the next connection.
+
+        After the end this does nothing: it is raised where a reply is awaited, in all ranks at the same place.
+        """
+        if not self.closed.is_set():
+            self.unanswered.sent(message)
+            with contextlib.suppress(ConnectionClosed):
+                self._current.post(message)
+
+    def post_from_thread(self, message: p.ToController) -> None:
+        """Like `post`, from another thread than the event loop's."""
+        self._loop.call_soon_threadsafe(self.post, message)
 
     async def send(self, message: p.ToController) -> None:
         """Like `post`, and wait while the send buffer is full."""
-        self._keep(message)
-        with contextlib.suppress(ConnectionClosed):
-            await self._current.send(message)
+        if not self.closed.is_set():
+            self.unanswered.sent(message)
+            with contextlib.suppress(ConnectionClosed):
+                await self._current.send(message)
 
     async def receive(self) -> Any:
         """Return the next message. Raises ConnectionClosed after the end."""
@@ -111,6 +137,8 @@ class LastingConnection:
 
     async def leave(self) -> None:
         """Send Goodbye and, before a Stop, wait until the controller has journaled it. Raises ConnectionClosed."""
+        if self.closed.is_set():
+            raise ConnectionClosed(self._reason or self._current.reason)
         self.post(p.Goodbye())
         if self._is_stopped and self._current.closed.is_set():
             return self.close()  # nobody waits for it
@@ -124,11 +152,6 @@ class LastingConnection:
         """Send the buffered bytes, then end the connection."""
         self.closed.set()
         self._current.close()
-
-    def _keep(self, message: p.ToController) -> None:
-        if self.closed.is_set():
-            raise ConnectionClosed(self._reason or self._current.reason)
-        self.unanswered.sent(message)
 
     async def _open_again(self, error: ConnectionClosed) -> p.ToWorker | None:
         """Open another connection; return a message that was missed. Raises `error` when it gives up."""
@@ -205,3 +228,118 @@ class LastingConnection:
             if controller.generation > welcome.generation:
                 return controller.address
         return ""
+
+
+class Unanswered:
+    """Records what is sent and received on all connections of a worker.
+
+    unanswered.sent(message)                      before each message
+    if unanswered.received(message): ...          False: a reply that came before
+    unanswered.messages()                         on a new connection
+    """
+
+    def __init__(self) -> None:
+        self.vote: p.Vote | None = None
+        self.epoch = 0
+        """Policy: the newest epoch of the mesh."""
+        self.groups: dict[Key, p.Deliver | p.Failed] = {}
+        self._leased: set[tuple[int, bool]] = set()
+        """Granted samples without a result: (sample, whether of an evaluation)."""
+        self._ready: p.Ready | None = None
+        self._leases: p.RequestLeases | None = None
+        self._batch: p.RequestBatch | None = None
+        self._lost: p.PayloadsUnreadable | p.PeersLost | None = None
+        self._leaving: p.Leaving | None = None
+        self._reports: list[Report] = []
+        self._before_vote = 0
+        """Number of reports that were sent before the vote."""
+        self.goodbye: p.Goodbye | None = None
+        """The last message of a worker."""
+
+    def rejoin(self) -> p.Rejoin:
+        """Return the first message on a new connection."""
+        samples = self._leased | {(sample, evaluation) for sample, _, evaluation in self.groups}
+        return p.Rejoin(
+            holding=tuple(sorted(sample for sample, evaluation in samples if not evaluation)),
+            rows=tuple(sorted(sample for sample, evaluation in samples if evaluation)),
+        )
+
+    def messages(self) -> list[p.ToController]:
+        """Return what to send again, without the groups, and the Goodbye after them."""
+        each = (self._ready, *self._reports, self._leases, self._lost, self.vote, self._batch, self._leaving)
+        return [message for message in each if message is not None]
+
+    def sent(self, message: p.ToController) -> None:
+        match message:
+            case p.Deliver() | p.Failed():
+                self._leased.discard((message.sample, message.evaluation))
+                self.groups[message.sample, message.attempt, message.evaluation] = message
+            case p.RequestLeases():
+                self._leases = message
+            case p.Return():
+                self._leased -= {(sample, False) for sample in message.samples}
+                self._leases = None
+            case p.StepDone() | p.Validated() | p.CheckpointDone():
+                self._reports.append(message)
+            case p.RequestBatch():
+                self._batch = message
+            case p.Vote():
+                self.vote, self._before_vote = message, len(self._reports)
+            case p.PayloadsUnreadable() | p.PeersLost():
+                self._lost = message
+            case p.Ready():
+                self._ready = message
+            case p.Leaving():
+                self._leaving = message
+            case p.Goodbye():
+                self.goodbye = message
+            case _:
+                pass
+
+    def received(self, message: p.ToWorker) -> bool:
+        """Record a message; return False if it repeats an earlier one."""
+        match message:
+            case p.Grant():
+                self._leases = None
+                self._leased |= {(prompt.sample, prompt.evaluation) for prompt in message.prompts}
+            case p.Cancel():
+                self._leased.discard((message.sample, False))
+            case p.LineageRolledBack():
+                self._leased.clear()
+            case p.Release():
+                self._release(message)
+            case p.Batch():
+                if self._batch is None or (message.samples and message.step != self._batch.step):
+                    return False
+                self._batch = None
+            case p.Committed():
+                if self.vote is None or message.step != self.vote.step:
+                    return False
+                self.vote = None
+                del self._reports[: self._before_vote]
+            case p.Leave():
+                self._leaving = None
+            case p.Remesh():
+                return self._meshed(message)
+            case _:
+                pass
+        return True
+
+    def _release(self, message: p.Release) -> None:
+        for sample, attempt in message.groups:
+            self.groups.pop((sample, attempt, False), None)
+        for row, attempt in message.rows:
+            self.groups.pop((row, attempt, True), None)
+
+    def _meshed(self, message: p.Remesh) -> bool:
+        if message.epoch <= self.epoch:
+            return False
+        self.epoch = message.epoch
+        self._batch = self._lost = None
+        if self.vote is not None and not self.is_committed(message):
+            self.vote = None
+        return True
+
+    def is_committed(self, mesh: p.Remesh) -> bool:
+        """Return whether the step that was voted for was committed before this mesh began: Committed follows."""
+        return self.vote is not None and mesh.version > self.vote.step
