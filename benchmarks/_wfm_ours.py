@@ -14,7 +14,7 @@ import torch
 from _wfm_work import Model, TextName, Work
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.algorithms.advantages import build_batch_advantage
+from cosmos_rl_core.algorithms.advantages import build_step_advantages
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
@@ -61,7 +61,7 @@ class OurLoop:
         self.batcher = Batcher(
             assemble.build_collate(config, domain, Share()),
             max_staleness=0,
-            batch_advantage=build_batch_advantage(config.algorithm),
+            advantages=build_step_advantages(config.algorithm),
         )
         self._compute = ThreadPoolExecutor(max_workers=1)
         self.learner = PolicyLearner(

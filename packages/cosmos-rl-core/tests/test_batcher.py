@@ -1,8 +1,11 @@
 """Groups of a step: their metrics by hand, and the bound on their age."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from cosmos_rl_core.algorithms.advantages import with_batch_advantages
 from cosmos_rl_core.data.mixing import DataTerm
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.train.batcher import Batcher, group_metrics
@@ -31,6 +34,11 @@ GROUPS = (
 )
 
 
+def of_rewards(function):
+    """Advantages that are known once all groups are there."""
+    return partial(with_batch_advantages, lambda groups: [function(rewards) for rewards in groups])
+
+
 def collate(groups):
     return TrainBatch(microbatches=(), num_terms=len(groups), num_rollouts=0, metrics={"padding": 0.25})
 
@@ -50,10 +58,16 @@ def test_the_figures_of_two_groups():
     }
 
 
-def test_a_batch_carries_them_beside_what_the_domain_counted():
-    batch = Batcher(collate, max_staleness=2)(GROUPS, step=5)
-    assert batch.num_terms == 2
-    assert batch.metrics == {"padding": 0.25, **group_metrics(GROUPS, step=5)}
+def test_a_step_has_them_beside_the_counts_of_the_domain():
+    step = Batcher(collate, max_staleness=2)(GROUPS, step=5)
+    assert step.updates == (0,) and step.metrics == group_metrics(GROUPS, step=5)
+    assert [(batch.num_terms, batch.metrics) for batch in step.batches] == [(2, {"padding": 0.25})]
+
+
+def test_every_epoch_trains_on_all_minibatches():
+    step = Batcher(collate, max_staleness=2, minibatches=2, epochs=3)(GROUPS, step=5)
+    assert len(step.batches) == 2
+    assert [sorted(step.updates[first : first + 2]) for first in (0, 2, 4)] == [[0, 1]] * 3
 
 
 def test_a_group_older_than_the_bound_is_refused():
@@ -68,13 +82,15 @@ def test_a_data_term_gives_its_rows_of_the_step():
 
     def collate_rows(prompts):
         drawn.append([prompt.row["n"] for prompt in prompts])
-        return TrainBatch(microbatches=(), num_terms=0, num_rollouts=0, metrics={"rows_dropped": 1.0})
+        return TrainBatch(
+            microbatches=(), num_terms=0, num_rollouts=0, metrics={"rows_dropped": 1.0}, rows_dropped=("torn",)
+        )
 
     data_term = DataTerm(source, rows_per_step=2, collate=collate_rows)
     batcher = Batcher(collate, max_staleness=9, data_term=data_term)
-    batch = batcher(GROUPS, step=5)
-    assert batch.data_term is not None
-    assert batch.metrics["data_term/rows_dropped"] == 1.0
+    step = batcher(GROUPS, step=5)
+    assert step.data_term is not None and step.rows_dropped == ("torn",)
+    assert step.metrics["data_term/rows_dropped"] == 1.0
     batcher(GROUPS, step=7)
     assert drawn == [[0, 1], [4, 0]]
 
@@ -86,7 +102,7 @@ def test_advantages_that_are_seen_together_reach_the_collate():
         collated.extend(rollout.advantage for group in groups for rollout in group.rollouts)
         return collate(groups)
 
-    batcher = Batcher(collate_groups, max_staleness=9, batch_advantage=lambda groups: [r + 3 for r in groups])
+    batcher = Batcher(collate_groups, max_staleness=9, advantages=of_rewards(lambda rewards: rewards + 3))
     batcher(GROUPS, step=5)
     assert collated == [rollout.reward + 3 for group in GROUPS for rollout in group.rollouts]
 
@@ -101,7 +117,7 @@ def test_the_groups_are_shown_with_the_advantages_that_are_trained_on():
     batcher = Batcher(
         collate_and_keep,
         max_staleness=2,
-        batch_advantage=lambda groups: [rewards - 0.25 for rewards in groups],
+        advantages=of_rewards(lambda rewards: rewards - 0.25),
         on_groups=lambda groups, step: shown.append((step, groups)),
     )
     batcher(GROUPS, step=5)

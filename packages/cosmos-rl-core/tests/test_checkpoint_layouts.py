@@ -199,9 +199,9 @@ def filled_stage(layers):
     for parameter in policy.module.parameters():
         parameter.grad = parameter.detach().clone()
     optimizer.step()
-    return Trainer(
-        policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0, version=1
-    )
+    trainer = Trainer(policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0)
+    trainer.version = 1
+    return trainer
 
 
 def save_stage(rank, world_size, *, root):

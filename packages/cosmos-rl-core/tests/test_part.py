@@ -2,11 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 
-from cosmos_rl_core.algorithms.advantages import BatchAdvantage
+from cosmos_rl_core.algorithms.advantages import BatchAdvantage, with_batch_advantages
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.train.batch_part import BatchPart
 from cosmos_rl_core.train.batcher import Batcher
@@ -92,7 +93,7 @@ def centred(groups):
 
 
 def batcher(collate_=collate, advantage: BatchAdvantage = centred, **settings):
-    return Batcher(collate_, max_staleness=2, batch_advantage=advantage, **settings)
+    return Batcher(collate_, max_staleness=2, advantages=partial(with_batch_advantages, advantage), **settings)
 
 
 def in_parts(groups, **settings):
@@ -100,7 +101,7 @@ def in_parts(groups, **settings):
     together = Together(COUNT)
 
     def work(place):
-        part = BatchPart(groups[place::COUNT], together.at(place), with_text=False)
+        part = BatchPart(groups[place::COUNT], together.at(place), collate=collate, with_text=False)
         return batcher(**settings)(part.groups, step=5, part=part)
 
     with ThreadPoolExecutor(COUNT) as pool:
@@ -112,18 +113,18 @@ def test_the_parts_are_the_whole_batch_with_its_counts_and_metrics(settings):
     groups = [group(sample) for sample in range(10, 21)]
     whole = batcher(**settings)(groups, step=5)
     parts, _ = in_parts(groups, **settings)
-    for update, wanted in enumerate((whole, *whole.later)):
-        found = [(part, *part.later)[update] for part in parts]
-        assert sorted(term for each in found for term in each.microbatches) == sorted(wanted.microbatches)
-        assert {(each.num_terms, each.num_rollouts) for each in found} == {(wanted.num_terms, wanted.num_rollouts)}
-    assert all(part.metrics == whole.metrics for part in parts)
+    for number, batch in enumerate(whole.batches):
+        of_parts = [part.batches[number] for part in parts]
+        assert sorted(term for each in of_parts for term in each.microbatches) == sorted(batch.microbatches)
+        assert {(each.num_terms, each.num_rollouts) for each in of_parts} == {(batch.num_terms, batch.num_rollouts)}
+    assert all((part.metrics, part.updates) == (whole.metrics, whole.updates) for part in parts)
 
 
 def test_a_replica_without_a_group_in_a_minibatch_has_one_that_trains_nothing():
     groups = [group(2 * sample, rollouts=1, masked=0.0) for sample in range(COUNT)]
     parts, _ = in_parts(groups, minibatches=3)
-    updates = [(part, *part.later) for part in parts]
-    assert sorted(sum(bool(each.microbatches) for each in row) for row in zip(*updates)) == [1, 1, 1]
+    batches = [part.batches for part in parts]
+    assert sorted(sum(bool(each.microbatches) for each in row) for row in zip(*batches)) == [1, 1, 1]
 
 
 def test_the_arrays_stay_where_they_are():
@@ -138,7 +139,7 @@ def test_the_first_replica_can_write_all_rollouts(tmp_path, with_text):
     with ThreadPoolExecutor(COUNT) as pool:
         parts = list(
             pool.map(
-                lambda place: BatchPart(groups[place::COUNT], together.at(place), with_text=with_text),
+                lambda place: BatchPart(groups[place::COUNT], together.at(place), collate=collate, with_text=with_text),
                 range(COUNT),
             )
         )

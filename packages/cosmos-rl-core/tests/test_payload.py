@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
-from cosmos_rl_core.wire.payload import decode_group, encode_group
+from cosmos_rl_core.wire.payload import decode_compared, decode_group, encode_group
 
 DTYPES = ["bool", "uint8", "int16", "int32", "int64", "float32", "float64"]
 json_values = st.recursive(
@@ -86,10 +86,11 @@ def test_a_group_comes_back_bit_for_bit(group):
 
 
 @given(groups, groups)
-def test_the_rollouts_to_compare_are_sent_with_a_group_but_not_to_rewards(group, compared):
-    carries = replace(group, compared=replace(compared, compared=group))
-    assert encode_group(decode_group(encode_group(carries)).compared) == encode_group(compared)
-    assert decode_group(encode_group(carries, for_rewards=True)).compared is None
+def test_the_rollouts_to_compare_are_sent_with_a_group(group, compared):
+    payload = encode_group(group, compared=compared)
+    assert encode_group(decode_compared(payload)) == encode_group(compared)
+    assert encode_group(decode_group(payload)) == encode_group(group) != payload
+    assert decode_compared(encode_group(group)) is None
 
 
 @given(groups)

@@ -120,7 +120,7 @@ def test_advantages_are_normalised_over_trained_terms_and_returns_stay():
         group_of(estimated(episode_rollout([1, 3], [0, 0, 0]), gamma=0.0)),
         group_of(estimated(episode_rollout([5, 100], [0, 0, 0], loss_mask=[1, 1, 0, 0]), gamma=0.0)),
     ]
-    together = build_step_advantages(AlgorithmConfig(name="ppo"))(groups, step=0)
+    together = build_step_advantages(AlgorithmConfig(name="ppo"))(groups, 0)
     deviation = np.std([1, 3, 5]) + 1e-5
     np.testing.assert_allclose(
         together[0].rollouts[0].episode.advantages, [(1 - 3) / deviation, 0.0], rtol=1e-6, atol=1e-6
@@ -131,8 +131,8 @@ def test_advantages_are_normalised_over_trained_terms_and_returns_stay():
 def test_while_the_critic_warms_up_the_policy_is_left_alone():
     groups = [group_of(estimated(episode_rollout([1, 3], [0, 0, 0])))]
     seen_together = build_step_advantages(AlgorithmConfig(name="ppo", critic_warmup_steps=2))
-    assert not seen_together(groups, step=1)[0].rollouts[0].term_advantages.any()
-    assert seen_together(groups, step=2)[0].rollouts[0].term_advantages.any()
+    assert not seen_together(groups, 1)[0].rollouts[0].term_advantages.any()
+    assert seen_together(groups, 2)[0].rollouts[0].term_advantages.any()
 
 
 def test_explained_variance_is_one_for_a_critic_that_knows():
@@ -234,7 +234,7 @@ def test_ppo_learns_a_corridor_whose_end_alone_pays():
     for step in range(40):
         episodes = [world.episode(random) for _ in range(16)]
         rollouts = [replace(r, episode=rules.of_steps(r.episode)) for _, _, r in episodes]
-        rollouts = [group.rollouts[0] for group in seen_together([group_of(r) for r in rollouts], step=step)]
+        rollouts = [group.rollouts[0] for group in seen_together([group_of(r) for r in rollouts], step)]
         states = torch.tensor([s for each, _, _ in episodes for s in each])
         actions = torch.tensor([a for _, each, _ in episodes for a in each])
         old = world.logits.detach().log_softmax(-1)[states, actions]

@@ -1,17 +1,15 @@
 """A reference that has to be set up is set up once for all microbatches of a batch."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import torch
 
-from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.train.learner import PolicyLearner
-from cosmos_rl_core.types import Microbatch, PolicyOutputs, TermBatch, TrainBatch
+from cosmos_rl_core.interfaces import Reference
+from cosmos_rl_core.train.learner import FrozenModels
+from cosmos_rl_core.types import Microbatch, PolicyOutputs, TermBatch
 
 
-class Prepared:
+class Prepared(Reference):
     """Says what is done to it."""
 
     def __init__(self):
@@ -38,16 +36,6 @@ def microbatch():
 
 def test_it_is_set_up_once_for_all_microbatches():
     reference = Prepared()
-    with ThreadPoolExecutor(max_workers=1) as compute:
-        learner = PolicyLearner(
-            SimpleNamespace(policy=None),  # pyright: ignore[reportArgumentType]
-            publisher=None,
-            reference=reference,
-            compute=compute,
-            timeline=Timeline("test"),
-            max_skipped_steps=0,
-        )
-    batch = TrainBatch(microbatches=(microbatch(), microbatch()), num_terms=2, num_rollouts=2)
-    (told,) = learner._with_logprobs([batch])
+    microbatches = FrozenModels(reference=reference).complete([microbatch(), microbatch()])
     assert reference.events == ["in", "forward", "forward", "out"]
-    assert all(each.terms.ref_logprobs is not None for each in told.microbatches)
+    assert all(each.terms.ref_logprobs is not None for each in microbatches)

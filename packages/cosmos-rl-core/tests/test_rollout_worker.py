@@ -105,7 +105,7 @@ class Desk:
     async def granted(self):
         return await self.grants.get()
 
-    async def deliver(self, lease, group):
+    async def deliver(self, lease, group, *, compared):
         self.log.append(("deliver", lease.prompt.sample_id, lease.attempt, lease.evaluation, len(group.rollouts)))
 
     async def fail(self, lease, error):

@@ -109,20 +109,18 @@ def test_a_thread_saves_a_group_that_the_recorder_wants(wants):
 LONG = Prompt(sample_id=0, row={"question": "!" * 99}, origin="a prompt of 99 tokens"), Sampling(max_terms=2)
 
 
-def test_all_groups_of_the_first_weights_carry_the_rollouts_of_the_long_prompt():
+def test_the_rollouts_of_the_long_prompt_are_those_of_the_first_weights():
     engine = ScriptedEngine()
 
     async def work():
         worker = rollouter(engine, long=LONG)
-        first = await asyncio.gather(worker.run(PROMPT), worker.run(PROMPT))
-        evaluated = await worker.evaluate(PROMPT)
+        first = await asyncio.gather(worker.rollouts_to_compare(), worker.rollouts_to_compare())
         engine.version += 1
-        return first, evaluated, await worker.run(PROMPT)
+        return first, await worker.rollouts_to_compare()
 
-    first, evaluated, later = asyncio.run(work())
-    assert [group.compared.prompt for group in first] == [LONG[0]] * 2
-    assert first[0].compared is first[1].compared and first[0].compared.num_terms == 6
-    assert (evaluated.compared, later.compared) == (None, None)
+    (first, second), later = asyncio.run(work())
+    assert first is second and first.prompt is LONG[0] and first.num_terms == 6
+    assert later is None
     assert [sampling for _, _, sampling, _ in engine.asked].count(LONG[1]) == 1
 
 
@@ -138,18 +136,18 @@ def test_a_cancelled_group_leaves_the_long_prompt_to_the_next():
         engine = Waiting()
         engine.asked_long = asyncio.Event()
         worker = rollouter(engine, long=LONG)
-        cancelled = asyncio.create_task(worker.run(PROMPT))
+        cancelled = asyncio.create_task(worker.rollouts_to_compare())
         await engine.asked_long.wait()
         cancelled.cancel()
-        return await worker.run(PROMPT)
+        return await worker.rollouts_to_compare()
 
-    assert asyncio.run(work()).compared.prompt == LONG[0]
+    assert asyncio.run(work()).prompt == LONG[0]
 
 
-def test_an_engine_that_cannot_answer_the_long_prompt_generates_groups_all_the_same():
+def test_an_engine_that_cannot_answer_the_long_prompt_has_a_line_in_the_log():
     lines = []
-    group = run(ScriptedEngine(), long=(Prompt(sample_id=0, row={}), SAMPLING), log=lines.append)
-    assert group.compared is None and group.num_terms == 6
+    worker = rollouter(ScriptedEngine(), long=(Prompt(sample_id=0, row={}), SAMPLING), log=lines.append)
+    assert asyncio.run(worker.rollouts_to_compare()) is None
     assert lines == ["engine and policy are not compared at the start: KeyError: 'question'"]
 
 

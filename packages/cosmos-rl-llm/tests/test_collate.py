@@ -81,13 +81,12 @@ def test_a_shared_prefix_is_left_out_of_the_loss():
 
 
 def test_rollouts_with_nothing_to_learn_are_left_out_but_measured():
-    rollouts = [make_rollout([1], [2, 3], mask=[0, 0], finish="length"), make_rollout([1], [2] * 4)]
+    rollouts = [make_rollout([1], [2, 3], mask=[0, 0]), make_rollout([1], [2] * 4)]
     batch = collate([make_group(*rollouts)], microbatch_terms=8, share=Share())
     assert batch.num_rollouts == 1
     assert batch.metrics == {
         "response_length_mean": 3,
         "response_length_max": 4,
-        "truncated_fraction": 0.5,
         "packing_fraction": 0.5,
     }
 

@@ -1,17 +1,14 @@
 """On a pretend GPU a step's memory does not grow with its microbatches: outputs of other weights are on the host."""
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
 from wfm_fixtures import mock_data, pixel_model
 
-from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.train.learner import PolicyLearner
-from cosmos_rl_core.types import Microbatch, TermBatch, TrainBatch
+from cosmos_rl_core.train.learner import FrozenModels
+from cosmos_rl_core.types import Microbatch, TermBatch
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.sampling import FlowSampling
 from doubles.pretend_cuda import pretend_cuda
@@ -50,18 +47,8 @@ def policy_of(sampling):
 
 def completed(policy, reference, sampling, count):
     """The microbatches of a step as its forward and backward passes get them."""
-    with ThreadPoolExecutor(1) as compute:
-        learner = PolicyLearner(
-            SimpleNamespace(policy=policy),  # pyright: ignore[reportArgumentType]
-            publisher=None,
-            reference=reference,
-            compute=compute,
-            timeline=Timeline("test"),
-            max_skipped_steps=0,
-        )
-    batch = TrainBatch(microbatches=tuple(microbatch(sampling, i) for i in range(count)), num_terms=2, num_rollouts=2)
-    [batch] = learner._with_logprobs([batch])
-    return policy._with_old(batch.microbatches)
+    frozen = FrozenModels(reference=reference)
+    return policy._with_old(frozen.complete([microbatch(sampling, i) for i in range(count)]))
 
 
 def bytes_on_gpu():

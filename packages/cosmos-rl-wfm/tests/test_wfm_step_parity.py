@@ -10,11 +10,11 @@ import torch
 from wfm_fixtures import NETWORK, prompt
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.algorithms.advantages import build_batch_advantage
+from cosmos_rl_core.algorithms.advantages import build_step_advantages
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.train.batcher import Batcher
-from cosmos_rl_core.train.learner import PolicyLearner
+from cosmos_rl_core.train.learner import FrozenModels, PolicyLearner
 from cosmos_rl_core.types import Share
 
 NUM_STEPS, TRAINED, LEVEL, KL_COEF, CLIP, GROUP_SIZE = 6, (0, 1, 3), 0.7, 0.04, 1e-4, 4
@@ -77,13 +77,13 @@ async def trained(microbatch_terms):
     batcher = Batcher(
         assemble.build_collate(config, domain, Share()),
         max_staleness=0,
-        batch_advantage=build_batch_advantage(config.algorithm),
+        advantages=build_step_advantages(config.algorithm),
     )
     with ThreadPoolExecutor(max_workers=1) as compute:
         learner = PolicyLearner(
             trainer,
             publisher=None,
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
             compute=compute,
             timeline=Timeline("test"),
             max_skipped_steps=0,

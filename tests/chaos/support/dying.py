@@ -195,12 +195,12 @@ def hook_rollout():
     around(RemoteLeases, "deliver", before="deliver", after="delivered")
     work = RemoteLeases.deliver
 
-    async def deliver(self, lease, group):
+    async def deliver(self, lease, group, *, compared):
         global STEP
         STEP += 1
         if lease.evaluation:
             await asyncio.to_thread(stop_at, "evaluating")
-        await work(self, lease, group)
+        await work(self, lease, group, compared=compared)
 
     RemoteLeases.deliver = deliver
 

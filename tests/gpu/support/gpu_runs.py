@@ -342,7 +342,7 @@ def in_turns(hour: Hour) -> None:
     """Expect a 1.3B policy with Adam and an engine that take turns on one GPU, without the memory of the other side.
 
     In the rollouts' turns at most 8 GiB beside the engine's: the policy's 16 GB are in host memory. In the policy's at
-    most 34 GiB; vLLM has half of the card in its own. Failing: tensors that `HoldsTensors` does not list, or blocks
+    most 34 GiB; vLLM has half of the card in its own. Failing: tensors that `Policy.tensors` does not list, or blocks
     that torch's allocator keeps (`empty_cache` after the move); for vLLM a sleep that keeps weights or cache.
     """
     engines = ["torch", *(["vllm"] if find_spec("vllm") and not hour.rehearsal else [])]

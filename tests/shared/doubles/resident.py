@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.types import Prompt, RolloutGroup, TrainBatch
+from cosmos_rl_core.types import Prompt, RolloutGroup, TrainBatch, TrainStep
 
 if TYPE_CHECKING:
     from cosmos_rl_core.interfaces import Policy, Reference, RolloutEngine
@@ -62,21 +62,21 @@ def policy_peak(
 
     Ranks of a replica call this together. make_batch: returns the batch of each step, this rank's share of it.
     """
-    from cosmos_rl_core.train.learner import PolicyLearner
+    from cosmos_rl_core.train.learner import FrozenModels, PolicyLearner
 
     with ResidentPeak() as peak, ThreadPoolExecutor(max_workers=1) as compute:
         trainer, reference = build()
         learner = PolicyLearner(
             trainer,
             publisher=None,
-            reference=reference,
+            frozen=FrozenModels(reference=reference),
             compute=compute,
             timeline=Timeline("test"),
             max_skipped_steps=0,
         )
         batch = make_batch(trainer.policy)
         for _ in range(NUM_STEPS):
-            asyncio.run(learner.forward_backward(batch))
+            asyncio.run(learner.forward_backward(TrainStep(batches=(batch,))))
             result = asyncio.run(learner.optim_step())
             assert not result.skipped, "a gradient was not finite"
     return peak.bytes

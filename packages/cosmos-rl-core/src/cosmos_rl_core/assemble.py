@@ -315,13 +315,12 @@ def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | Non
 
     policy = _build_policy(config, domain, mesh)
     optimizer = config.policy.optimizer
-    schedule = config.policy.schedule
+    schedule, coef = config.policy.schedule, config.data_regularization.coef
     objective = build_objective(config.algorithm, max_terms=config.rollout.sampling.max_terms)
     return Trainer(
         policy,
         objective=objective if config.teacher is None else TaughtObjective(objective, config.teacher),
-        data_term=data_term_objective() if config.data_regularization.coef else None,
-        data_term_coef=config.data_regularization.coef,
+        data_term=data_term_objective(coef) if coef else None,
         optimizer=build_optimizer(
             optimizer.name,
             policy.module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 from cosmos_rl_core.types import (
@@ -23,7 +23,6 @@ from cosmos_rl_core.types import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
     from pydantic import BaseModel
     from torch import Tensor, nn
 
@@ -102,16 +101,6 @@ class HasCapacity(Protocol):
         ...
 
 
-class PromptStream(Protocol):
-    """Prompts by `sample_id`, in an order that is the same in every process and after every restart."""
-
-    def __getitem__(self, sample_id: int, /) -> Prompt: ...
-
-    def __len__(self) -> int:
-        """Rows of one epoch."""
-        ...
-
-
 class RewardFn(Protocol):
     """Scores a whole group at once, which includes relative rewards.
 
@@ -124,57 +113,52 @@ class RewardFn(Protocol):
     def __call__(self, group: RolloutGroup) -> Sequence[float] | Any: ...
 
 
-class AdvantageEstimator(Protocol):
-    """rewards [G] float64 -> advantages [G] float64."""
-
-    def __call__(self, rewards: np.ndarray) -> np.ndarray: ...
-
-
-class Objective(Aggregates, Protocol):
+class Objective(Aggregates):
     """The loss. Called by the trainer once a microbatch; the trainer aggregates and divides."""
 
-    needs_entropy: bool
-    needs_reference: bool
+    needs_entropy: bool = False
+    needs_reference: bool = False
+    aggregation: Aggregates
+    """Reduces the values of terms to one number, unless a loss has an aggregation of its own."""
 
+    @abstractmethod
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[list[LossTerm], Mapping[str, Tensor]]:
         """Return the named losses [T] and metrics [T] (per term; the trainer reports means over masked terms)."""
-        ...
+
+    def term_weights(self, terms: TermBatch) -> Tensor:
+        return self.aggregation.term_weights(terms)
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        return self.aggregation.normalizer(batch)
 
 
-class MicrobatchLoss(Protocol):
-    """The trainer's callback: outputs of a microbatch -> the scalar to backpropagate; adds to the step's metrics."""
-
-    def __call__(self, outputs: PolicyOutputs, microbatch: Microbatch) -> Tensor: ...
+MicrobatchLoss = Callable[[PolicyOutputs, Microbatch], "Tensor"]
+"""The trainer's callback: outputs of a microbatch -> the scalar to backpropagate; adds to the step's metrics."""
 
 
 class Reference(Protocol):
-    """The frozen model of a KL term. Called without gradients, before the policy's pass over the same microbatch."""
+    """The frozen model of a KL term. Called without gradients, before the policy's pass over the same microbatch.
+
+    Derive from it for the defaults: nothing to set up, no tensors beside those of the policy.
+    """
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs: ...
 
-
-@runtime_checkable
-class Prepares(Protocol):
-    """A reference that must be set up for its forward passes, such as by swapping in other weights."""
-
     def prepared(self) -> AbstractContextManager[None]:
-        """Inside, `forward` may be called for any number of microbatches; the policy's may not."""
-        ...
-
-
-@runtime_checkable
-class HoldsTensors(Protocol):
-    """A policy, or a frozen model with tensors of its own: with [run] colocate they leave the GPU between turns."""
+        """Set it up, such as by swapping in other weights. Inside, `forward` may be called for any number of
+        microbatches; the policy's may not."""
+        return nullcontext()
 
     def tensors(self) -> Iterable[Tensor]:
         """Every tensor that it keeps between steps: parameters, buffers, averages, frozen encoders; no gradients.
 
-        One may appear several times. Averages that were not made yet are left out.
+        With [run] colocate they leave the GPU between turns. One may appear several times. Averages that were not made
+        yet are left out.
         """
-        ...
+        return ()
 
 
-class Teacher(HoldsTensors, Protocol):
+class Teacher(Protocol):
     """The frozen model of [teacher]. Called as a reference is; it reads the policy's inputs."""
 
     module: nn.Module
@@ -183,8 +167,12 @@ class Teacher(HoldsTensors, Protocol):
         """Return `TermBatch.teacher` of the microbatch."""
         ...
 
+    def tensors(self) -> Iterable[Tensor]:
+        """As of a `Reference`."""
+        ...
 
-class Policy(HoldsTensors, Protocol):
+
+class Policy(Reference, Protocol):
     """A trainable model that assigns log-probabilities to terms. All ranks of a replica call it together."""
 
     @property

@@ -23,14 +23,14 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from cosmos_rl_core.errors import EpochOver
-from cosmos_rl_core.types import StepResult, TrainBatch
+from cosmos_rl_core.types import StepResult, TrainStep
 
 
 class Steps(Protocol):
     """The controller's side of a policy replica."""
 
-    async def next_batch(self, step: int) -> TrainBatch | None:
-        """The batch of this step, or None when the run is over."""
+    async def next_batch(self, step: int) -> TrainStep | None:
+        """The work of this step, or None when the run is over."""
         ...
 
     async def commit(self, step: int) -> None:
@@ -48,7 +48,7 @@ class Learner(Protocol):
     @property
     def version(self) -> int: ...
 
-    async def forward_backward(self, batch: TrainBatch) -> None:
+    async def forward_backward(self, step: TrainStep) -> None:
         """Compute the gradients of the step. Raises EpochOver."""
         ...
 
@@ -68,9 +68,9 @@ class Learner(Protocol):
 async def train(steps: Steps, learner: Learner) -> None:
     """Train until the controller has no more batches."""
     await learner.publish()
-    while (batch := await steps.next_batch(learner.version)) is not None:
+    while (step := await steps.next_batch(learner.version)) is not None:
         try:
-            await learner.forward_backward(batch)
+            await learner.forward_backward(step)
             await learner.sum_gradients()
             await steps.commit(learner.version)
         except EpochOver:

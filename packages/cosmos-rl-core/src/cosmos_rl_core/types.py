@@ -8,9 +8,10 @@ Everything before the trainer is numpy, so that the controller and the wire neve
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -118,8 +119,6 @@ class RolloutGroup:
     """The prompt as the model saw it."""
     media: Mapping[str, str] = field(default_factory=dict)
     """Locations of the prompt's pictures and videos by their names in `Rollout.media`, for files."""
-    compared: RolloutGroup | None = None
-    """Rollouts of a long prompt that are not trained on: the policy compares the engine with itself by them."""
 
     @property
     def min_policy_version(self) -> int:
@@ -176,7 +175,7 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The microbatches of one optimizer step, with the global counts that losses are divided by."""
+    """The microbatches of one optimizer update, with the global counts that losses are divided by."""
 
     microbatches: tuple[Microbatch, ...]
     """Those of this rank's share; every share has the same number."""
@@ -187,10 +186,26 @@ class TrainBatch:
     metrics: Mapping[str, float] = field(default_factory=dict)
     rows_dropped: tuple[str, ...] = ()
     """Reasons why rows train nothing, a phrase each; a row that an earlier batch reported may be left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStep:
+    """One step of training: its batches, and the optimizer updates that are made with them."""
+
+    batches: tuple[TrainBatch, ...]
+    """Each once: PPO's minibatches, or the only batch of the step."""
+    updates: tuple[int, ...] = (0,)
+    """The batch of each update, in order; every epoch trains on all of them."""
     data_term: TrainBatch | None = None
-    """Supervised data that is trained on beside the rollouts, with counts of its own."""
-    later: tuple[TrainBatch, ...] = ()
-    """Further updates of the same step, in order: PPO's minibatches and epochs. The same batch may occur twice."""
+    """Supervised data that every update trains on beside its batch, with counts of its own."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the step, beside those of its batches and updates."""
+
+    @property
+    def rows_dropped(self) -> tuple[str, ...]:
+        """Those of all batches, and of the supervised data."""
+        data_term = () if self.data_term is None else (self.data_term,)
+        return tuple(reason for batch in (*self.batches, *data_term) for reason in batch.rows_dropped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,16 +242,18 @@ class PolicyOutputs:
     """[T] by name, reported as metrics: components of a loss, such as those of an auxiliary head."""
 
 
-class Aggregates(Protocol):
+class Aggregates(ABC):
     """Reduces values of terms to one number: sum_t weight_t value_t / normalizer."""
 
-    def term_weights(self, terms: TermBatch) -> Tensor:
-        """[T]: weight of each term in the aggregated sum, from the mask and the rollouts' lengths."""
-        ...
+    __slots__ = ()
 
+    @abstractmethod
+    def term_weights(self, terms: TermBatch) -> Tensor:
+        """Return the weight [T] of each term in the sum, from the mask and the rollouts' lengths."""
+
+    @abstractmethod
     def normalizer(self, batch: TrainBatch) -> float:
-        """Global count the weighted sum over all microbatches and ranks is divided by."""
-        ...
+        """Return the global count that the weighted sum over all microbatches and ranks is divided by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.interfaces import Policy, Reference
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_wfm.models.config import EmaSection
 from cosmos_rl_wfm.models.weights import named_weights
@@ -85,11 +85,8 @@ class Follower:
             tensor.copy_(weights[name])
 
 
-class FollowerReference:
-    """A policy that computes with a follower's weights: in one forward pass, or in all within `prepared`.
-
-    Implements `interfaces.Reference` and `interfaces.Prepares`.
-    """
+class FollowerReference(Reference):
+    """A policy that computes with a follower's weights: in one forward pass, or in all within `prepared`."""
 
     def __init__(self, policy: Policy, follower: Follower) -> None:
         self._policy, self._follower = policy, follower

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +18,13 @@ from cosmos_rl_core.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
-    from cosmos_rl_core.interfaces import AdvantageEstimator
 
+GroupAdvantage = Callable[[np.ndarray], np.ndarray]
+"""Rewards of a group [G] float64 -> its advantages [G] float64."""
 BatchAdvantage = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
 """Rewards of each group [G] of a step -> advantages of each group [G]."""
+StepAdvantages = Callable[[Sequence[RolloutGroup], int], Sequence[RolloutGroup]]
+"""(groups of a step, step) -> the groups with advantages that need all of them."""
 
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:
@@ -78,7 +81,7 @@ def generalized(rewards: np.ndarray, values: np.ndarray, *, gamma: float, gae_la
     return advantages.astype(np.float32)
 
 
-ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+ADVANTAGES: Mapping[str, GroupAdvantage] = {
     "group_std": group_std,
     "group_mean": group_mean,
     "global_std": group_mean,
@@ -105,7 +108,7 @@ def build_batch_advantage(config: AlgorithmConfig) -> BatchAdvantage | None:
     return advantages
 
 
-def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
+def build_advantage(config: AlgorithmConfig) -> GroupAdvantage:
     """Return the estimator of the config: checked, and clipped where `advantage_clip` is set.
 
     With "gae" a rollout as a whole has advantage 0; `generalized` estimates those of its steps.
@@ -126,13 +129,13 @@ def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
     return advantages
 
 
-def _of_group(config: AlgorithmConfig) -> Callable[[np.ndarray], np.ndarray]:
+def _of_group(config: AlgorithmConfig) -> GroupAdvantage:
     if config.advantage == "group_std":
         return partial(group_std, ddof=config.std_ddof, epsilon=config.std_epsilon)
     return ADVANTAGES.get(config.advantage, np.zeros_like)
 
 
-def _finishing(config: AlgorithmConfig) -> Callable[[np.ndarray], np.ndarray]:
+def _finishing(config: AlgorithmConfig) -> GroupAdvantage:
     """Shape a group's advantages as the algorithm does, and clip them."""
     shaping = find_algorithm(config.name).shaping
     limit = np.inf if config.advantage_clip is None else config.advantage_clip
@@ -148,29 +151,40 @@ DEVIATION_FLOOR = 1e-5
 """Added to the deviation that divides, so that steps that are all the same do not blow up."""
 
 
-class StepAdvantages(Protocol):
-    """Changes the advantages of all episodes of a step together."""
-
-    def __call__(self, groups: Sequence[RolloutGroup], *, step: int) -> Sequence[RolloutGroup]: ...
-
-
 def build_step_advantages(config: AlgorithmConfig) -> StepAdvantages | None:
-    """Return the function that normalises and clips the advantages of all episodes of a step; None but for "gae"."""
-    if config.advantage != "gae":
-        return None
+    """Return the function that completes the advantages of a step; None where those of each group are final.
 
-    def seen_together(groups: Sequence[RolloutGroup], *, step: int) -> Sequence[RolloutGroup]:
-        shift, scale, limit = 0.0, 1.0, np.inf if config.advantage_clip is None else config.advantage_clip
-        if config.normalize_advantages:
-            shift, scale = _moments([rollout for group in groups for rollout in group.rollouts])
-        if step < config.critic_warmup_steps:
-            scale = np.inf
-        return [
-            replace(group, rollouts=tuple(_scaled(each, shift, scale, limit) for each in group.rollouts))
-            for group in groups
-        ]
+    "gae": normalises and clips the advantages of all episodes. A deviation over all groups: divides by it.
+    """
+    if config.advantage == "gae":
+        return partial(_normalized, config)
+    advantage = build_batch_advantage(config)
+    return None if advantage is None else partial(with_batch_advantages, advantage)
 
-    return seen_together
+
+def with_batch_advantages(
+    advantage: BatchAdvantage, groups: Sequence[RolloutGroup], step: int
+) -> Sequence[RolloutGroup]:
+    """Return the groups with the advantages of their rewards."""
+    values = advantage([np.array([rollout.reward for rollout in group.rollouts]) for group in groups])
+    return [_with_advantages(group, each) for group, each in zip(groups, values, strict=True)]
+
+
+def _with_advantages(group: RolloutGroup, advantages: np.ndarray) -> RolloutGroup:
+    pairs = zip(group.rollouts, advantages, strict=True)
+    return replace(group, rollouts=tuple(replace(rollout, advantage=float(value)) for rollout, value in pairs))
+
+
+def _normalized(config: AlgorithmConfig, groups: Sequence[RolloutGroup], step: int) -> Sequence[RolloutGroup]:
+    shift, scale, limit = 0.0, 1.0, np.inf if config.advantage_clip is None else config.advantage_clip
+    if config.normalize_advantages:
+        shift, scale = _moments([rollout for group in groups for rollout in group.rollouts])
+    if step < config.critic_warmup_steps:
+        scale = np.inf  # only the critic learns
+    return [
+        replace(group, rollouts=tuple(_scaled(each, shift, scale, limit) for each in group.rollouts))
+        for group in groups
+    ]
 
 
 def critic_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:

@@ -17,11 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cosmos_rl_core.types import Aggregates
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.algorithms.config import AggregationName
-    from cosmos_rl_core.types import Aggregates, LossTerm, TermBatch, TrainBatch
+    from cosmos_rl_core.types import LossTerm, TermBatch, TrainBatch
 
 
 def rollout_sums(values: Tensor, terms: TermBatch) -> Tensor:
@@ -47,7 +49,7 @@ def rollout_means(values: Tensor, terms: TermBatch) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aggregation:
+class Aggregation(Aggregates):
     """The two factors of the sum above."""
 
     kind: AggregationName

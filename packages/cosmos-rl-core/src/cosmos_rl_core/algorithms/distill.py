@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cosmos_rl_core.interfaces import Objective
 from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch, TrainBatch
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import TeacherSection
-    from cosmos_rl_core.interfaces import Objective
 
 TASK_LOSSES = ("policy", "nll")
 """Losses of the task itself, which `task_coef` multiplies."""
@@ -69,14 +69,12 @@ def discounted(values: Tensor, rollout_index: Tensor, *, discount: float) -> Ten
     return total
 
 
-class TaughtObjective:
+class TaughtObjective(Objective):
     """The objective of an algorithm, with the part of a teacher.
 
     Metrics [T]: those of the algorithm, and with loss = "advantage" `teacher_kl` and `teacher_agreement`; with
     "divergence" the policy reports these two.
     """
-
-    needs_teacher = True
 
     def __init__(self, task: Objective, config: TeacherSection) -> None:
         self._task = task

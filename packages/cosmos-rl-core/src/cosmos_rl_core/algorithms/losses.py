@@ -13,8 +13,8 @@ Where policy = old all have REINFORCE's gradient, -A grad log(policy), of a roll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,19 +36,15 @@ A term that far away has no gradient through its ratio; `truncated` and `cispo` 
 """
 
 
-class LossFn(Protocol):
-    """A policy loss. An `Algorithm` of your own may bring one."""
+LossFn = Callable[[Tensor, Tensor, "TermBatch", "AlgorithmConfig"], tuple[Tensor, Mapping[str, Tensor]]]
+"""A policy loss: (logprobs, old_logprobs, terms, config) -> the loss [T] of each term and metrics [T].
 
-    def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch, config: AlgorithmConfig
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the loss [T] of each term and metrics [T].
+    logprobs      [T] with gradient, under the policy
+    old_logprobs  [T] without, the denominator of the ratio
+    terms         advantages, mask and rollout of each term; masked values are 0
 
-        logprobs      [T] with gradient, under the policy
-        old_logprobs  [T] without, the denominator of the ratio
-        terms         advantages, mask and rollout of each term; masked values are 0
-        """
-        ...
+An `Algorithm` of your own may bring one.
+"""
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:

@@ -27,13 +27,13 @@ from cosmos_rl_core.algorithms.losses import (
 )
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch, TrainBatch
+from cosmos_rl_core.interfaces import Objective
+from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
-    from cosmos_rl_core.interfaces import Objective
 
     Losses = tuple[list[LossTerm], Mapping[str, Tensor]]
 
@@ -49,12 +49,12 @@ def build_objective(config: AlgorithmConfig, *, max_terms: int) -> Objective:
     return PolicyObjective(config, loss=row.loss or LOSSES[config.loss], aggregation=aggregation)
 
 
-def data_term_objective() -> Objective:
+def data_term_objective(coef: float) -> Objective:
     """Return the objective of supervised rows beside rollouts: maximum likelihood, every term weighs the same."""
-    return SupervisedObjective(aggregation=Aggregation(kind="term_mean", constant=1))
+    return SupervisedObjective(aggregation=Aggregation(kind="term_mean", constant=1), coef=coef)
 
 
-class PolicyObjective:
+class PolicyObjective(Objective):
     """The policy loss with its corrections, KL and entropy.
 
     Metrics [T]: those of the loss (`ratio_mean`, `clip_fraction`), `mismatch_kl`, `entropy`, and where they apply
@@ -81,12 +81,6 @@ class PolicyObjective:
         mismatch = {"mismatch_kl": terms.rollout_logprobs - outputs.logprobs.detach()}
         losses = [loss for loss, _ in parts if loss is not None]
         return losses, mismatch | {name: value for _, metrics in parts for name, value in metrics.items()}
-
-    def term_weights(self, terms: TermBatch) -> Tensor:
-        return self.aggregation.term_weights(terms)
-
-    def normalizer(self, batch: TrainBatch) -> float:
-        return self.aggregation.normalizer(batch)
 
     def _policy(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm, dict[str, Tensor]]:
         config, logprobs = self.config, outputs.logprobs
@@ -172,23 +166,16 @@ class PolicyObjective:
         )
 
 
-class SupervisedObjective:
+class SupervisedObjective(Objective):
     """Maximum likelihood of the trained terms; advantages and rollout log-probs are not read."""
 
-    def __init__(self, *, aggregation: Aggregation) -> None:
+    def __init__(self, *, aggregation: Aggregation, coef: float = 1.0) -> None:
         self.aggregation = aggregation
-        self.needs_entropy = False
-        self.needs_reference = False
+        self.coef = coef
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:
         logprobs = outputs.logprobs.masked_fill(terms.loss_mask == 0, 0.0)
-        return [LossTerm(name="nll", values=-logprobs)], {}
-
-    def term_weights(self, terms: TermBatch) -> Tensor:
-        return self.aggregation.term_weights(terms)
-
-    def normalizer(self, batch: TrainBatch) -> float:
-        return self.aggregation.normalizer(batch)
+        return [LossTerm(name="nll", values=-logprobs, coef=self.coef)], {}
 
 
 def _trained_only(outputs: PolicyOutputs, terms: TermBatch) -> tuple[PolicyOutputs, TermBatch]:

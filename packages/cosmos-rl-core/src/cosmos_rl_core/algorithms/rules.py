@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cosmos_rl_core.algorithms.advantages import (
+    GroupAdvantage,
     build_advantage,
-    build_batch_advantage,
     build_step_advantages,
     generalized,
 )
@@ -21,7 +21,6 @@ from cosmos_rl_core.settings.problems import as_toml
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
-    from cosmos_rl_core.interfaces import AdvantageEstimator
     from cosmos_rl_core.types import Episode
 
 Shaping = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
@@ -38,7 +37,7 @@ class GroupRules:
     """Penalty on length, before the advantage."""
     mask_prefix_terms: int = 0
     """Shortest prefix that is masked in rollouts that share it and have different rewards; 0 masks none."""
-    advantage: AdvantageEstimator
+    advantage: GroupAdvantage
     of_steps: Callable[[Episode], Episode] | None = None
     """Estimates the advantages of an episode's steps; `advantage` is not called for it."""
     waits_for_step: bool = False
@@ -50,14 +49,13 @@ def group_rules(config: AlgorithmConfig, *, max_terms: int, compares: bool = Tru
 
     compares: false where rewards are not trained on: all advantages are 0.
     """
-    waits = build_batch_advantage(config) is not None or build_step_advantages(config) is not None
     return GroupRules(
         keep=build_filter(config),
         shape_reward=_shaping(config, max_terms=max_terms) if config.overlong_buffer_terms else None,
         mask_prefix_terms=config.mask_prefix_terms,
         advantage=build_advantage(config) if compares else _no_advantage,
         of_steps=_generalized(config) if config.advantage == "gae" else None,
-        waits_for_step=compares and waits,
+        waits_for_step=compares and build_step_advantages(config) is not None,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cosmos_rl_core.interfaces import PromptStream
+from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.types import Prompt, TrainBatch
 
 
@@ -16,7 +16,7 @@ class DataTerm:
     """A second stream of rows with a position of its own."""
 
     def __init__(
-        self, source: PromptStream, *, rows_per_step: int, collate: Callable[[Sequence[Prompt]], TrainBatch]
+        self, source: PromptSource, *, rows_per_step: int, collate: Callable[[Sequence[Prompt]], TrainBatch]
     ) -> None:
         self._source = source
         self._rows_per_step = rows_per_step

@@ -248,7 +248,7 @@ def reference_of(policy: Policy) -> Reference | None:
     return BaseOfAdapters(policy) if adapter_layers(policy.module) else None
 
 
-class BaseOfAdapters:
+class BaseOfAdapters(Reference):
     """A policy with its adapters switched off for each forward pass: no copy of the model is needed."""
 
     def __init__(self, policy: Policy) -> None:

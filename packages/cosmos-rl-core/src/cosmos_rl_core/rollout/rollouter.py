@@ -74,7 +74,7 @@ class Rollouter:
         scored = await self._scored(prompt, num_samples=self._group_size, sampling=self._sampling, stream=0)
         group = self._with_advantages(scored)
         await self._record(self._recorder, group)
-        return replace(group, compared=await self._rollouts_to_compare())
+        return group
 
     async def evaluate(self, prompt: Prompt) -> RolloutGroup:
         group = await self._scored(prompt, num_samples=1, sampling=self._eval_sampling, stream=1)
@@ -92,7 +92,7 @@ class Rollouter:
             if recorder.wants(group.max_policy_version, group):
                 await asyncio.to_thread(recorder.save, group.max_policy_version, group)
 
-    async def _rollouts_to_compare(self) -> RolloutGroup | None:
+    async def rollouts_to_compare(self) -> RolloutGroup | None:
         """Return the rollouts of the long prompt, generated once; None after the weights that they were sampled with.
 
         Every group of those weights carries them: which of the groups the next step trains on is not known here.

@@ -51,7 +51,9 @@ class LeaseSource(Protocol):
         """Return the next grant, or None when the run is over."""
         ...
 
-    async def deliver(self, lease: PromptLease, group: RolloutGroup) -> None: ...
+    async def deliver(self, lease: PromptLease, group: RolloutGroup, *, compared: RolloutGroup | None) -> None:
+        """Send a group. compared: rollouts that travel with it, by which the policy compares the engine with itself."""
+        ...
 
     async def fail(self, lease: PromptLease, error: SampleError) -> None: ...
 
@@ -174,8 +176,9 @@ class RolloutWorker:
         try:
             with self._timeline.span(name, sample=lease.prompt.sample_id):
                 group = await work(lease.prompt)
+                compared = None if lease.evaluation else await self._rollouter.rollouts_to_compare()
             self._num_answered += 1
-            await self._leases.deliver(lease, group)
+            await self._leases.deliver(lease, group, compared=compared)
         except SampleError as error:
             self._num_answered += 1
             if error.reason != FILTERED:

@@ -10,13 +10,13 @@ whole batch, and small: the arrays of a term in the domain's form and its log-pr
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import RolloutGroup, TrainBatch
 from cosmos_rl_core.wire.payload import decode_group, encode_group
 
@@ -25,26 +25,24 @@ _decode_counts = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
 _decode_outlines = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
-class Replicas(Protocol):
-    """The policy replicas that train together, as `train.replicas.ReplicaGroup` reaches them."""
-
-    @property
-    def place(self) -> int: ...
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return the `data` of every replica, in the order of their places. Raises EpochOver."""
-        ...
-
-
 class BatchPart:
-    """One replica's part of a batch. All replicas make theirs, and call `total`, at the same time."""
+    """One replica's part of a batch. All replicas make theirs, and call `collate`, at the same time."""
 
-    def __init__(self, groups: Sequence[RolloutGroup], replicas: Replicas, *, with_text: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[RolloutGroup],
+        replicas: ReplicaGroup,
+        *,
+        collate: Callable[[Sequence[RolloutGroup]], TrainBatch],
+        with_text: bool,
+    ) -> None:
         """Exchange outlines with the other replicas. Raises EpochOver.
 
-        groups: of this part. with_text: whether outlines have the texts of prompts and rollouts.
+        groups: of this part. collate: groups of this part -> this rank's share of them. with_text: whether outlines
+        have the texts of prompts and rollouts.
         """
         self._replicas = replicas
+        self._collate = collate
         self._samples = {group.prompt.sample_id for group in groups}
         mine = [encode_group(outline(group, with_text=with_text)) for group in groups]
         outlines = replicas.gather(zlib.compress(msgspec.msgpack.encode(mine), _FASTEST))
@@ -62,19 +60,23 @@ class BatchPart:
         """The samples of the whole batch."""
         return tuple(group.prompt.sample_id for group in self.groups)
 
-    def own(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return those groups that this replica trains on; where there is none, one that trains nothing."""
-        mine = [group for group in groups if group.prompt.sample_id in self._samples]
-        return mine or [_untrained(next(group for group in self.groups if group.prompt.sample_id in self._samples))]
+    def collate(self, minibatches: Sequence[Sequence[RolloutGroup]]) -> list[TrainBatch]:
+        """Return the batches of this replica's groups, with the counts of all replicas. Raises EpochOver.
 
-    def total(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
-        """Return this replica's batches with the counts of all replicas. Raises EpochOver."""
+        minibatches: groups of the whole batch.
+        """
+        batches = [self._collate(self._own(groups)) for groups in minibatches]
         mine = [(batch.num_terms, batch.num_rollouts) for batch in batches]
         counts = np.array([_decode_counts(data) for data in self._replicas.gather(msgspec.msgpack.encode(mine))])
         return [
             replace(batch, num_terms=int(terms), num_rollouts=int(rollouts))
             for batch, (terms, rollouts) in zip(batches, counts.sum(0), strict=True)
         ]
+
+    def _own(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return those groups that this replica trains on; where there is none, one that trains nothing."""
+        mine = [group for group in groups if group.prompt.sample_id in self._samples]
+        return mine or [_untrained(next(group for group in self.groups if group.prompt.sample_id in self._samples))]
 
 
 def outline(group: RolloutGroup, *, with_text: bool) -> RolloutGroup:
@@ -88,7 +90,7 @@ def outline(group: RolloutGroup, *, with_text: bool) -> RolloutGroup:
         )
         for rollout in group.rollouts
     )
-    return replace(group, rollouts=rollouts, prompt_text=group.prompt_text if with_text else "", compared=None)
+    return replace(group, rollouts=rollouts, prompt_text=group.prompt_text if with_text else "")
 
 
 def _untrained(group: RolloutGroup) -> RolloutGroup:

@@ -1,6 +1,6 @@
-"""Groups of a step -> the trainer's batch, with metrics of the groups.
+"""Groups of a step -> its batches, with metrics of the groups.
 
-groups -> advantages that need all groups -> minibatches -> collated -> repeated, epoch after epoch
+groups -> advantages that need all groups -> minibatches -> collated -> trained on in every epoch, in another order
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from cosmos_rl_core.algorithms.advantages import BatchAdvantage, StepAdvantages, critic_metrics
+from cosmos_rl_core.algorithms.advantages import StepAdvantages, critic_metrics
 from cosmos_rl_core.data.mixing import DataTerm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.train.batch_part import BatchPart
-from cosmos_rl_core.types import Rollout, RolloutGroup, TrainBatch
+from cosmos_rl_core.types import Rollout, RolloutGroup, TrainBatch, TrainStep
 
 Collate = Callable[[Sequence[RolloutGroup]], TrainBatch]
 
@@ -26,10 +26,8 @@ class Batcher:
         self,
         collate: Collate,
         *,
-        collate_part: Collate | None = None,
         max_staleness: int,
-        batch_advantage: BatchAdvantage | None = None,
-        of_steps: StepAdvantages | None = None,
+        advantages: StepAdvantages | None = None,
         data_term: DataTerm | None = None,
         minibatches: int = 1,
         epochs: int = 1,
@@ -38,60 +36,44 @@ class Batcher:
     ) -> None:
         """Set up the stages; those that are None or 1 are skipped.
 
-        collate: all groups -> this rank's share of them. collate_part: the groups of this policy replica, where each
-        has a part of the batch -> this rank's share of those. batch_advantage: rewards of all groups -> their
-        advantages. of_steps: changes the advantages of episodes' steps. data_term: adds its rows of the step. seed: of
-        the split into minibatches. on_groups: called with the groups of each step, which have the advantages that are
-        trained on, and the step.
+        collate: all groups -> this rank's share of them. advantages: completes those that need all groups of a step.
+        data_term: adds its rows of the step. seed: of the split into minibatches. on_groups: called with the groups of
+        each step, which have the advantages that are trained on, and the step.
         """
         self._collate = collate
-        self._collate_part = collate_part or collate
         self._max_staleness = max_staleness
-        self._batch_advantage = batch_advantage
-        self._of_steps = of_steps
+        self._advantages = advantages
         self._data_term = data_term
         self._minibatches = minibatches
         self._epochs = epochs
         self._seed = seed
         self._on_groups = on_groups
 
-    def __call__(self, groups: Sequence[RolloutGroup], *, step: int, part: BatchPart | None = None) -> TrainBatch:
-        """Return the batch of all groups of a step. `part`: which of them this policy replica has. Raises EpochOver."""
+    def __call__(self, groups: Sequence[RolloutGroup], *, step: int, part: BatchPart | None = None) -> TrainStep:
+        """Return the work of a step with these groups, of which this policy replica trains on a `part`, if given.
+
+        Raises EpochOver with a part: the replicas add up their counts.
+        """
         oldest = min(group.min_policy_version for group in groups)
         assert step - oldest <= self._max_staleness, f"step {step} was given terms of version {oldest}"
-        trained = self._with_step_advantages(groups, step=step)
+        trained = groups if self._advantages is None else self._advantages(groups, step)
         if self._on_groups is not None:
             self._on_groups(trained, step)
-        first, *later = self._updates(trained, step=step, part=part)
-        metrics = {**first.metrics, **group_metrics(groups, step=step)}
-        if first.data_term is not None:
-            metrics |= {f"data_term/{name}": value for name, value in first.data_term.metrics.items()}
-        return replace(first, metrics=metrics, later=tuple(later))
-
-    def _updates(self, groups: Sequence[RolloutGroup], *, step: int, part: BatchPart | None) -> list[TrainBatch]:
         random = np.random.default_rng([self._seed, step])
-        dealt = deal_minibatches(groups, count=self._minibatches, random=random)
-        data_term = None if self._data_term is None else self._data_term(step)
-        if part is None:
-            collated = [self._collate(each) for each in dealt]
-        else:
-            collated = part.total([self._collate_part(part.own(each)) for each in dealt])
-        batches = [replace(batch, data_term=data_term) for batch in collated]
+        minibatches = deal_minibatches(trained, count=self._minibatches, random=random)
+        batches = [self._collate(each) for each in minibatches] if part is None else part.collate(minibatches)
         orders = [range(len(batches)), *(random.permutation(len(batches)) for _ in range(self._epochs - 1))]
-        return [batches[place] for order in orders for place in order]
-
-    def _with_step_advantages(self, groups: Sequence[RolloutGroup], *, step: int) -> Sequence[RolloutGroup]:
-        if self._of_steps is not None:
-            return self._of_steps(groups, step=step)
-        if self._batch_advantage is None:
-            return groups
-        values = self._batch_advantage([np.array([r.reward for r in group.rollouts]) for group in groups])
-        return [_with_advantages(*each) for each in zip(groups, values, strict=True)]
-
-
-def _with_advantages(group: RolloutGroup, advantages: np.ndarray) -> RolloutGroup:
-    pairs = zip(group.rollouts, advantages, strict=True)
-    return replace(group, rollouts=tuple(replace(rollout, advantage=float(value)) for rollout, value in pairs))
+        data_term = None if self._data_term is None else self._data_term(step)
+        of_rows = {} if data_term is None else data_term.metrics
+        return TrainStep(
+            batches=tuple(batches),
+            updates=tuple(int(number) for order in orders for number in order),
+            data_term=data_term,
+            metrics={
+                **group_metrics(trained, step=step),
+                **{f"data_term/{name}": value for name, value in of_rows.items()},
+            },
+        )
 
 
 def group_metrics(groups: Sequence[RolloutGroup], *, step: int) -> Mapping[str, float]:

@@ -10,7 +10,7 @@ attention, which the prompts of the first steps may not fill.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,7 @@ METRIC = "start_mismatch"
 class EngineComparison:
     """Compares an engine's log-probabilities with the policy's.
 
-    metrics = comparison(groups, step=0)      # {"start_mismatch": 2e-7}; empty without rollouts to compare
+    metrics = comparison([group], step=0)      # {"start_mismatch": 2e-7}; empty without rollouts to compare
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class EngineComparison:
         self._tolerance = tolerance
         self._log, self._warn = log, warn
 
-    def __call__(self, groups: Sequence[RolloutGroup], *, step: int) -> dict[str, float]:
-        """Compare the first rollouts that `groups` carry for it, if they are of the weights of `step`.
+    def __call__(self, groups: Iterable[RolloutGroup | None], *, step: int) -> dict[str, float]:
+        """Compare by the first of `groups` whose rollouts are of the weights of `step`.
 
         All ranks of the replica call it with the same groups. Raises UserError for a gross difference.
         """
-        carried = (group.compared for group in groups if group.compared is not None)
-        sampled = next((one for one in carried if one.min_policy_version == one.max_policy_version == step), None)
+        present = (group for group in groups if group is not None)
+        sampled = next((one for one in present if one.min_policy_version == one.max_policy_version == step), None)
         if sampled is None:
             return {}
         difference = self._measure(sampled)

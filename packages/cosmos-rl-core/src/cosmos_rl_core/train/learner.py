@@ -9,26 +9,53 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Prepares, Reference, Teacher
+from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.device import to_host
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.residence import Residence
 from cosmos_rl_core.train.trainer import Trainer
-from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
+from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch, TrainStep
 from cosmos_rl_core.weight_sync import WeightPublisher
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenModels:
+    """The models whose outputs a step needs and does not change."""
+
+    reference: Reference | None = None
+    teacher: Teacher | None = None
+
+    @torch.no_grad()
+    def complete(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """Add their outputs to microbatches."""
+        if self.reference is not None:
+            with self.reference.prepared():
+                microbatches = [self._with_reference(self.reference, microbatch) for microbatch in microbatches]
+        if self.teacher is not None:
+            microbatches = [_with(each, teacher=self.teacher.forward(each)) for each in microbatches]
+        return microbatches
+
+    def _with_reference(self, reference: Reference, microbatch: Microbatch) -> Microbatch:
+        outputs = reference.forward(microbatch)
+        tensors = to_host(outputs.tensors)  # of every microbatch of the step: on a GPU they would grow with the step
+        return _with(microbatch, ref_logprobs=outputs.logprobs, ref_tensors=tensors)
+
+
+def _with(microbatch: Microbatch, **terms: Any) -> Microbatch:
+    """Return a microbatch with these fields of its terms."""
+    return replace(microbatch, terms=replace(microbatch.terms, **terms))
 
 
 class PolicyLearner:
@@ -39,20 +66,20 @@ class PolicyLearner:
         trainer: Trainer,
         *,
         publisher: WeightPublisher | None,
-        reference: Reference | None,
-        teacher: Teacher | None = None,
+        frozen: FrozenModels,
         compute: ThreadPoolExecutor,
         timeline: Timeline,
         max_skipped_steps: int,
         keeps_old: bool = False,
         residence: Residence | None = None,
     ) -> None:
-        """keeps_old: give later updates of a step the policy's log-probabilities from its start. residence: of the
-        policy's tensors, which are off their device after `publish`."""
+        """compute: the thread of all tensor work. keeps_old: give the updates of a step, where there are several, the
+        policy's log-probabilities from its start. residence: of the policy's tensors, which are off their device after
+        `publish`.
+        """
         self.trainer = trainer
         self._publisher = publisher
-        self._reference = reference
-        self._teacher = teacher
+        self._frozen = frozen
         self._compute = compute
         self._timeline = timeline
         self._max_skipped_steps = max_skipped_steps
@@ -62,8 +89,10 @@ class PolicyLearner:
         """The policy replicas that train together with this one; None if it trains alone."""
         self.withholds = False
         """Whether nothing is published yet: the weights may still be replaced by those of another replica."""
+        self._step: TrainStep | None = None
+        """The step that is computed."""
         self._later: tuple[TrainBatch, ...] = ()
-        """Updates of the step that begins, which follow its commit."""
+        """Its updates that follow its commit."""
         self._put_sums: Callable[[], None] | None = None
         """Puts the sums over the replicas in place of this replica's gradients and metrics."""
         self._results: list[StepResult] = []
@@ -78,16 +107,16 @@ class PolicyLearner:
     def version(self) -> int:
         return self.trainer.version
 
-    async def forward_backward(self, batch: TrainBatch) -> None:
+    async def forward_backward(self, step: TrainStep) -> None:
         if self._skipped > self._max_skipped_steps:
             raise UserError(
                 f"the gradient was not finite in {self._skipped} steps in a row, the last at step {self.version - 1}; "
                 "the weights are those of the last good step. Lower [policy.optimizer] learning_rate, or check the "
                 "model's samples in rollouts/."
             )
-        if batch.later and self.replicas is not None:
+        if len(step.updates) > 1 and self.replicas is not None:
             await self._fence()
-        await self.in_compute_thread(lambda: self._forward_backward(batch))
+        await self.in_compute_thread(partial(self._forward_backward, step))
 
     async def sum_gradients(self) -> None:
         if self.replicas is not None:
@@ -135,9 +164,12 @@ class PolicyLearner:
         ready.record()
         return weights, ready
 
-    def _forward_backward(self, batch: TrainBatch) -> None:
+    def _forward_backward(self, step: TrainStep) -> None:
         with self._timeline.span("forward_backward", step=self.version):
-            first, *later = self._with_logprobs((batch, *batch.later))
+            self._step = step
+            keeps_old = self._keeps_old and len(step.updates) > 1
+            batches = [self._with_logprobs(batch, keeps_old=keeps_old) for batch in step.batches]
+            first, *later = [batches[number] for number in step.updates]
             self._gradients_of(first)
             if later and self.replicas is not None:
                 later = self._update_together(later, self.replicas)
@@ -158,7 +190,9 @@ class PolicyLearner:
     def _gradients_of(self, batch: TrainBatch) -> None:
         self.trainer.begin(batch)
         self.trainer.forward_backward(batch.microbatches)
-        self.trainer.forward_backward_data_term()
+        assert self._step is not None
+        if self._step.data_term is not None:
+            self.trainer.forward_backward_data_term(self._step.data_term)
 
     def _updates(self) -> StepResult:
         """Take the step: apply the update whose gradients are computed, then compute and apply the later ones."""
@@ -169,42 +203,17 @@ class PolicyLearner:
             self._gradients_of(batch)
             results.append(self.trainer.optim_step(last=left == 0))
         self._later, self._put_sums, self._results, self._undo = (), None, [], None
-        return _as_one(results)
-
-    def _with_logprobs(self, updates: Sequence[TrainBatch]) -> list[TrainBatch]:
-        """Add the outputs of reference and teacher, and of the policy as it is now; once for each distinct batch."""
-        completed: dict[int, TrainBatch] = {}
-        for batch in updates:
-            if id(batch) not in completed:
-                with self._prepared_reference():
-                    microbatches = [self._with_reference(microbatch) for microbatch in batch.microbatches]
-                if self._teacher is not None:
-                    microbatches = [self._with_teacher(microbatch, self._teacher) for microbatch in microbatches]
-                if self._keeps_old and len(updates) > 1:
-                    microbatches = [self._with_old(microbatch) for microbatch in microbatches]
-                completed[id(batch)] = replace(batch, microbatches=tuple(microbatches))
-        return [completed[id(batch)] for batch in updates]
+        assert self._step is not None
+        return _as_one(results, of_step=self._step.metrics)
 
     @torch.no_grad()
-    def _with_old(self, microbatch: Microbatch) -> Microbatch:
-        logprobs = self.trainer.policy.forward(microbatch).logprobs
-        return replace(microbatch, terms=replace(microbatch.terms, old_logprobs=logprobs))
-
-    def _prepared_reference(self) -> AbstractContextManager[None]:
-        return self._reference.prepared() if isinstance(self._reference, Prepares) else nullcontext()
-
-    def _with_reference(self, microbatch: Microbatch) -> Microbatch:
-        if self._reference is None:
-            return microbatch
-        with torch.no_grad():
-            outputs = self._reference.forward(microbatch)
-        tensors = to_host(outputs.tensors)  # of every microbatch of the step: on a GPU they would grow with the step
-        terms = replace(microbatch.terms, ref_logprobs=outputs.logprobs, ref_tensors=tensors)
-        return replace(microbatch, terms=terms)
-
-    @torch.no_grad()
-    def _with_teacher(self, microbatch: Microbatch, teacher: Teacher) -> Microbatch:
-        return replace(microbatch, terms=replace(microbatch.terms, teacher=teacher.forward(microbatch)))
+    def _with_logprobs(self, batch: TrainBatch, *, keeps_old: bool) -> TrainBatch:
+        """Add the outputs of the frozen models, and with `keeps_old` the policy's log-probabilities as it is now."""
+        microbatches = self._frozen.complete(batch.microbatches)
+        if keeps_old:
+            old = [self.trainer.policy.forward(microbatch).logprobs for microbatch in microbatches]
+            microbatches = [_with(each, old_logprobs=logprobs) for each, logprobs in zip(microbatches, old)]
+        return replace(batch, microbatches=tuple(microbatches))
 
 
 class Undo:
@@ -229,12 +238,12 @@ def _copied(state: Mapping[str, object]) -> dict[str, object]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def _as_one(results: Sequence[StepResult]) -> StepResult:
-    """Merge the updates of a step: each metric is the mean over the updates that have it."""
+def _as_one(results: Sequence[StepResult], *, of_step: Mapping[str, float]) -> StepResult:
+    """Merge the updates of a step: each of their metrics is the mean over the updates that have it."""
     names = dict.fromkeys(name for result in results for name in result.metrics)
     columns = {name: [r.metrics[name] for r in results if name in r.metrics] for name in names}
     return StepResult(
         policy_version=results[-1].policy_version,
-        metrics={name: fmean(column) for name, column in columns.items()},
+        metrics={**of_step, **{name: fmean(column) for name, column in columns.items()}},
         skipped=any(result.skipped for result in results),
     )

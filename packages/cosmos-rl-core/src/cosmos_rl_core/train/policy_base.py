@@ -20,7 +20,7 @@ from cosmos_rl_core.types import Microbatch, PolicyOutputs
 M = TypeVar("M", bound=nn.Module)
 
 
-class PolicyBase(ABC, Generic[M]):
+class PolicyBase(Reference, ABC, Generic[M]):
     """`interfaces.Policy` over one module: a subclass computes the outputs, names the weights, writes the config."""
 
     def __init__(self, module: M, *, reduce_once: bool = False) -> None:

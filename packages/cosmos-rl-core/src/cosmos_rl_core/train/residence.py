@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from cosmos_rl_core.gpu_turn import RankTurn
-from cosmos_rl_core.interfaces import HoldsTensors, Reference, Teacher
+from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.offload.swap import Swap
 from cosmos_rl_core.train.trainer import Trainer
@@ -106,7 +106,7 @@ class TurnResidence(Residence):
         yield from trainer.policy.weights().values()  # the first call makes averages,
         yield from trainer.policy.rollout_weights().values()  # and these are read between turns
         for each in (trainer.policy, *frozen):
-            if isinstance(each, HoldsTensors):
+            if each is not None:
                 yield from each.tensors()
         for state in trainer.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

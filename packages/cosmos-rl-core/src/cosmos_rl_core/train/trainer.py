@@ -33,6 +33,7 @@ class Trainer:
 
     trainer.begin(batch)
     trainer.forward_backward(batch.microbatches)
+    trainer.forward_backward_data_term(rows)        # where there are supervised rows beside the rollouts
     result = trainer.optim_step()
 
     A step of several updates is these three for each, all but the last with `optim_step(last=False)`.
@@ -44,21 +45,19 @@ class Trainer:
         *,
         objective: Objective,
         data_term: Objective | None = None,
-        data_term_coef: float = 0.0,
         optimizer: torch.optim.Optimizer,
         lr_factor: Callable[[int], float],
         max_grad_norm: float,
         mesh: ReplicaMesh | None = None,
-        version: int = 0,
     ) -> None:
+        """data_term: the objective of supervised rows beside the rollouts."""
         self.policy = policy
         self.optimizer = optimizer
-        self.version = version
+        self.version = 0
         self.progress = 0
         """Microbatches done since the start, for heartbeats."""
         self._objective = objective
-        self._data_term, self._data_term_coef = data_term, data_term_coef
-        """The objective over `TrainBatch.data_term`, and its coefficient."""
+        self._data_term = data_term
         self._lr_factor = lr_factor
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._max_grad_norm = max_grad_norm
@@ -72,7 +71,7 @@ class Trainer:
         return self._objective.needs_reference
 
     def begin(self, batch: TrainBatch) -> None:
-        """Start a step: the batch's global counts are the denominators."""
+        """Start an update: the batch's global counts are the denominators."""
         self._batch = batch
         self._sums = {}
         self.optimizer.zero_grad(set_to_none=True)
@@ -83,24 +82,20 @@ class Trainer:
         self.policy.forward_backward(microbatches, loss=self._loss, with_entropy=self._objective.needs_entropy)
         self.progress += len(microbatches)  # in every rank of a pipeline, of which the last alone takes the loss
 
-    def forward_backward_data_term(self) -> None:
-        """Add the gradients of the batch's supervised data, where there is any."""
-        assert self._batch is not None, "begin(batch) comes first"
-        if self._data_term is None or self._batch.data_term is None:
-            return
-        microbatches = self._batch.data_term.microbatches
-        self.policy.forward_backward(microbatches, loss=self._data_term_loss, with_entropy=False)
-        self.progress += len(microbatches)
+    def forward_backward_data_term(self, batch: TrainBatch) -> None:
+        """Add the gradients of supervised data, which has counts of its own."""
 
-    def _data_term_loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
-        assert self._data_term is not None and self._batch is not None and self._batch.data_term is not None
-        terms = to_device(microbatch.terms, outputs.logprobs.device)
-        (loss,), _ = self._data_term(outputs, terms)
-        value = aggregated(loss, self._data_term, terms=terms, batch=self._batch.data_term)
-        total = self._data_term_coef * value
-        self._add("loss_data_term", value)
-        self._add("loss", total)
-        return total
+        def loss_of(outputs: PolicyOutputs, microbatch: Microbatch) -> Tensor:
+            assert self._data_term is not None, "the trainer was built without an objective for supervised data"
+            terms = to_device(microbatch.terms, outputs.logprobs.device)
+            (loss,), _ = self._data_term(outputs, terms)
+            value = aggregated(loss, self._data_term, terms=terms, batch=batch)
+            self._add("loss_data_term", value)
+            self._add("loss", loss.coef * value)
+            return loss.coef * value
+
+        self.policy.forward_backward(batch.microbatches, loss=loss_of, with_entropy=False)
+        self.progress += len(batch.microbatches)
 
     def _loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
         """The weighted sum of all loss terms over a microbatch; adds to the step's metrics."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cosmos_rl_core.interfaces import Policy, PromptStream
+from cosmos_rl_core.data.source import PromptSource
+from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.parallel.metrics import sum_metrics
 from cosmos_rl_core.types import Prompt, TrainBatch
 
@@ -29,7 +30,7 @@ class Validation:
         self,
         policy: Policy,
         *,
-        source: PromptStream,
+        source: PromptSource,
         rows_at_once: int,
         collate: Callable[[Sequence[Prompt]], TrainBatch],
         mesh: ReplicaMesh | None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -69,15 +68,17 @@ class _Group(msgspec.Struct, frozen=True, array_like=True):
     shared_media: dict[str, _Array] = {}
     """Media of each rollout, such as the prompt's pictures."""
     compared: bytes = b""
-    """Another group, encoded; empty if there is none."""
+    """The group of `decode_compared`, encoded; empty if there is none."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Group).decode
 
 
-def encode_group(group: RolloutGroup, *, for_rewards: bool = False) -> bytes:
+def encode_group(group: RolloutGroup, *, for_rewards: bool = False, compared: RolloutGroup | None = None) -> bytes:
     """Return the group as bytes; only `for_rewards` with its row and its rollouts' media.
+
+    compared: rollouts that are not trained on, by which the policy compares the engine with itself.
 
     Raises ValueError for an array of an unsupported dtype, and for a value of the row that is not JSON-like.
     """
@@ -99,7 +100,7 @@ def encode_group(group: RolloutGroup, *, for_rewards: bool = False) -> bytes:
         media=dict(group.media),
         row=dict(prompt.row) if for_rewards else {},
         shared_media=_pack_all(shared_media),
-        compared=b"" if for_rewards or group.compared is None else encode_group(group.compared),
+        compared=b"" if compared is None else encode_group(compared),
     )
     try:
         return _encode(message)
@@ -122,9 +123,13 @@ def decode_group(payload: bytes | memoryview) -> RolloutGroup:
 
     Raises ValueError if the bytes are not a group, or if an array's size does not match its dtype and shape.
     """
-    group = _parse(payload)
-    compared = _unpack_group(_parse(group.compared)) if group.compared else None
-    return replace(_unpack_group(group), compared=compared)
+    return _unpack_group(_parse(payload))
+
+
+def decode_compared(payload: bytes | memoryview) -> RolloutGroup | None:
+    """Return the rollouts that a group carries for the comparison of engine and policy. Raises like `decode_group`."""
+    compared = _parse(payload).compared
+    return decode_group(compared) if compared else None
 
 
 def _parse(payload: bytes | memoryview) -> _Group:

@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.algorithms.advantages import build_batch_advantage, build_step_advantages
+from cosmos_rl_core.algorithms.advantages import build_step_advantages
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.observe.rollouts import RolloutFiles, write_dropped, write_rollouts
@@ -29,8 +29,8 @@ from cosmos_rl_core.train.batch_part import BatchPart
 from cosmos_rl_core.train.batcher import Batcher
 from cosmos_rl_core.train.comparison import EngineComparison
 from cosmos_rl_core.train.replicas import ReplicaGroup
-from cosmos_rl_core.types import Prompt, Share, TrainBatch
-from cosmos_rl_core.wire.payload import decode_group
+from cosmos_rl_core.types import Prompt, Share, TrainStep
+from cosmos_rl_core.wire.payload import decode_compared, decode_group
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.mesh import PolicyMesh
 from cosmos_rl_core.workers.ranks import Ranks
@@ -57,19 +57,18 @@ class BatchMaker:
         self.files = RolloutFiles(assignment.run_dir / "rollouts", every=config.logging.rollouts_every, write=write)
         self._batchers: dict[Share, Batcher] = {}
 
-    def __call__(self, message: p.Batch, payloads: Payloads, replicas: PolicyMesh) -> TrainBatch:
-        """Return this rank's batch. `replicas`: the policy replicas that train together. Raises EpochOver."""
+    def __call__(self, message: p.Batch, payloads: Payloads, replicas: PolicyMesh) -> TrainStep:
+        """Return this rank's work. `replicas`: the policy replicas that train together. Raises EpochOver."""
         at, share = self._at, self._share.of_replica(replicas.place, replicas.count)
         writes = replicas.place == 0 and at.context.leads
         with at.context.timeline.span("collate", step=message.step):
             if at.config.is_sft:
-                batch = self._supervised(message, payloads, share)
+                step = self._supervised(message, payloads, share)
             else:
-                batch = self._of_groups(message, payloads, self._batcher(share, writes=writes), replicas.group)
-        reasons = (*batch.rows_dropped, *(() if batch.data_term is None else batch.data_term.rows_dropped))
-        if reasons and writes:
-            write_dropped(at.run_dir, step=message.step, reasons=reasons)
-        return batch
+                step = self._of_groups(message, payloads, self._batcher(share, writes=writes), replicas.group)
+        if writes and step.rows_dropped:
+            write_dropped(at.run_dir, step=message.step, reasons=step.rows_dropped)
+        return step
 
     def _batcher(self, share: Share, *, writes: bool) -> Batcher:
         """Return the batcher of this rank's share among those of all policy replicas.
@@ -80,10 +79,8 @@ class BatchMaker:
             config, domain = self._at.config, self._at.domain
             self._batchers[share] = Batcher(
                 assemble.build_collate(config, domain, share),
-                collate_part=assemble.build_collate(config, domain, self._share),
                 max_staleness=config.sync.max_staleness,
-                batch_advantage=None if config.is_taught_alone else build_batch_advantage(config.algorithm),
-                of_steps=build_step_advantages(config.algorithm),
+                advantages=None if config.is_taught_alone else build_step_advantages(config.algorithm),
                 data_term=assemble.build_data_term(config, domain, self._policy, share),
                 minibatches=config.policy.minibatches,
                 epochs=config.policy.epochs,
@@ -94,26 +91,28 @@ class BatchMaker:
 
     def _of_groups(
         self, message: p.Batch, payloads: Payloads, batcher: Batcher, replicas: ReplicaGroup | None
-    ) -> TrainBatch:
-        groups = [decode_group(encoded) for encoded in payloads.encoded]
-        compared = {} if self._compare is None else self._compare(groups, step=message.step)
+    ) -> TrainStep:
+        groups, compared = [decode_group(encoded) for encoded in payloads.encoded], {}
+        if self._compare is not None:
+            compared = self._compare(map(decode_compared, payloads.encoded), step=message.step)
         if message.part is None:
-            batch = batcher(groups, step=message.step)
+            step = batcher(groups, step=message.step)
         else:
             assert replicas is not None, "parts are given to replicas that train together"
-            part = BatchPart(groups, replicas, with_text=self.files.has(message.step))
+            collate = assemble.build_collate(self._at.config, self._at.domain, self._share)
+            part = BatchPart(groups, replicas, collate=collate, with_text=self.files.has(message.step))
             assert part.samples == message.samples, f"the parts of step {message.step} are not the batch"
-            batch = batcher(part.groups, step=message.step, part=part)
-        return replace(batch, metrics={**batch.metrics, **payloads.metrics, **compared})
+            step = batcher(part.groups, step=message.step, part=part)
+        return replace(step, metrics={**step.metrics, **payloads.metrics, **compared})
 
-    def _supervised(self, message: p.Batch, payloads: Payloads, share: Share) -> TrainBatch:
+    def _supervised(self, message: p.Batch, payloads: Payloads, share: Share) -> TrainStep:
         at = self._at
         collate = assemble.build_collate_sft(at.config, at.domain, self._policy, share)
         rows = zip(message.samples, map(bytes, payloads.encoded), strict=True)
         batch = collate([_decode_row(sample, encoded) for sample, encoded in rows])
         if message.upcoming and message.step + 1 != at.last_step:
             at.domain.read_ahead([_decode_row(*each) for each in message.upcoming], policy=self._policy)
-        return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})
+        return TrainStep(batches=(batch,), metrics={"terms": float(batch.num_terms)})
 
 
 def _decode_row(sample: int, encoded: bytes) -> Prompt:

@@ -201,8 +201,8 @@ class RemoteLeases:
             if content is not None and len(content) == num_bytes:
                 await self._client.connection.send(msgspec.structs.replace(group, payload=content))
 
-    async def deliver(self, lease: PromptLease, group: RolloutGroup) -> None:
-        payload = encode_group(_as_read(group) if lease.evaluation else group)
+    async def deliver(self, lease: PromptLease, group: RolloutGroup, *, compared: RolloutGroup | None) -> None:
+        payload = encode_group(_as_read(group) if lease.evaluation else group, compared=compared)
         is_sent = self._client.leaving.is_set() and len(payload) < MOST_BYTES
         if self._spool is not None and not lease.evaluation and not is_sent:
             payload = await self._spool.put(payload, name=f"{lease.prompt.sample_id}-{lease.attempt}")

@@ -27,7 +27,7 @@ from cosmos_rl_core.checkpoint.restore import live_tensors, parameter_names
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.rendezvous import STORE
 from cosmos_rl_core.errors import EpochOver, WorkerFailed
-from cosmos_rl_core.interfaces import HoldsTensors
+from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
@@ -62,7 +62,7 @@ class PolicyMesh:
         timeout_s: float,
         peer_s: float = CONNECT_S,
         leads_first: bool = True,
-        models: Mapping[str, HoldsTensors] = {},
+        models: Mapping[str, Reference | Teacher] = {},
     ) -> None:
         """controller: returns the controller's address. is_over: whether a later epoch than the given one is known
         here. waiting: updated during waits for other replicas. peer_s: maximum time to connect to one that is there.
@@ -322,7 +322,7 @@ def first_difference(mine: Outline, other: Outline) -> str:
     return ""
 
 
-def _frozen_digest(model: HoldsTensors, state: Mapping[str, Tensor], device: torch.device) -> bytes:
+def _frozen_digest(model: Reference | Teacher, state: Mapping[str, Tensor], device: torch.device) -> bytes:
     """The digest of the parameters of a model that are not part of the state; buffers may differ between replicas."""
     ours = {local_part(tensor).untyped_storage().data_ptr() for tensor in state.values()}
     unique = {id(tensor): tensor for tensor in model.tensors() if isinstance(tensor, nn.Parameter)}

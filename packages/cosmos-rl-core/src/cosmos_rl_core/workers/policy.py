@@ -17,7 +17,6 @@ from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpu_turn import RankTurn
-from cosmos_rl_core.interfaces import HoldsTensors, Reference, Teacher
 from cosmos_rl_core.loop import train
 from cosmos_rl_core.monitor.monitor import read_healthy
 from cosmos_rl_core.observe.startup import RESTORING, phase
@@ -25,7 +24,7 @@ from cosmos_rl_core.parallel.device import use_deterministic_kernels
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
-from cosmos_rl_core.train.learner import PolicyLearner
+from cosmos_rl_core.train.learner import FrozenModels, PolicyLearner
 from cosmos_rl_core.train.replicas import RankWaits
 from cosmos_rl_core.train.residence import Residence, TurnResidence
 from cosmos_rl_core.train.trainer import Trainer
@@ -67,20 +66,19 @@ class PolicyRole:
         _check_directory(at)
         _check_ranks(at)
         await self._residence.begin()
-        mesh, trainer, (reference, teacher), state = await loop.run_in_executor(at.compute, self._build)
+        mesh, trainer, frozen, state = await loop.run_in_executor(at.compute, self._build)
         self._trainer = trainer
-        self._residence.keep(trainer, reference, teacher)
+        self._residence.keep(trainer, frozen.reference, frozen.teacher)
         await self._residence.end()
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state)
         publisher = await self._publisher(trainer)
-        replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh, (reference, teacher))
+        replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh, frozen)
         if at.config.monitor.rolls_back and not at.welcome.resume_from:  # step 0 may be the last healthy step
             await loop.run_in_executor(at.compute, partial(saver.after_step, state, leads=replicas.leads))
         learner = PolicyLearner(
             trainer,
             publisher=publisher,
-            reference=reference,
-            teacher=teacher,
+            frozen=frozen,
             compute=at.compute,
             timeline=at.context.timeline,
             max_skipped_steps=at.config.policy.max_skipped_steps,
@@ -130,7 +128,7 @@ class PolicyRole:
         rank = 0 if at.context.ranks is None else at.context.ranks.rank
         return TurnResidence(RankTurn(at.run_dir, rank), compute=at.compute, timeline=at.context.timeline)
 
-    def _build(self) -> tuple[ReplicaMesh | None, Trainer, tuple[Reference | None, Teacher | None], TrainState]:
+    def _build(self) -> tuple[ReplicaMesh | None, Trainer, FrozenModels, TrainState]:
         at = self._at
         at.prepare_torch()
         if at.config.run.deterministic:
@@ -138,8 +136,10 @@ class PolicyRole:
         with at.building():
             mesh = assemble.build_mesh(at.config)
             trainer = assemble.build_trainer(at.config, at.domain, mesh)
-            reference = assemble.build_reference(at.config, at.domain, trainer, mesh)
-            frozen = reference, assemble.build_teacher(at.config, at.domain, trainer, mesh)
+            frozen = FrozenModels(
+                reference=assemble.build_reference(at.config, at.domain, trainer, mesh),
+                teacher=assemble.build_teacher(at.config, at.domain, trainer, mesh),
+            )
             if not at.welcome.resume_from:
                 return mesh, trainer, frozen, TrainState(step=0)
             phase(RESTORING)
@@ -178,11 +178,9 @@ class PolicyRole:
         self._at.context.log(text)
         self._link.post_from_thread(p.Alarm(message=text))
 
-    def _replicas(
-        self, trainer: Trainer, mesh: ReplicaMesh | None, frozen: tuple[Reference | None, Teacher | None]
-    ) -> PolicyMesh:
+    def _replicas(self, trainer: Trainer, mesh: ReplicaMesh | None, frozen: FrozenModels) -> PolicyMesh:
         at = self._at
-        models = dict(zip(("policy", "reference", "teacher"), (trainer.policy, *frozen)))
+        models = {"policy": trainer.policy, "reference": frozen.reference, "teacher": frozen.teacher}
         is_first = at.config.policy.replicas == 1 or at.context.replica == FIRST
         return PolicyMesh(
             at.context,
@@ -194,7 +192,7 @@ class PolicyRole:
             timeout_s=at.config.policy.collective_timeout_s,
             peer_s=at.config.elastic.peer_s / 2,  # the controller waits as long for the sum that a cut has stopped
             leads_first=is_first and trainer.version == at.welcome.version,  # a newcomer has no weights to save yet
-            models={name: model for name, model in models.items() if isinstance(model, HoldsTensors)},
+            models={name: model for name, model in models.items() if model is not None},
         )
 
     async def _publisher(self, trainer: Trainer) -> WeightPublisher | None:

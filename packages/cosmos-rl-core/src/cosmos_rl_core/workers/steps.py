@@ -28,7 +28,7 @@ from cosmos_rl_core.rollout.spool.reader import SpoolReader
 from cosmos_rl_core.train.learner import PolicyLearner
 from cosmos_rl_core.train.profile import ProfileWindow
 from cosmos_rl_core.train.residence import Residence
-from cosmos_rl_core.types import StepResult, TrainBatch
+from cosmos_rl_core.types import StepResult, TrainStep
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share
 from cosmos_rl_core.workers.client import ControllerClient
@@ -228,7 +228,7 @@ class PolicyReplica:
             await learner.publish()
         return learner.version
 
-    async def batch(self, message: p.Batch) -> TrainBatch | p.PayloadsUnreadable:
+    async def batch(self, message: p.Batch) -> TrainStep | p.PayloadsUnreadable:
         """Return this rank's training batch, or the groups that some rank cannot read. Raises EpochOver."""
         payloads = await self._payloads.read(message)
         if isinstance(payloads, p.PayloadsUnreadable):
@@ -263,7 +263,7 @@ class PolicySteps:
         """Epoch and step of the last batch that was returned."""
         self._committed: p.Committed | None = None
 
-    async def next_batch(self, step: int) -> TrainBatch | None:
+    async def next_batch(self, step: int) -> TrainStep | None:
         await self._replica.before_step(step)
         if self._last_batch == (self._epoch, step):  # the step could not be computed together
             self._link.peers_lost(self._epoch, f"no sum of the gradients of step {step} over the policy replicas")

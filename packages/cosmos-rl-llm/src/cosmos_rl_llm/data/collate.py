@@ -82,11 +82,9 @@ def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Sha
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trained = [(place, r) for place, group in enumerate(groups) for r in group.rollouts if r.loss_mask.any()]
     lengths = np.array([rollout.num_terms for rollout in rollouts] or [0])
-    truncated = [rollout.finish_reason == "length" for rollout in rollouts]
     metrics = {
         "response_length_mean": float(lengths.mean()),
         "response_length_max": float(lengths.max()),
-        "truncated_fraction": float(np.mean(truncated or [False])),
     }
     return pack_batch(
         [_from_rollout(rollout) for _, rollout in trained],

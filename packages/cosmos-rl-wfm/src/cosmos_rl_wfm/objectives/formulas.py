@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch, TrainBatch
+from cosmos_rl_core.interfaces import Objective
+from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch
 from cosmos_rl_wfm.samplers.steps import spread
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _clean_error(v: Tensor, *, x: Tensor, t: Tensor, clean: Tensor, self_normali
     return squares / error.detach().abs().mean(1).clamp_min(SMALLEST_ERROR)
 
 
-class NFTObjective:
+class NFTObjective(Objective):
     """Contrasts the trained weights with the old ones, on samples of the old ones.
 
     loss = limit (r l(v+) + (1 - r) l(v-)) / beta, and kl_coef |v - v_ref|^2 (arXiv 2509.16117, section 3.2).
@@ -129,10 +130,8 @@ class NFTObjective:
     Metrics [T]: `preference` r, `positive` and `negative` losses, `old_distance` |v - v_old|^2 and, with kl_coef, `kl`.
     """
 
-    needs_entropy = False
-
     def __init__(self, config: AlgorithmConfig, *, aggregation: Aggregation) -> None:
-        self._aggregation = aggregation
+        self.aggregation = aggregation
         self._kl_coef = config.kl_coef
         self._limit = config.advantage_clip or 1.0
         self._beta: float = config.options["beta"]
@@ -170,12 +169,6 @@ class NFTObjective:
             losses.append(LossTerm(name="kl", values=kl, coef=self._kl_coef))
             metrics["kl"] = kl.detach()
         return losses, metrics
-
-    def term_weights(self, terms: TermBatch) -> Tensor:
-        return self._aggregation.term_weights(terms)
-
-    def normalizer(self, batch: TrainBatch) -> float:
-        return self._aggregation.normalizer(batch)
 
 
 def _distance(velocity: Tensor, other: Tensor) -> Tensor:
