@@ -406,7 +406,7 @@ def test_a_client_gives_up_on_a_machine_that_acknowledges_nothing():
     """tests/cluster/test_two_machines.py cuts a cable."""
 
     def options(connection):
-        transport = connection.protocol._transport
+        transport = connection._transport
         found = transport.get_extra_info("socket")
         names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
         return [
@@ -612,7 +612,7 @@ def test_unauthenticated_connections_are_bounded_and_a_client_with_the_token_is_
         connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
         await connection.send(Say(7))
         assert await connection.receive() == Say(7)
-        assert len(server._protocols) <= MAX_UNAUTHENTICATED + 1
+        assert len(server._connections) <= MAX_UNAUTHENTICATED + 1
         for client in unauthenticated:
             client.writer.close()
         connection.close()

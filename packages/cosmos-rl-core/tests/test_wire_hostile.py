@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.wire.connection import WireProtocol
+from cosmos_rl_core.wire.connection import Connection
 from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, Hello, make_preamble, session_keys
 
@@ -63,31 +63,24 @@ class Served:
     """One connection of a controller, and the client that it hears."""
 
     def __init__(self):
-        self.connection = None
-        self.protocol = WireProtocol(
-            token=TOKEN,
-            hello=CONTROLLER,
-            decoder=DECODER,
-            client=False,
-            max_frame_bytes=2**20,
-            handshake_s=60,
-            on_open=self._opened,
-            on_lost=lambda protocol: None,
+        self.connection = Connection(
+            token=TOKEN, hello=CONTROLLER, decoder=DECODER, max_frame_bytes=2**20, handshake_s=60
         )
         self.transport = FakeTransport()
-        self.protocol.connection_made(self.transport)
+        self.connection.connection_made(self.transport)
         self.preamble = make_preamble()
 
-    def _opened(self, connection):
-        self.connection = connection
+    @property
+    def is_open(self):
+        return self.connection.opened.done()
 
     def hear(self, data):
         data = memoryview(data)
         while data and not self.transport.closed:
-            room = self.protocol.get_buffer(-1)
+            room = self.connection.get_buffer(-1)
             size = min(len(room), len(data))
             room[:size] = data[:size]
-            self.protocol.buffer_updated(size)
+            self.connection.buffer_updated(size)
             data = data[size:]
 
     def sealer(self):
@@ -98,8 +91,9 @@ class Served:
 
     def end(self):
         """End it; return the messages that were delivered."""
-        self.protocol.connection_lost(None)
-        return [] if self.connection is None else [message for message, _ in self.connection._inbox]
+        self.connection.connection_lost(None)
+        self.connection.opened.exception()
+        return [message for message, _ in self.connection._inbox]
 
 
 def changed(draw, data):
@@ -126,12 +120,12 @@ def changed_opening(draw):
     served = Served()
     if draw.random() < 0.5:
         served.hear(changed(draw, served.preamble))
-        assert served.connection is None
+        assert not served.is_open
     else:
         opening = bytes(served.sealer().seal(HELLO))
         other = changed(draw, opening)
         served.hear(other)
-        assert served.connection is None or other.startswith(opening)
+        assert not served.is_open or other.startswith(opening)
     assert served.end() == []
 
 
@@ -155,7 +149,7 @@ def changed_body(draw):
     if not first:
         served.hear(sealer.seal(HELLO))
     served.hear(sealer.seal(msgspec.Raw(body)))
-    assert served.transport.closed == bool(served.protocol.reason)
+    assert served.transport.closed == bool(served.connection.reason)
     served.end()
 
 

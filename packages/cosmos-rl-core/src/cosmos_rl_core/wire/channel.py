@@ -17,15 +17,24 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.connection import Connection, WireProtocol
+from cosmos_rl_core.wire.connection import Connection
 from cosmos_rl_core.wire.encrypted import EncryptedTransport
 from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES, ConnectionClosed
-from cosmos_rl_core.wire.handshake import HANDSHAKE_S, PROTOCOL_VERSION, TOKEN_BYTES, Hello, TlsRefused, WrongTag
+from cosmos_rl_core.wire.handshake import (
+    HANDSHAKE_S,
+    PROTOCOL_VERSION,
+    TOKEN_BYTES,
+    Hello,
+    TlsRefused,
+    Violation,
+    WrongTag,
+)
 from cosmos_rl_core.wire.listening import (
     Address,
     SeldomLog,
@@ -56,7 +65,6 @@ MAX_UNAUTHENTICATED = 256
 UNACKNOWLEDGED_S = 15.0
 """Seconds after which a client's connection ends whose peer's machine acknowledges nothing. A worker sends a heartbeat
 each second, and without this waits a quarter of an hour for a machine that is gone."""
-ANOTHER_VERSION = "its peer has another version of the protocol"
 IDLE_S, PROBE_S, PROBES = 60, 15, 4
 """Seconds without data before the first probe, between probes, and number of unanswered ones that end a connection.
 The server's other limit is the recipe's: [elastic] silence_s."""
@@ -70,82 +78,92 @@ class ChannelServer:
     address: str
     """The address at which it listens, with the port chosen by the system."""
 
-    def __init__(self, address: Address, *, on_connect: OnConnect) -> None:
+    def __init__(self, address: Address, listener: socket.socket, *, on_connect: OnConnect, tls: Tls | None) -> None:
         self.address = str(address)
-        self._on_connect = on_connect
-        self._protocols: set[WireProtocol] = set()
+        self._listener, self._on_connect, self._tls = listener, on_connect, tls
+        self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._complain = SeldomLog(log.warning)
         self._unauthenticated = UnauthenticatedConnections(MAX_UNAUTHENTICATED, complain=self._complain)
-        self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._closing = False
+
+    def begin(self, make: Callable[[], Connection]) -> None:
+        """Accept connections, each with a `Connection` of its own."""
+
+        async def admit(accepted: socket.socket) -> None:
+            await self._unauthenticated.make_room()
+            _probe(accepted)
+            connection = make()
+            layer = connection if self._tls is None else EncryptedTransport(connection, self._tls.session(client=False))
+            self._connections.add(connection)
+            drop = partial(connection.abort, "too many others wait for the handshake")
+            self._unauthenticated.enter(connection, drop=drop)
+            try:
+                await asyncio.get_running_loop().connect_accepted_socket(lambda: layer, accepted)
+            except OSError:
+                self._forget(connection)
+                raise
+            task = asyncio.get_running_loop().create_task(self._talk(connection), name="wire")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        accepting = accept_forever(self._listener, admit, complain=self._complain)
+        self._accepting = asyncio.create_task(accepting, name=f"accept {self.address}")
 
     async def close(self) -> None:
         """Stop listening, end every connection after its unsent bytes, and cancel the handlers."""
         if self._closing:
             return
         self._closing = True
-        assert self._listener is not None and self._accepting is not None
+        assert self._accepting is not None
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
-        for protocol in list(self._protocols):
-            protocol.close("the server was closed")
+        for connection in list(self._connections):
+            connection.close("the server was closed")
         tasks = self._tasks - {asyncio.current_task()}
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_GRACE_S)
-        for protocol in list(self._protocols):
-            protocol.abort("the server was closed")
+        for connection in list(self._connections):
+            connection.abort("the server was closed")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _listen(self, listener: socket.socket, make: Callable[[], WireProtocol], *, tls: Tls | None) -> None:
-        """Serve each connection to `listener` by a protocol of its own."""
-
-        async def admit(connection: socket.socket) -> None:
-            await self._unauthenticated.make_room()
-            _probe(connection)
-            protocol = make()
-            layer = protocol if tls is None else EncryptedTransport(protocol, tls.session(client=False))
-            self._protocols.add(protocol)
-            self._unauthenticated.enter(protocol, drop=lambda: protocol.abort("too many others wait for the handshake"))
-            try:
-                await asyncio.get_running_loop().connect_accepted_socket(lambda: layer, connection)
-            except OSError:
-                self._lost(protocol)
-                raise
-
-        self._listener = listener
-        accepting = accept_forever(listener, admit, complain=self._complain)
-        self._accepting = asyncio.create_task(accepting, name=f"accept {self.address}")
-
-    def _lost(self, protocol: WireProtocol) -> None:
-        if protocol in self._unauthenticated and (why := _refusal(protocol.failure)):
-            detail = f" ({protocol.failure})" if why == ANOTHER_VERSION else ""
-            self._complain(f"{self.address} has refused a connection: {why}", detail)
-        self._protocols.discard(protocol)
-        self._unauthenticated.leave(protocol)
-
-    def _opened(self, connection: Connection) -> None:
-        self._unauthenticated.authenticate(connection.protocol)
-        task = asyncio.get_running_loop().create_task(self._talk(connection), name=f"wire {connection.peer.name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _talk(self, connection: Connection) -> None:
+        """Wait for the handshake, then run the handler, at whose end the connection ends."""
         try:
+            await connection.opened
+            self._unauthenticated.authenticate(connection)
             await self._on_connect(connection)
         except ConnectionClosed:
             return  # the usual end of a handler's receive loop
         except Exception as error:
-            loop = asyncio.get_running_loop()
-            loop.call_exception_handler(
-                {"message": f"the handler of {connection.peer.name} failed", "exception": error}
-            )
+            if connection in self._unauthenticated:
+                self._complain_of(error)
+            else:
+                context = {"message": f"the handler of {connection.peer.name} failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
         finally:
             connection.close()
+            self._forget(connection)
+
+    def _complain_of(self, failure: Exception) -> None:
+        """Log the mistake of whoever started a peer; nothing for any other end of a handshake."""
+        if isinstance(failure, WrongTag):
+            why, detail = "its peer has another token; use the file `token` of this run's directory", ""
+        elif isinstance(failure, TlsRefused):
+            why, detail = str(failure), ""
+        elif isinstance(failure, UserError):
+            why, detail = "its peer has another version of the protocol", f" ({failure})"
+        else:
+            return
+        self._complain(f"{self.address} has refused a connection: {why}", detail)
+
+    def _forget(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._unauthenticated.leave(connection)
 
 
 async def serve(
@@ -169,20 +187,9 @@ async def serve(
     decoder = _decoder(decode)
     requested = parse_address(address)
     listener = listen(requested, allow_remote=allow_remote)
-    server = ChannelServer(bound_address(listener, requested=requested), on_connect=on_connect)
-
-    def protocol() -> WireProtocol:
-        return WireProtocol(
-            token=token,
-            hello=hello or Hello(name="controller", role="controller"),
-            decoder=decoder,
-            client=False,
-            handshake_s=handshake_s,
-            on_open=server._opened,
-            on_lost=server._lost,
-        )
-
-    server._listen(listener, protocol, tls=tls)
+    hello = hello or Hello(name="controller", role="controller")
+    server = ChannelServer(bound_address(listener, requested=requested), listener, on_connect=on_connect, tls=tls)
+    server.begin(partial(Connection, token=token, hello=hello, decoder=decoder, handshake_s=handshake_s))
     return server
 
 
@@ -204,56 +211,49 @@ async def connect(
     """
     target = parse_address(address)
     _check_token(token)
-    loop = asyncio.get_running_loop()
-    opened: asyncio.Future[Connection] = loop.create_future()
-
-    def lost(protocol: WireProtocol) -> None:
-        if not opened.done():
-            opened.set_exception(_opening_error(target, protocol))
-
-    protocol = WireProtocol(
+    connection = Connection(
         token=token,
         hello=hello,
         decoder=_decoder(decode),
         client=True,
         max_frame_bytes=max_frame_bytes,
         handshake_s=timeout_s,
-        on_open=opened.set_result,
-        on_lost=lost,
     )
-    layer = protocol if tls is None else EncryptedTransport(protocol, tls.session(client=True, server=server))
-    connected = False
+    layer = connection if tls is None else EncryptedTransport(connection, tls.session(client=True, server=server))
+    has_begun = False
     try:
         async with asyncio.timeout(timeout_s):
+            loop = asyncio.get_running_loop()
             transport, _ = await loop.create_connection(lambda: layer, target.host, target.port)
-            connected = True
+            has_begun = True
             if (sock := transport.get_extra_info("socket")) is not None:  # uvloop has none after a reset
                 _probe(sock, unacknowledged_s=UNACKNOWLEDGED_S)
-            return await opened
+            await connection.opened
+            return connection
     except TimeoutError as error:
         raise ConnectionClosed(f"{target} did not answer within {timeout_s:g} s") from error
     except OSError as error:
         raise ConnectionClosed(f"cannot connect to {target}: {error.strerror or error}") from error
+    except WrongTag as error:
+        raise UserError(f"{target} does not have this run's token: give both sides the same token file") from error
+    except UserError as error:
+        raise type(error)(f"{target}: {error}") from error
+    except (Violation, ConnectionClosed) as error:
+        raise ConnectionClosed(f"{target}: {connection.reason}") from error
     finally:
-        if connected and (not opened.done() or opened.cancelled()):
-            protocol.abort("the attempt to connect was given up")
+        if has_begun and (not connection.opened.done() or connection.opened.cancelled()):
+            connection.abort("the attempt to connect was given up")
 
 
 async def adopt(
     connection: socket.socket, *, decode: Any, name: str, max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> Connection:
     """Return the connection over one end of a socket pair whose other end the process `name`, parent or child, has."""
-    opened: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-    protocol = WireProtocol(
-        token=None,
-        hello=Hello(name=name, role="family"),
-        decoder=_decoder(decode),
-        client=False,
-        max_frame_bytes=max_frame_bytes,
-        on_open=opened.set_result,
+    adopted = Connection(
+        token=None, hello=Hello(name=name, role="family"), decoder=_decoder(decode), max_frame_bytes=max_frame_bytes
     )
-    await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
-    return await opened
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: adopted, connection)
+    return adopted
 
 
 def _probe(connection: socket.socket, *, unacknowledged_s: float = 0.0) -> None:
@@ -265,26 +265,6 @@ def _probe(connection: socket.socket, *, unacknowledged_s: float = 0.0) -> None:
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _refusal(failure: Exception | None) -> str:
-    """Return the mistake of whoever started the peer; empty for any other end of a handshake."""
-    if isinstance(failure, WrongTag):
-        return "its peer has another token; use the file `token` of this run's directory"
-    if isinstance(failure, TlsRefused):
-        return str(failure)
-    if isinstance(failure, UserError):
-        return ANOTHER_VERSION
-    return ""
-
-
-def _opening_error(target: Address, protocol: WireProtocol) -> Exception:
-    failure = protocol.failure
-    if isinstance(failure, UserError):
-        return type(failure)(f"{target}: {failure}")
-    if isinstance(failure, WrongTag):
-        return UserError(f"{target} does not have this run's token: give both sides the same token file")
-    return ConnectionClosed(f"{target}: {protocol.reason}")
 
 
 def _decoder(decode: Any) -> msgspec.msgpack.Decoder[Any]:

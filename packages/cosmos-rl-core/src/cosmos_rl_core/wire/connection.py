@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -35,39 +34,66 @@ _MESSAGE_COST_BYTES = 1024  # minimum cost of a message in the inbox
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
-class Connection:
-    """The connection to an authenticated peer, or to a parent or child process. Made by `channel`."""
+class Connection(asyncio.BufferedProtocol):
+    """The connection to an authenticated peer, or to a parent or child process. Made by `channel`.
 
-    peer: Hello
-    """The peer's name and role."""
-    closed: asyncio.Event
-    """Set once the connection has ended."""
-    reason: str
-    """The reason of its end; empty while it is open."""
-    protocol: WireProtocol
-    """Its callbacks for the event loop."""
+    It has the callbacks of the event loop, too: the handshake first, then frames. Without a token there is no handshake
+    and no tag, and `hello` is the peer's name.
+    """
 
-    def __init__(self, protocol: WireProtocol, *, peer: Hello) -> None:
-        self.peer = peer
+    def __init__(
+        self,
+        *,
+        token: bytes | None,
+        hello: Hello,
+        decoder: msgspec.msgpack.Decoder[Any],
+        client: bool = False,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done after the handshake; with an error if the connection ends before. One task awaits it."""
+        self.peer = hello
+        """The peer's name and role, after the handshake."""
         self.closed = asyncio.Event()
+        """Set once the connection has ended."""
         self.reason = ""
-        self.protocol = protocol
+        """The reason of its end; empty while it is open."""
+        self._failure: Exception | None = None
+        """The error that ended the connection, if any."""
+        self._token, self._hello, self._decoder, self._client = token, hello, decoder, client
+        self._max_frame_bytes, self._handshake_s = max_frame_bytes, handshake_s
+        self._preamble = make_preamble()
+        self._frames = FrameReader(max_frame_bytes=HANDSHAKE_BYTES - PREAMBLE_BYTES)
+        self._sealer: FrameSealer | None = None
+        self._writable = asyncio.Event()
+        """Set while the write buffer is below its high-water mark, and after the end."""
+        self._writable.set()
+        self._reading_paused = False
         self._inbox: deque[tuple[Any, int]] = deque()
         self._inbox_bytes = 0
-        self._reader: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the task that receives, while it waits."""
         self._handle: Callable[[Any], None] | None = None
+
+    # -- sending and receiving
 
     def post(self, message: Any) -> None:
         """Send without waiting. Raises `ConnectionClosed`, also if the peer does not read."""
         if self.closed.is_set():
             raise ConnectionClosed(self.reason)
-        self.protocol.write(message)
+        assert self._sealer is not None
+        if not self._writable.is_set() and self._transport.get_write_buffer_size() > 2 * self._max_frame_bytes:
+            self.fail(Violation("the peer reads too slowly: unsent messages fill two frames"))
+        if self._transport.is_closing():
+            raise ConnectionClosed(self.reason or "closed by the peer")
+        self._transport.write(self._sealer.seal(message))
 
     async def send(self, message: Any) -> None:
         """Send, and wait while the send buffer is full. Raises `ConnectionClosed`."""
         self.post(message)
-        if not self.protocol.writable.is_set():
-            await self.protocol.writable.wait()
+        if not self._writable.is_set():
+            await self._writable.wait()
         if self.closed.is_set():
             raise ConnectionClosed(self.reason)
 
@@ -76,16 +102,12 @@ class Connection:
         while not self._inbox:
             if self.closed.is_set():
                 raise ConnectionClosed(self.reason)
-            assert self._reader is None, "one task receives from a connection"
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+            await self._wait()
         message, cost = self._inbox.popleft()
         self._inbox_bytes -= cost
-        if self._inbox_bytes <= _INBOX_HIGH_BYTES // 2:
-            self.protocol.resume_reading()
+        if self._reading_paused and self._inbox_bytes <= _INBOX_HIGH_BYTES // 2:
+            self._reading_paused = False
+            self._transport.resume_reading()
         return message
 
     async def consume(self, handle: Callable[[Any], None]) -> None:
@@ -96,100 +118,68 @@ class Connection:
         while self._inbox:
             handle(await self.receive())
         if not self.closed.is_set():
-            assert self._reader is None, "one task receives from a connection"
-            self._handle, self._reader = handle, asyncio.get_running_loop().create_future()
+            self._handle = handle
             try:
-                await self._reader
+                await self._wait()
             finally:
-                self._handle = self._reader = None
+                self._handle = None
         raise ConnectionClosed(self.reason)
 
-    def close(self) -> None:
-        """Send the buffered bytes, then end the connection and set `closed`."""
-        self.protocol.close("closed by this side")
-
-    def deliver(self, message: Any, *, num_bytes: int) -> None:
-        """Queue a received message, or handle it at once; called by the protocol."""
-        if self._handle is not None:
-            return self._handle_now(message, self._handle)
-        cost = max(num_bytes, _MESSAGE_COST_BYTES)
-        self._inbox.append((message, cost))
-        self._inbox_bytes += cost
-        if self._inbox_bytes > _INBOX_HIGH_BYTES:
-            self.protocol.pause_reading()
-        self._wake()
-
-    def end(self, reason: str) -> None:
-        """Note the end of the connection; called by the protocol."""
-        self.reason = reason
-        self.closed.set()
-        self._wake()
-
-    def _handle_now(self, message: Any, handle: Callable[[Any], None]) -> None:
+    async def _wait(self) -> None:
+        """Wait for a message, for an error of `consume`'s function, or for the end."""
+        assert self._waiter is None, "one task receives from a connection"
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            handle(message)
-        except Exception as error:
-            self._handle = None
-            if self._reader is not None and not self._reader.done():
-                self._reader.set_exception(error)
+            await self._waiter
+        finally:
+            self._waiter = None
 
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    def close(self, reason: str = "closed by this side") -> None:
+        """Send the buffered bytes, then end the connection and set `closed`."""
+        self.reason = self.reason or reason
+        self._transport.close()
 
+    def abort(self, reason: str) -> None:
+        """End the connection now."""
+        self.reason = self.reason or reason
+        self._transport.abort()
 
-@dataclass(eq=False, kw_only=True)
-class WireProtocol(asyncio.BufferedProtocol):
-    """The callbacks of the event loop: the handshake first, then frames to and from the `Connection`.
-
-    Without a token there is no handshake and no tag, and `hello` is the peer's name.
-    """
-
-    token: bytes | None
-    hello: Hello
-    decoder: msgspec.msgpack.Decoder[Any]
-    client: bool
-    on_open: Callable[[Connection], None]
-    on_lost: Callable[[WireProtocol], None] = field(default=lambda _: None)
-    max_frame_bytes: int = MAX_FRAME_BYTES
-    handshake_s: float = HANDSHAKE_S
-
-    def __post_init__(self) -> None:
-        self.failure: Exception | None = None
-        """The error that ended the connection, if any."""
-        self.reason = ""
-        """The reason of its end; empty while it is open."""
-        self.writable = asyncio.Event()
-        """Set while the write buffer is below its high-water mark, and after the end."""
-        self.writable.set()
-        self._preamble = make_preamble()
-        self._reader = FrameReader(max_frame_bytes=HANDSHAKE_BYTES - PREAMBLE_BYTES)
-        self._sealer: FrameSealer | None = None
-        self._connection: Connection | None = None
-        self._reading_paused = False
+    def fail(self, error: Exception) -> None:
+        """End the connection because of an error, also one of the layer below."""
+        self._failure = error
+        self.reason = self.reason or str(error)
+        if isinstance(error, UserError):
+            self._transport.close()  # our preamble must still reach a peer of another version
+        else:
+            self._transport.abort()
 
     # -- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
-        loop = asyncio.get_running_loop()
-        late = Violation(f"the handshake took longer than {self.handshake_s:g} s")
-        self._deadline = loop.call_later(self.handshake_s, self.fail, late)
-        if self.token is None:
-            self._reader.use_key(None)
-            self._sealer = FrameSealer(None, max_frame_bytes=self.max_frame_bytes)
-            self._open(self.hello)
-        elif self.client:
+        late = Violation(f"the handshake took longer than {self._handshake_s:g} s")
+        self._deadline = asyncio.get_running_loop().call_later(self._handshake_s, self.fail, late)
+        if self._token is None:
+            self._frames.use_key(None)
+            self._sealer = FrameSealer(None, max_frame_bytes=self._max_frame_bytes)
+            self._open(self._hello)
+        elif self._client:
             self._transport.write(self._preamble)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.writable()
+        return self._frames.writable()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._reader.received(nbytes)
+        self._frames.received(nbytes)
         try:
-            self._read()
+            if self._sealer is None and not self._exchange_keys():
+                return
+            while (body := self._frames.next_body()) is not None and not self._transport.is_closing():
+                if not self.opened.done():
+                    self._open(_hello_decoder.decode(body))
+                else:
+                    self._deliver(self._decoder.decode(body), num_bytes=len(body))
         except (Violation, UserError) as error:
             self.fail(error)
         except UNDECODABLE as error:
@@ -197,84 +187,57 @@ class WireProtocol(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
-        self.writable.set()
-        if not self.reason:
-            self.reason = f"the connection broke: {exc}" if exc else "closed by the peer"
-        if self._connection is not None:
-            self._connection.end(self.reason)
-        self.on_lost(self)
+        self.reason = self.reason or (f"the connection broke: {exc}" if exc else "closed by the peer")
+        self._writable.set()
+        self.closed.set()
+        self._wake()
+        if not self.opened.done():
+            self.opened.set_exception(self._failure or ConnectionClosed(self.reason))
 
     def pause_writing(self) -> None:
-        self.writable.clear()
+        self._writable.clear()
 
     def resume_writing(self) -> None:
-        self.writable.set()
-
-    # -- called by the connection and its owner
-
-    def write(self, message: Any) -> None:
-        assert self._sealer is not None
-        if not self.writable.is_set() and self._transport.get_write_buffer_size() > 2 * self.max_frame_bytes:
-            self.fail(Violation("the peer reads too slowly: unsent messages fill two frames"))
-        if self._transport.is_closing():
-            raise ConnectionClosed(self.reason or "closed by the peer")
-        self._transport.write(self._sealer.seal(message))
-
-    def pause_reading(self) -> None:
-        if not self._reading_paused:
-            self._reading_paused = True
-            self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self._reading_paused:
-            self._reading_paused = False
-            self._transport.resume_reading()
-
-    def close(self, reason: str) -> None:
-        """End after the unsent bytes were sent."""
-        self.reason = self.reason or reason
-        self._transport.close()
-
-    def abort(self, reason: str) -> None:
-        """End now."""
-        self.reason = self.reason or reason
-        self._transport.abort()
-
-    # -- the handshake, then frames
-
-    def _read(self) -> None:
-        if self._sealer is None and not self._exchange_keys():
-            return
-        while (body := self._reader.next_body()) is not None and not self._transport.is_closing():
-            if self._connection is None:
-                self._open(_hello_decoder.decode(body))
-            else:
-                self._connection.deliver(self.decoder.decode(body), num_bytes=len(body))
+        self._writable.set()
 
     def _exchange_keys(self) -> bool:
-        theirs = self._reader.take(PREAMBLE_BYTES)
+        """Derive the keys from both preambles and send the Hello; False until the peer's preamble is complete."""
+        theirs = self._frames.take(PREAMBLE_BYTES)
         if theirs is None:
             return False
-        if not self.client:
+        if not self._client:
             self._transport.write(self._preamble)  # before any check, so that a client of another version learns ours
-        assert self.token is not None
-        keys = session_keys(self.token, ours=self._preamble, theirs=theirs, client=self.client)
-        self._reader.use_key(keys.receive)
-        self._sealer = FrameSealer(keys.send, max_frame_bytes=self.max_frame_bytes)
-        self._transport.write(self._sealer.seal(self.hello))
+        assert self._token is not None
+        keys = session_keys(self._token, ours=self._preamble, theirs=theirs, client=self._client)
+        self._frames.use_key(keys.receive)
+        self._sealer = FrameSealer(keys.send, max_frame_bytes=self._max_frame_bytes)
+        self._transport.write(self._sealer.seal(self._hello))
         return True
 
     def _open(self, peer: Hello) -> None:
         self._deadline.cancel()
-        self._reader.max_frame_bytes = self.max_frame_bytes
-        self._connection = Connection(self, peer=peer)
-        self.on_open(self._connection)
+        self._frames.max_frame_bytes = self._max_frame_bytes
+        self.peer = peer
+        self.opened.set_result(None)
 
-    def fail(self, error: Exception) -> None:
-        """End the connection because of an error, also one of the layer below."""
-        self.failure = error
-        self.reason = self.reason or str(error)
-        if isinstance(error, UserError):
-            self._transport.close()  # our preamble must still reach a peer of another version
-        else:
-            self._transport.abort()
+    def _deliver(self, message: Any, *, num_bytes: int) -> None:
+        """Queue a received message, or let the function of `consume` handle it at once."""
+        if self._handle is not None:
+            try:
+                return self._handle(message)
+            except Exception as error:
+                self._handle = None
+                if self._waiter is not None and not self._waiter.done():
+                    self._waiter.set_exception(error)
+                return None
+        cost = max(num_bytes, _MESSAGE_COST_BYTES)
+        self._inbox.append((message, cost))
+        self._inbox_bytes += cost
+        if self._inbox_bytes > _INBOX_HIGH_BYTES and not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

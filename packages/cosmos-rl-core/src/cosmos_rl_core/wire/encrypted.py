@@ -19,7 +19,7 @@ from cosmos_rl_core.wire.handshake import Violation
 from cosmos_rl_core.wire.tls import TlsSession
 
 if TYPE_CHECKING:
-    from cosmos_rl_core.wire.connection import WireProtocol
+    from cosmos_rl_core.wire.connection import Connection
 
 _PIECE_BYTES = 256 * 2**10
 """Bytes that are encrypted or received at once."""
@@ -27,12 +27,12 @@ _SHORTEST_S = 1e-3
 
 
 class EncryptedTransport(asyncio.Transport, asyncio.Protocol):
-    """Receives from the socket's transport, and is the transport of a `WireProtocol`.
+    """Receives from the socket's transport, and is the transport of a `Connection`.
 
-    The protocol begins at once, so that its limit for the handshake includes that of TLS.
+    The connection begins at once, so that its limit for the handshake includes that of TLS.
     """
 
-    def __init__(self, inner: WireProtocol, session: TlsSession) -> None:
+    def __init__(self, inner: Connection, session: TlsSession) -> None:
         super().__init__()
         self._inner, self._session = inner, session
         self._waiting: list[bytes | bytearray | memoryview] = []
@@ -83,7 +83,7 @@ class EncryptedTransport(asyncio.Transport, asyncio.Protocol):
         if data := self._session.take():
             self._below.write(data)
 
-    # -- called by the protocol
+    # -- called by the connection
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self._session.is_open:

@@ -11,11 +11,14 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
 from cosmos_rl_core.wire.listening import SeldomFilter, SeldomLog, UnauthenticatedConnections, accept_forever
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
 """Maximum seconds for the head of a connection's first request."""
@@ -23,19 +26,6 @@ KEEP_ALIVE_S = 60
 MOST_IDLE = 1024
 _LEAST_IDLE = 16
 _SELDOM = SeldomFilter()
-
-
-class _Cycle(Protocol):
-    """A request and its response."""
-
-    response_complete: bool
-
-
-class _Connection(Protocol):
-    """Common interface of uvicorn's two HTTP protocols."""
-
-    cycle: _Cycle | None
-    transport: asyncio.Transport
 
 
 class HttpServer(uvicorn.Server):
@@ -116,10 +106,11 @@ class HttpServer(uvicorn.Server):
 
     def _sweep(self) -> None:
         """Update the idle connections."""
-        here = cast(set[_Connection], self.server_state.connections)
-        for gone in self._idle.keys() - here:
+        # uvicorn's protocol over httptools has the same attributes.
+        live = cast("set[H11Protocol]", self.server_state.connections)
+        for gone in self._idle.keys() - live:
             self._idle.leave(gone)
-        for connection in list(here):
+        for connection in list(live):
             has_requested = connection.cycle is not None
             if connection.cycle is not None and not connection.cycle.response_complete:
                 self._idle.leave(connection)
