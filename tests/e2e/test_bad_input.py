@@ -11,7 +11,7 @@ from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.open_recipe import open_recipe
-from cosmos_rl_core.launch.run import run_given
+from cosmos_rl_core.launch.run import run_opened
 from cosmos_rl_core.workers.directory import RunDirectory
 
 REWARDS = """
@@ -152,7 +152,7 @@ def test_every_prompt_is_longer_than_the_context(length, tmp_path, sums, refused
     assert "and so does the shortest row" in early
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError) as caught:  # the error of a run that was not checked
-        run_given(open_recipe(tables), resume=None, overwrite=False)
+        run_opened(open_recipe(tables), resume=None, overwrite=False)
     message = str(caught.value)
     assert "the prompt has 82 tokens and with up to 4 new ones exceeds the context of 32" in message
     assert "shorten it, lower rollout.sampling.max_tokens or raise model.max_length" in message

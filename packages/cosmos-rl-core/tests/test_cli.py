@@ -423,7 +423,7 @@ def test_status_of_a_run_that_failed_has_the_reason_and_the_command_that_continu
     record_outcome(run_dir, outcome)
     (run_dir / "run.lock").unlink()
     shown = cosmos_rl("status", run_dir).stdout
-    assert f"{run_dir}: failed 15 min 00 s ago, after 11 steps" in shown
+    assert f"{run_dir}: failed 15 min" in shown and "ago, after 11 steps" in shown
     assert "reason: policy-0: KeyError: 'x'" in shown
     assert f"log: {run_dir}/logs/policy-0.log" in shown
     assert "continue: cosmos-rl run a.toml --resume auto" in shown

@@ -100,9 +100,9 @@ def _train(file: Path, overrides: list[str], *, resume: str | None, overwrite: b
 
     loaded = load(file, overrides)
     notes = check_in_child(loaded, resume=resume, overwrite=overwrite) if deep else ()
-    given = replace(open_recipe(loaded.whole(), python_path=folders), notes=notes)
+    opened = replace(open_recipe(loaded.valid(), python_path=folders), notes=notes)
     try:
-        result = run_supervised(given, resume=resume, overwrite=overwrite)
+        result = run_supervised(opened, resume=resume, overwrite=overwrite)
     except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
         typer.echo(error_text(error), err=True)
         raise typer.Exit(1) from error

@@ -20,9 +20,9 @@ from cosmos_rl_core.errors import UserError, one_line_errors
 from cosmos_rl_core.inference.generate import generate_rows, rows_on_disk
 from cosmos_rl_core.inference.request import GenerationWeights, Instances, Request, folder_of
 from cosmos_rl_core.inference.rollouts_file import Line
-from cosmos_rl_core.launch.open_recipe import Recipe, Rewards, Rows, open_recipe
+from cosmos_rl_core.launch.open_recipe import Rewards, Rows, open_recipe
 from cosmos_rl_core.observe.console import table
-from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.load import Recipe, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import Share
 
@@ -139,8 +139,8 @@ def evaluate(
     rewards: as in `run`; other processes import and call them. rows: mappings that replace [eval.data] path.
     """
     request = request or Request()
-    given = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, eval_rows=rows, generating=True)
-    with rows_on_disk(given) as config:
+    opened = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, eval_rows=rows, generating=True)
+    with rows_on_disk(opened) as config:
         if config.eval.data is None and not request.prompts:
             raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
         if not config.is_sft and not config.reward.functions:
@@ -148,7 +148,7 @@ def evaluate(
         if config.is_sft:
             measured = _loss(config, request)
         else:
-            generated = generate_rows(config, request, scored=True, python_path=given.python_path, say=say)
+            generated = generate_rows(config, request, scored=True, python_path=opened.python_path, say=say)
             measured = Evaluated(
                 directory=generated.directory,
                 weights=generated.weights,

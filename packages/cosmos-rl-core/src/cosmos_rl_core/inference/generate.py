@@ -27,9 +27,9 @@ from cosmos_rl_core.inference.prompts import Prompts, evaluation_prompts, read_p
 from cosmos_rl_core.inference.request import GenerationWeights, Request, folder_of, identity
 from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
-from cosmos_rl_core.launch.open_recipe import OpenRecipe, Recipe, Rows, open_recipe
+from cosmos_rl_core.launch.open_recipe import OpenRecipe, Rows, open_recipe
 from cosmos_rl_core.processes import machine_gpus
-from cosmos_rl_core.recipe.load import load_domain, tables_of
+from cosmos_rl_core.recipe.load import Recipe, load_domain, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RolloutParallelSection
 from cosmos_rl_core.types import Sampling
@@ -75,17 +75,17 @@ def generate(
     Raises UserError for errors that the user can fix, and WorkerFailed if an instance died; the finished rows are on
     disk.
     """
-    given = open_recipe(recipe, overrides, python_path=python_path, eval_rows=rows, generating=True)
-    with rows_on_disk(given) as config:
-        return generate_rows(config, request or Request(), scored=False, python_path=given.python_path, say=say)
+    opened = open_recipe(recipe, overrides, python_path=python_path, eval_rows=rows, generating=True)
+    with rows_on_disk(opened) as config:
+        return generate_rows(config, request or Request(), scored=False, python_path=opened.python_path, say=say)
 
 
 @contextlib.contextmanager
-def rows_on_disk(given: OpenRecipe) -> Iterator[RunConfig]:
-    """Write given rows to temporary files; only their content is part of a request's identity."""
+def rows_on_disk(opened: OpenRecipe) -> Iterator[RunConfig]:
+    """Write the rows of a program to temporary files; only their content is part of a request's identity."""
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-rows-") as folder:
-        given.write_rows(Path(folder))
-        yield given.placed_in(Path(folder)).config
+        opened.write_rows(Path(folder))
+        yield opened.placed_in(Path(folder)).config
 
 
 def generate_rows(

@@ -177,7 +177,7 @@ def check_names(recipe: LoadedRecipe) -> tuple[str, ...]:
 
     Raises ConfigError with the problems of the recipe itself.
     """
-    config = recipe.whole()
+    config = recipe.valid()
     domain, problems = load_domain(config.run.domain), list(sink_problems(config)) + list(transport_problems(config))
     if not config.is_sft:
         problems += _reward_problems(config, domain, {})

@@ -23,12 +23,11 @@ from typing import Any
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import add_folders
-from cosmos_rl_core.recipe.load import LoadedRecipe, apply_overrides, load, load_domain, read_toml, tables_of
+from cosmos_rl_core.recipe.load import LoadedRecipe, Recipe, load, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.storage.rows import keep_rows
 
-Recipe = RunConfig | str | Path | Mapping[str, Any]
 Reward = str | Callable[..., Any]
 """A `RewardFn`, a class of one, or a name as in [[reward.functions]]."""
 Weighted = Reward | tuple[Reward, float]
@@ -36,23 +35,23 @@ Rewards = Reward | Sequence[Weighted] | Mapping[str, Weighted]
 """Rewards, each with or without a weight; in a mapping by label."""
 Rows = Iterable[Mapping[str, Any]]
 Check = Callable[[LoadedRecipe, RunConfig, Mapping[str, Any]], Sequence[str]]
-"""(recipe with given rows in temporary files, recipe as the run will have it, given functions by label) -> notes."""
+"""(recipe with the rows in temporary files, recipe as the run will have it, functions by label) -> notes."""
 
 STARTS_AGAIN = (
     "starts a run when it is imported, so that each worker would start it again: "
     'put that under `if __name__ == "__main__":`'
 )
 FILES = {"data": "rows.jsonl", "eval.data": "eval_rows.jsonl"}
-"""Files for given rows, by section."""
+"""Files for rows of a program, by section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRecipe:
-    """A recipe with given rewards and rows."""
+    """A recipe with the rewards and rows of a program."""
 
     config: RunConfig
     python_path: tuple[str, ...]
-    """Folders for "module:attribute" names, including those of given functions."""
+    """Folders for "module:attribute" names, including those of the functions."""
     rewards: Mapping[str, Any] = field(default_factory=dict)
     """Functions by label, for a run in this process."""
     rows: Mapping[str, Rows] = field(default_factory=dict)
@@ -95,7 +94,7 @@ def open_recipe(
     generating: bool = False,
     check: Check | None = None,
 ) -> OpenRecipe:
-    """Load a recipe; given rewards replace [reward] functions, given rows replace [data] and [eval.data] path.
+    """Load a recipe; `rewards` replace [reward] functions, `rows` and `eval_rows` replace [data] and [eval.data] path.
 
     `generating`: nothing is trained, and other processes do the work for any placement. check: returns notes on the
     recipe, which may have problems, or raises ConfigError.
@@ -108,18 +107,17 @@ def open_recipe(
     add_folders(python_path)
     named_rewards = _named_rewards([] if rewards is None else rewards)
     sections = {
-        name: list(given) if check and isinstance(given, Iterator) else given  # the run iterates over them again
-        for name, given in zip(FILES, (rows, eval_rows), strict=True)
-        if given is not None
+        name: list(each) if check and isinstance(each, Iterator) else each  # the run iterates over them again
+        for name, each in zip(FILES, (rows, eval_rows), strict=True)
+        if each is not None
     }
-    values: dict[str, Any] = {} if rewards is None else {"reward.functions": [one.section for one in named_rewards]}
-    if sections:
-        values |= _data_values(recipe, overrides, sections, generating=generating)
-    if isinstance(recipe, RunConfig) and not overrides and not values:
-        loaded = LoadedRecipe(config=recipe, domain=load_domain(recipe.run.domain))
-    else:
-        source = tables_of(recipe, generating=generating) if isinstance(recipe, RunConfig) else recipe
-        loaded = load(source, overrides, values=values, generating=generating)
+    loaded = load(
+        recipe,
+        overrides,
+        values=None if rewards is None else {"reward.functions": [one.section for one in named_rewards]},
+        row_files={name: file for name, file in FILES.items() if name in sections or (generating and sections)},
+        generating=generating,
+    )
     inline = loaded.config.run.placement == "inline" and not generating
     if not inline:
         _must_be_importable(named_rewards)
@@ -129,7 +127,7 @@ def open_recipe(
         with _rows_in_files(loaded, sections) as (readable, config):
             notes = check(readable, config, functions)
     return OpenRecipe(
-        config=loaded.whole(),
+        config=loaded.valid(),
         python_path=tuple(dict.fromkeys([*python_path, *(one.folder for one in named_rewards if one.folder)])),
         rewards=functions if inline else {},
         rows=sections,
@@ -139,7 +137,7 @@ def open_recipe(
 
 @contextmanager
 def _rows_in_files(loaded: LoadedRecipe, rows: Mapping[str, Rows]) -> Iterator[tuple[LoadedRecipe, RunConfig]]:
-    """Yield the recipe with the given rows in temporary files, and as the run will read them from its directory.
+    """Yield the recipe with the rows in temporary files, and as the run will read them from its directory.
 
     A ConfigError names the files alone.
     """
@@ -160,16 +158,16 @@ def _rows_in_files(loaded: LoadedRecipe, rows: Mapping[str, Rows]) -> Iterator[t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NamedReward:
-    """A given reward and its name for other processes."""
+    """A reward of a program and its name for other processes."""
 
     label: str
     weight: float
     name: str
-    """"module:attribute", or the given name."""
+    """"module:attribute", or the name as it was passed."""
     function: Callable[..., Any] | None = None
-    """None if a name was given."""
+    """None for a reward that was passed by name."""
     folder: str = ""
-    """Folder from which the module is imported; empty if a name was given."""
+    """Folder from which the module is imported; empty for one that was passed by name."""
     wrong: str = ""
     """The reason that other processes cannot import it; empty if they can."""
 
@@ -182,10 +180,10 @@ class _NamedReward:
 def _named_rewards(rewards: Rewards) -> list[_NamedReward]:
     if isinstance(rewards, str) or callable(rewards):
         rewards = [rewards]
-    items = rewards.items() if isinstance(rewards, Mapping) else [("", given) for given in rewards]
+    items = rewards.items() if isinstance(rewards, Mapping) else [("", reward) for reward in rewards]
     named_rewards = []
-    for label, given in items:
-        reward, weight = given if isinstance(given, tuple) else (given, 1.0)
+    for label, weighted in items:
+        reward, weight = weighted if isinstance(weighted, tuple) else (weighted, 1.0)
         if isinstance(reward, str):
             named_rewards.append(_NamedReward(label=label, weight=weight, name=reward))
         elif callable(reward):
@@ -273,35 +271,3 @@ def _must_be_importable(rewards: Sequence[_NamedReward]) -> None:
                 'write a function into its own module or script, or set [run] placement = "inline", where a run '
                 "has one process"
             )
-
-
-def _data_values(
-    recipe: Recipe, overrides: Sequence[str], sections: Mapping[str, Rows], *, generating: bool
-) -> dict[str, Any]:
-    """Return [data] and [eval.data] with files for rows; [eval.data] inherits the keys of [data] that it does not set.
-
-    With `generating`, only the other keys of [data] are used. Raises UserError for a domain that reads no row files.
-    """
-    if isinstance(recipe, RunConfig):
-        recipe = tables_of(recipe)
-    tables, _ = apply_overrides(recipe if isinstance(recipe, Mapping) else read_toml(Path(recipe)), overrides)
-    name = _table(tables, "run").get("domain")
-    if not isinstance(name, str):
-        return {}  # reported as a problem of the recipe
-    domain = load_domain(name)
-    if not domain.row_keys:
-        raise UserError(f"rows: the {domain.name} domain generates its own rows from [data] and accepts none")
-    own, held_out = _table(tables, "data"), _table(_table(tables, "eval"), "data")
-    written = {"data": own, "eval.data": {**own, **held_out}}
-    return {
-        section: {
-            **{key: value for key, value in written[section].items() if key not in domain.row_keys},
-            domain.row_keys[0]: FILES[section],
-        }
-        for section in (FILES if generating else sections)
-    }
-
-
-def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    table = tables.get(name)
-    return table if isinstance(table, Mapping) else {}

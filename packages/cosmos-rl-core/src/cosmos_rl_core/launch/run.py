@@ -42,7 +42,7 @@ from cosmos_rl_core.launch.gpus import assign_gpus
 from cosmos_rl_core.launch.interrupts import Interrupts, run_to_end
 from cosmos_rl_core.launch.local import start_processes
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
-from cosmos_rl_core.launch.open_recipe import OpenRecipe, Recipe, Rewards, Rows, open_recipe
+from cosmos_rl_core.launch.open_recipe import OpenRecipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.launch.preflight.named_parts import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
@@ -55,7 +55,7 @@ from cosmos_rl_core.observe.record import record_start
 from cosmos_rl_core.observe.reporting import Ending, LastState, Reporter, write_timeline
 from cosmos_rl_core.plan.changes import memory_advice
 from cosmos_rl_core.processes import machine_gpus
-from cosmos_rl_core.recipe.load import dump_resolved
+from cosmos_rl_core.recipe.load import Recipe, dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection
 from cosmos_rl_core.wire.advertised import controller_address
@@ -113,20 +113,20 @@ def run(
     then are on disk.
     """
     keys = {"rewards": rewards, "rows": rows, "eval_rows": eval_rows, "python_path": python_path}
-    given = open_recipe(recipe, overrides, **keys, check=partial(check_here, resume=resume, overwrite=overwrite))
-    return run_given(given, resume=resume, overwrite=overwrite)
+    checked = partial(check_here, resume=resume, overwrite=overwrite)
+    return run_opened(open_recipe(recipe, overrides, **keys, check=checked), resume=resume, overwrite=overwrite)
 
 
-def run_given(given: OpenRecipe, *, resume: str | None, overwrite: bool) -> RunResult:
+def run_opened(recipe: OpenRecipe, *, resume: str | None, overwrite: bool) -> RunResult:
     """As `run`, of a recipe that is open."""
-    with prepared(given, resume=resume, overwrite=overwrite) as directory:
-        return control(given, directory, resume=resume, overwrite=overwrite)
+    with prepared(recipe, resume=resume, overwrite=overwrite) as directory:
+        return control(recipe, directory, resume=resume, overwrite=overwrite)
 
 
 @contextlib.contextmanager
-def prepared(given: OpenRecipe, *, resume: str | None, overwrite: bool) -> Iterator[RunDirectory]:
+def prepared(recipe: OpenRecipe, *, resume: str | None, overwrite: bool) -> Iterator[RunDirectory]:
     """Lock the run's directory. Errors in the block are explained."""
-    config, path = given.config, given.config.run.directory
+    config, path = recipe.config, recipe.config.run.directory
     try:
         continues = config.run.placement == "external"
         opened = open_directory(path, resume=resume is not None, overwrite=overwrite, continues=continues)
@@ -141,7 +141,7 @@ def prepared(given: OpenRecipe, *, resume: str | None, overwrite: bool) -> Itera
 
 
 def control(
-    given: OpenRecipe,
+    recipe: OpenRecipe,
     directory: RunDirectory,
     *,
     resume: str | None,
@@ -149,21 +149,21 @@ def control(
     supervised: SupervisedKeeper | None = None,
 ) -> RunResult:
     """Control a run to its end. `supervised`: the link to the process that keeps the workers."""
-    short = descriptor_shortage(num_replicas(given.config), allowed=raise_descriptor_limit())
+    short = descriptor_shortage(num_replicas(recipe.config), allowed=raise_descriptor_limit())
     path = directory.path
-    given = given.placed_in(path)
-    takeover = take_over(path.resolve(), dump_resolved(given.config)) if directory.is_orphaned else None
-    resumption = find_resumption(given.config, path, resume or "auto") if resume or takeover else None
+    recipe = recipe.placed_in(path)
+    takeover = take_over(path.resolve(), dump_resolved(recipe.config)) if directory.is_orphaned else None
+    resumption = find_resumption(recipe.config, path, resume or "auto") if resume or takeover else None
     if resume and resumption is None:
         directory = replace(directory, notes=(*directory.notes, f"{path} has nothing to resume from: a new run starts"))
     if resume is None and takeover is None:
-        claim_root(given.config, path, overwrite=overwrite)
-    given.write_rows(path, resumed=resumption is not None or takeover is not None)
+        claim_root(recipe.config, path, overwrite=overwrite)
+    recipe.write_rows(path, resumed=resumption is not None or takeover is not None)
     ending, started = Ending(path.resolve()), time.time()
-    alone = given.config.run.placement != "inline"
+    alone = recipe.config.run.placement != "inline"
     with ending.recorded(started), machine_log(path.resolve(), "controller", alone=alone):
-        this_run = _Run(given, directory, supervised, resumption, takeover, ending)
-        result = run_to_end(this_run.run([*given.notes, *directory.notes, *([short] if short else [])]))
+        this_run = _Run(recipe, directory, supervised, resumption, takeover, ending)
+        result = run_to_end(this_run.run([*recipe.notes, *directory.notes, *([short] if short else [])]))
     ending.finished(
         step=result.steps,
         checkpoint=result.checkpoint_url,
@@ -179,16 +179,16 @@ class _Run:
 
     def __init__(
         self,
-        given: OpenRecipe,
+        recipe: OpenRecipe,
         opened: RunDirectory,
         supervised: SupervisedKeeper | None,
         resumption: Resumption | None,
         takeover: Takeover | None,
         ending: Ending,
     ) -> None:
-        self._given = given
+        self._recipe = recipe
         self._ending = ending
-        self._config = config = given.config
+        self._config = config = recipe.config
         self._lock = opened.lock
         self._directory = directory = opened.path.resolve()
         self._supervised = supervised
@@ -388,8 +388,8 @@ class _Run:
                 tls=self._secrets.workers,
                 policy_node=self._policy_node,
                 gpus=self._gpus,
-                python_path=self._given.python_path,
-                rewards=self._given.rewards,
+                python_path=self._recipe.python_path,
+                rewards=self._recipe.rewards,
                 observer=self._observer,
                 lock=self._lock,
                 supervised=self._supervised,

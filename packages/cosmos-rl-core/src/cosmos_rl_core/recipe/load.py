@@ -36,21 +36,25 @@ SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
 """Sections without effect when a supervised recipe is only sampled."""
 
 
+Recipe = RunConfig | str | Path | Mapping[str, Any]
+"""A TOML file, its content, or a validated config."""
+
+
 def load_config(
-    source: str | Path | Mapping[str, Any],
+    source: Recipe,
     overrides: Sequence[str] = (),
     *,
     values: Mapping[str, Any] | None = None,
     generating: bool = False,
 ) -> RunConfig:
-    """Return the validated config of a recipe (a TOML file or its content), with "section.key=value" overrides applied.
+    """Return the validated config of a recipe, with "section.key=value" overrides applied.
 
     `values` are applied after the overrides, by dotted key: {"run.max_steps": 10}. [run] domain names the domain, whose
     own models validate [model], [data] and [eval.data]. With `generating`, nothing is trained: a supervised recipe may
     then have [rollout] settings, and no reward is required. Raises ConfigError with every problem of the recipe, and
     UserError for a file that cannot be read.
     """
-    return load(source, overrides, values=values, generating=generating).whole()
+    return load(source, overrides, values=values, generating=generating).valid()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class LoadedRecipe:
             self.broken - {problem.section for problem in self.problems}
         )
 
-    def whole(self) -> RunConfig:
+    def valid(self) -> RunConfig:
         """Return the config. Raises ConfigError with every problem."""
         if self.problems:
             raise ConfigError(self.problems, source=self.source)
@@ -86,26 +90,36 @@ class LoadedRecipe:
 
 
 def load(
-    source: str | Path | Mapping[str, Any],
+    source: Recipe,
     overrides: Sequence[str] = (),
     *,
     values: Mapping[str, Any] | None = None,
+    row_files: Mapping[str, str] | None = None,
     generating: bool = False,
 ) -> LoadedRecipe:
-    """As `load_config`, for a caller that goes on to check the valid sections. Raises UserError alone."""
+    """As `load_config`, for a caller that goes on to check the valid sections.
+
+    row_files: files in place of the rows that [data] and "eval.data" name. Raises UserError, and no ConfigError.
+    """
+    if isinstance(source, RunConfig):
+        if not (overrides or values or row_files):
+            return LoadedRecipe(config=source, domain=load_domain(source.run.domain))
+        source = tables_of(source, generating=generating)
     file = None if isinstance(source, Mapping) else Path(source)
     text = "" if file is None else _read_text(file)
     written = dict(source) if isinstance(source, Mapping) else _parsed(text, name=str(source))
-    raw, all_problems = apply_overrides(written, overrides, values)
+    raw, all_problems = _with_overrides(written, overrides, values)
     _name_after_file(raw, "" if file is None else str(file))
     domain, domain_problems = _find_domain(raw)
     all_problems += domain_problems
+    if domain is not None and row_files:
+        all_problems += _replace_rows(raw, domain, row_files)
     tables = _all_tables(domain) | _algorithm_table(raw)
     parts, part_problems = _domain_parts(raw, domain, tables)
     unsound = {problem.section for problem in part_problems} | (set(_OF_DOMAIN) if domain is None else set())
     config, core_problems = _core(raw, tables, parts, unsound, generating=generating)
     all_problems += part_problems + core_problems
-    overridden = {override.partition("=")[0].strip() for override in overrides} | set(values or ())
+    overridden = {override.partition("=")[0].strip() for override in overrides} | {*(values or ()), *(row_files or ())}
     return LoadedRecipe(
         config=config,
         domain=domain,
@@ -114,7 +128,7 @@ def load(
     )
 
 
-def apply_overrides(
+def _with_overrides(
     raw: Mapping[str, Any], overrides: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return a copy of a config with each "section.key=value" applied, and the problems found.
@@ -173,6 +187,23 @@ def _no_place(here: Any, above: Sequence[str]) -> str:
     if isinstance(here, list):
         return f"{key} has {len(here)} entries, counted from 0"
     return f"{key} is {as_toml(here)}, not a table"
+
+
+def _replace_rows(raw: dict[str, Any], domain: DomainBase, files: Mapping[str, str]) -> list[Problem]:
+    """Let sections read their rows from files, with their other keys; [eval.data] inherits those of [data].
+
+    Raises UserError for a domain that reads no row files.
+    """
+    if not domain.row_keys:
+        raise UserError(f"rows: the {domain.name} domain generates its own rows from [data] and accepts none")
+    written = {section: _value_at(raw, section) for section in ("data", "eval.data")}
+    tables = {section: table if isinstance(table, Mapping) else {} for section, table in written.items()}
+    tables["eval.data"] = {**tables["data"], **tables["eval.data"]}
+    row_problems = []
+    for section, file in files.items():
+        others = {key: value for key, value in tables[section].items() if key not in domain.row_keys}
+        row_problems.append(_put(raw, section.split("."), {**others, domain.row_keys[0]: file}))
+    return [problem for problem in row_problems if problem is not None]
 
 
 def load_domain(name: str) -> DomainBase:

@@ -23,7 +23,7 @@ from cosmos_rl_core.control.address_file import NAME
 from cosmos_rl_core.launch.observer import RunResult
 from cosmos_rl_core.launch.open_recipe import OpenRecipe
 from cosmos_rl_core.launch.placement import STOP_GRACE_S
-from cosmos_rl_core.launch.run import control, prepared, run_given
+from cosmos_rl_core.launch.run import control, prepared, run_opened
 from cosmos_rl_core.launch.supervised.keeper import ProcessKeeper
 from cosmos_rl_core.launch.supervised.link import CRASHED, SupervisedKeeper, link, serve_controllers
 from cosmos_rl_core.observe.reporting import Ending
@@ -33,14 +33,14 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_supervised(given: OpenRecipe, *, resume: str | None, overwrite: bool) -> RunResult:
-    """As `run.run_given`, with a controller that is started again after its death.
+    """As `run.run_opened`, with a controller that is started again after its death.
 
     Returns in the controller's process alone. The calling process keeps the workers, and ends with the exit code of the
-    last controller. Without [elastic] restart_controller, and for other placements, it is `run_given`.
+    last controller. Without [elastic] restart_controller, and for other placements, it is `run_opened`.
     """
     restarts = given.config.elastic.restart_controller
     if sys.platform != "linux" or given.config.run.placement != "local" or not restarts:
-        return run_given(given, resume=resume, overwrite=overwrite)
+        return run_opened(given, resume=resume, overwrite=overwrite)
     with prepared(given, resume=resume, overwrite=overwrite) as directory:
         ours, theirs = link()
         sys.stdout.flush()

@@ -300,7 +300,7 @@ def test_a_program_gets_every_problem_at_once_and_an_earlier_run_stays(tmp_path)
         run(tables, rewards={"pairs": lambda prompt, response: 1.0}, overwrite=True)
     said = str(refused.value)
     assert "config: 3 problems" in said and "logging.sinks.0" in said and "no transport is called 'rdma'" in said
-    assert re.search(r"test_given.py:\d+ takes \(prompt, response\)", said)
+    assert re.search(r"test_open_recipe.py:\d+ takes \(prompt, response\)", said)
     assert kept.exists()
 
 
