@@ -298,7 +298,7 @@ def test_too_many_ranks_for_the_processors_or_gpus_are_a_warning(walk, small, mo
 
 def test_a_disk_without_room_for_a_checkpoint_is_named(walk, words, monkeypatch):
     usage = SimpleNamespace(total=10**12, used=10**12, free=100)
-    monkeypatch.setattr("cosmos_rl_core.launch.preflight.machine.shutil.disk_usage", lambda place: usage)
+    monkeypatch.setattr("cosmos_rl_core.launch.preflight.checks.shutil.disk_usage", lambda place: usage)
     code, printed = walk("check", "--deep", words())
     assert (code, "and the weights of one checkpoint have" in printed) == (2, True), printed
     usage.free = 300

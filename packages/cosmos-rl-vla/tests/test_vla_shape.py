@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.preflight.named_parts import look_up_parts
+from cosmos_rl_core.launch.preflight.checks import look_up_parts
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.plan.memory import estimate_of
 from cosmos_rl_core.recipe.load import load_config

@@ -7,7 +7,7 @@ import pytest
 from wfm_fixtures import mock_data, pixel_model
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.preflight.named_parts import look_up_parts
+from cosmos_rl_core.launch.preflight.checks import look_up_parts
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy

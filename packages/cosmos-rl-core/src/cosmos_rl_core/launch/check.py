@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.assemble import build_reward, engine_options, left_over, load_engine, look_up_engine
+from cosmos_rl_core.assemble import build_reward, engine_options, left_over, look_up_engine
 from cosmos_rl_core.checkpoint.resume import resume_problems
 from cosmos_rl_core.data.source import UsableRows
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import assignment_text
-from cosmos_rl_core.launch.preflight.machine import (
+from cosmos_rl_core.launch.preflight.checks import (
+    CODE,
+    MACHINE,
+    PARTS,
     directory_problems,
-    machine_problems,
+    problems_among,
     sink_problems,
     transport_problems,
 )
-from cosmos_rl_core.launch.preflight.named_parts import part_problems
-from cosmos_rl_core.launch.preflight.rewards import FAILED, report, reward_problems
+from cosmos_rl_core.launch.preflight.child import FAILED, can_fork, run_forked
+from cosmos_rl_core.launch.preflight.rewards import reward_problems
 from cosmos_rl_core.launch.versions import too_old
-from cosmos_rl_core.recipe.load import LoadedRecipe, load_domain
+from cosmos_rl_core.recipe.load import LoadedRecipe, load, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, each_once, is_wrong, problems_of
@@ -104,17 +104,14 @@ def check(
     checkpoint's, if `recipe` reads rows from other files. overwrite: whether a run that starts now may replace an
     earlier one; None if none is started. rewards: functions by label, in place of named ones.
     """
-    config, domain, wrong, source = _parts(recipe)
-    problems = list(recipe.problems) if isinstance(recipe, LoadedRecipe) else []
+    loaded = recipe if isinstance(recipe, LoadedRecipe) else load(recipe)
+    config, domain, wrong, source = loaded.config, loaded.domain, loaded.wrong, loaded.source
+    problems, functions = list(loaded.problems), rewards or {}
     if domain is None:
         raise ConfigError(problems, source=source)
     if not is_wrong({"reward"}, wrong):
-        problems += _reward_problems(config, domain, rewards or {})
-    problems += part_problems(config, domain, wrong=wrong)
-    if not is_wrong({"algorithm.name", "rollout.engine"}, wrong):
-        problems += _engine_problems(config, domain)
-    if not is_wrong({"model"}, wrong):
-        problems += _model_problems(config, domain)
+        problems += _reward_problems(config, domain, functions)
+    problems += problems_among((*PARTS, *CODE), config, domain, wrong=wrong)
     data = None if is_wrong({"data"}, wrong) else _dataset("data", config.data, domain, problems)
     held_out = None if is_wrong({"eval.data"}, wrong) else config.eval.data
     if held_out is None or config.eval.held_out is None:
@@ -123,13 +120,16 @@ def check(
         data, evaluation = _set_aside(config, data, problems)
     notes: list[Problem] = []
     if deep:
-        preflight = _preflight(config, domain, wrong, data, evaluation, rewards or {})
+        deep_problems = problems_among(MACHINE, config, domain, wrong=wrong)
+        deep_problems += _domain_problems(config, domain, wrong, data, evaluation)
+        if data is not None and not config.is_sft and not is_wrong(REWARDS_READ, wrong):
+            deep_problems += reward_problems(config, domain, data.rows, origin=data.origin, functions=functions)
         if not is_wrong({"run.output_dir", "run.placement"}, wrong):
-            preflight += directory_problems(config, resume=resume is not None, overwrite=overwrite)
+            deep_problems += directory_problems(config, resume=resume is not None, overwrite=overwrite)
         if resume is not None and not wrong:
-            preflight += resume_problems(resumed or config, config.run.directory, resume)
-        problems += [problem for problem in preflight if not problem.is_note]
-        notes = [problem for problem in preflight if problem.is_note]
+            deep_problems += resume_problems(resumed or config, config.run.directory, resume)
+        problems += [problem for problem in deep_problems if not problem.is_note]
+        notes = [problem for problem in deep_problems if problem.is_note]
     if data is None or problems:
         raise ConfigError(_in_order(each_once(problems), source), source=source)
     return Checked(
@@ -145,16 +145,15 @@ def _in_order(problems: Sequence[Problem], source: RecipeSource | None) -> Seque
     return sorted(problems, key=lambda problem: source.offset_of(problem.key)) if source else problems
 
 
-def _preflight(
+def _domain_problems(
     config: RunConfig,
     domain: DomainBase,
     wrong: Collection[str],
     data: Dataset | None,
     held_out: Dataset | None,
-    rewards: Mapping[str, Any],
 ) -> list[Problem]:
-    """Return the problems that the first minute of a run would reveal, as far as the valid sections show them."""
-    problems = list(machine_problems(config, domain, wrong=wrong))
+    """Return the problems of rows, tokenizer and simulators, as far as the valid sections show them."""
+    problems: list[Problem] = []
     rows = () if data is None else data.rows
     for key, dataset in (("data", data), ("eval.data", held_out)):
         if dataset is not None and isinstance(dataset.rows, UsableRows):
@@ -164,8 +163,6 @@ def _preflight(
             problems.extend(domain.problems(config, rows, () if held_out is None else held_out.rows))
         except UserError as error:
             problems += problems_of(error, key="model.path")
-    if data is not None and not config.is_sft and not is_wrong(REWARDS_READ, wrong):
-        problems += reward_problems(config, domain, rows, origin=data.origin, given=rewards)
     if data is not None and not is_wrong({"policy"}, wrong) and (size := config.policy.prompts_per_step) > len(rows):
         times = f"a step uses each of {len(rows)} rows {size / len(rows):.3g} times"
         problems.append(Problem(key="policy.prompts_per_step", given=str(size), wrong=times, is_note=True))
@@ -207,34 +204,25 @@ def check_in_child(
     Raises UserError with the same message, and for a check that failed itself, unless a run starts now: it meets the
     same error, or none.
     """
-    if sys.platform != "linux" or threading.active_count() > 1:
-        return tuple(check(recipe, deep=True, resume=resume, overwrite=overwrite).notes)
-    ours, theirs = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not (child := os.fork()):
-        os.close(ours)
-        deep_check = partial(check, recipe, deep=True, resume=resume, overwrite=overwrite)
-        report(partial(_reported, deep_check), theirs)
-    os.close(theirs)
-    with open(ours, "rb") as answer:
-        reported = answer.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not reported and status == FAILED:  # its traceback is above
+    deep_check = partial(check, recipe, deep=True, resume=resume, overwrite=overwrite)
+    if not can_fork():
+        return tuple(deep_check().notes)
+    child = run_forked(partial(_reported, deep_check))
+    if child.result:
+        error, notes = json.loads(child.result)
+        if error:
+            raise UserError(error)
+        return tuple(notes)
+    if child.status == FAILED:  # its traceback is above
         text = "a check failed itself, with the error above, and nothing after it was checked"
         if overwrite is None:
             raise UserError(f"{text}: it is one of cosmos-rl or of a library, and a run may end with it too")
         return (text,)
-    if not reported:
-        names = ", ".join(function.title for function in recipe.config.reward.functions) or "none"
-        raise UserError(
-            f"a reward, or a library that the recipe imports, has ended the process of the checks with status "
-            f"{status}, as it would end each worker; rewards: {names}"
-        )
-    error, notes = json.loads(reported)
-    if error:
-        raise UserError(error)
-    return tuple(notes)
+    names = ", ".join(function.title for function in recipe.config.reward.functions) or "none"
+    raise UserError(
+        f"a reward, or a library that the recipe imports, has ended the process of the checks with status "
+        f"{child.status}, as it would end each worker; rewards: {names}"
+    )
 
 
 def _reported(deep_check: Callable[[], Checked]) -> bytes:
@@ -243,34 +231,6 @@ def _reported(deep_check: Callable[[], Checked]) -> bytes:
         return json.dumps(["", list(deep_check().notes)]).encode()
     except UserError as error:
         return json.dumps([str(error), []]).encode()
-
-
-def _parts(
-    recipe: RunConfig | LoadedRecipe,
-) -> tuple[RunConfig, DomainBase | None, frozenset[str], RecipeSource | None]:
-    """Return config, domain, wrong keys and text of a recipe."""
-    if isinstance(recipe, LoadedRecipe):
-        return recipe.config, recipe.domain, recipe.wrong, recipe.source
-    return recipe, load_domain(recipe.run.domain), frozenset(), None
-
-
-def _engine_problems(config: RunConfig, domain: DomainBase) -> list[Problem]:
-    """Import an engine of one's own; names that nobody offers are `part_problems`."""
-    if config.is_sft or config.rollout.engine in domain.engines or ":" not in config.rollout.engine:
-        return []
-    try:
-        load_engine(config.rollout.engine)
-    except UserError as error:
-        return [Problem(key="rollout.engine", given=as_toml(config.rollout.engine), wrong=str(error))]
-    return []
-
-
-def _model_problems(config: RunConfig, domain: DomainBase) -> list[Problem]:
-    try:
-        domain.check_model(config.model)
-    except UserError as error:
-        return problems_of(error, key="model.path")
-    return []
 
 
 def warnings_for(config: RunConfig) -> Sequence[str]:

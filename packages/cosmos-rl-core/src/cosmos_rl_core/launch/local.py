@@ -89,13 +89,13 @@ class LocalWorkers(WorkerProcesses):
 
         threads: CPU threads of each process. node: this machine's part of each replica; default: all of it.
         """
-        found = []
+        specs = []
         for i, visible in enumerate(gpus):
             address = replace(self.address(role, f"{role}-{i}", threads=threads), processes_per_gpu=processes_per_gpu)
-            found.append(WorkerSpec(address=address, node=node or Node(), gpus=tuple(visible)))
-        if found:
-            self._first[role] = found[0]
-        return found
+            specs.append(WorkerSpec(address=address, node=node or Node(), gpus=tuple(visible)))
+        if specs:
+            self._first[role] = specs[0]
+        return specs
 
     def start(self, workers: Sequence[WorkerSpec]) -> None:
         """Start these workers, or start them again."""

@@ -44,7 +44,7 @@ from cosmos_rl_core.launch.local import start_processes
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.open_recipe import OpenRecipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
-from cosmos_rl_core.launch.preflight.named_parts import look_up
+from cosmos_rl_core.launch.preflight.checks import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
 from cosmos_rl_core.launch.supervised.link import SupervisedKeeper

@@ -12,7 +12,7 @@ from cosmos_rl_core.assemble import build_sync, sync_settings
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
 from cosmos_rl_core.launch.placement import threads
-from cosmos_rl_core.launch.preflight.named_parts import look_up_parts
+from cosmos_rl_core.launch.preflight.checks import look_up_parts
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.plan.changes import Change, changes_that_fit, written

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import re
-import select
-import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +18,14 @@ from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from cosmos_rl_core.assemble import build_reward, with_prompt_media
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import SampleError, UserError
+from cosmos_rl_core.launch.preflight.child import FAILED, can_fork, run_forked
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.settings.base import Problem
@@ -37,26 +34,29 @@ from cosmos_rl_core.types import RolloutGroup
 
 CALL_S = 8.0
 """Maximum time to make a reward and call it once; a slower one is left to the run."""
-FAILED = 1
-"""Exit status of a process of checks that met an error of their own."""
 MISTAKES = (NameError, ImportError, SyntaxError, SystemExit)
 NOT_FINITE = re.compile(r" returned \S*(nan|inf)\S* for rollout ")
 EXAMPLE = "def my_reward(group): return [1.0 if 'yes' in rollout.text else 0.0 for rollout in group.rollouts]"
 
 
 def reward_problems(
-    config: RunConfig, domain: DomainBase, rows: Sequence[Mapping[str, Any]], *, origin: str, given: Mapping[str, Any]
+    config: RunConfig,
+    domain: DomainBase,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    origin: str,
+    functions: Mapping[str, Any],
 ) -> list[Problem]:
     """Call each reward of a domain that makes specimens; of others, compare the arguments.
 
-    given: functions by label, in place of those that the recipe names.
+    functions: by label, in place of those that the recipe names.
     """
     group = None
     if rows and (specimen := domain.specimen(config, rows[0], origin=f"{origin}:1")) is not None:
         group = with_prompt_media(config, domain, specimen)
     problems: list[Problem] = []
     for place, section in enumerate(config.reward.functions):
-        make = partial(build_reward, section.name, domain, options=section.options, given=given.get(section.title))
+        make = partial(build_reward, section.name, domain, options=section.options, given=functions.get(section.title))
         wrong = Problem(key=f"reward.functions.{place}.name", given=as_toml(section.name), wrong="")
         problems += _within(CALL_S, partial(_problems, make, section.title, group, wrong), wrong=wrong)
     return problems
@@ -121,44 +121,17 @@ def _within(limit_s: float, work: Callable[[], list[Problem]], *, wrong: Problem
     A forked process, where that is possible, ends at the limit in any call, also in one that keeps Python's lock.
     """
     late = replace(wrong, wrong=f"was not called, as it took longer than {CALL_S:g} s", is_note=True)
-    if sys.platform != "linux" or threading.active_count() > 1:
+    if not can_fork():
         return _in_thread(limit_s, work, otherwise=late)
-    ours, theirs = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not (child := os.fork()):
-        os.close(ours)
-        report(lambda: msgspec.json.encode(work()), theirs)
-    os.close(theirs)
-    with open(ours, "rb") as answer:
-        if is_late := not select.select([answer], [], [], limit_s)[0]:
-            os.kill(child, signal.SIGKILL)
-        reported = b"" if is_late else answer.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if reported:
-        return msgspec.json.decode(reported, type=list[Problem])
-    if is_late:
+    ended = run_forked(lambda: msgspec.json.encode(work()), limit_s=limit_s)
+    if ended.result:
+        return msgspec.json.decode(ended.result, type=list[Problem])
+    if ended.is_late:
         return [late]
-    if status == FAILED:
+    if ended.status == FAILED:
         raise RuntimeError("a check of a reward has failed itself, with the traceback above")
-    ended = f"has ended the process of the checks with status {status}, as it would end each worker"
-    return [replace(wrong, wrong=ended)]
-
-
-def report(work: Callable[[], bytes], pipe: int) -> NoReturn:
-    """Write the result of work into a pipe, from a forked process, and exit."""
-    status = FAILED
-    try:
-        result = work()
-        with open(pipe, "wb") as answer:
-            answer.write(result)
-        status = 0
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    text = f"has ended the process of the checks with status {ended.status}, as it would end each worker"
+    return [replace(wrong, wrong=text)]
 
 
 def _in_thread(limit_s: float, work: Callable[[], list[Problem]], *, otherwise: Problem) -> list[Problem]:
