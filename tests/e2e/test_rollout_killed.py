@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cosmos_rl_core.launch.supervised.keeper import ROLLOUT_GRACE_S
+from cosmos_rl_core.launch.local import ROLLOUT_GRACE_S
 from cosmos_rl_core.processes import kill_tree
 
 pytestmark = pytest.mark.ci

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, is_alive, last_lines
 
 SLEEPER = "import time; time.sleep(600)"
 
@@ -148,3 +148,13 @@ def test_the_end_of_a_log_says_when_there_is_none(tmp_path):
     assert last_lines(log) == "(its log is empty)"
     log.write_text("one\ntwo\nthree\n")
     assert last_lines(log, count=2) == "two\nthree"
+
+
+def test_a_process_that_has_ended_is_not_alive_before_its_parent_asks():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert is_alive(process.pid)
+    process.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    assert not is_alive(process.pid)
+    process.communicate()
+    assert not is_alive(process.pid)

@@ -1,259 +1,152 @@
-"""The worker processes of `cosmos-rl run`, between one controller and the next."""
+"""The launcher of `cosmos-rl run`: its controllers, one after the other, and the workers between them."""
 
 import asyncio
-import contextlib
+import json
 import os
 import signal
-import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.local import LocalWorkers
-from cosmos_rl_core.launch.supervised.keeper import Present, WorkerEnded, WorkerSpec
-from cosmos_rl_core.launch.supervised.link import AttachController, Outbox, SupervisedKeeper, link, serve_controllers
-from cosmos_rl_core.processes import is_alive
-from cosmos_rl_core.workers.node import Node, WorkerAddress
+from cosmos_rl_core.launch.open_recipe import OpenRecipe
+from cosmos_rl_core.launch.supervised import command
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.workers.directory import RunDirectory
+
+CONTROLLER = """
+import asyncio, json, os, socket, sys
+from pathlib import Path
+import msgspec
+from cosmos_rl_core.launch.supervised.link import ControllerLink, ControllerTask
+from cosmos_rl_core.supervisor import ProcessSpec
+
+task = msgspec.msgpack.decode(open(int(sys.argv[2]), "rb").read(), type=ControllerTask)
+link, folder = ControllerLink(task, socket.socket(fileno=int(sys.argv[1]))), Path(task.directory)
+
+def worker(name, code):
+    return ProcessSpec(name=name, command=("bash", "-c", code), log=str(folder / "logs" / name))
+
+def note(*values):
+    with (folder / "seen").open("a") as file:
+        file.write(json.dumps([[one.name for one in task.workers], [one.name for one in task.ended], *values]) + "\\n")
+
+async def run():
+    await link.open()
+"""
 
 
-class Kept:
-    """Implements `Keeper`: notes the requests."""
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """Run a launcher whose controllers have this body; return its exit code, and what the controllers have seen."""
+    monkeypatch.chdir(tmp_path)
 
-    def __init__(self, present=None):
-        self.present = present or Present(began=False, workers=(), ended=())
-        self.asked, self.on_end = [], None
+    def run(body, *, restarts=3):
+        indented = "".join(f"    {line}\n" for line in body.strip().splitlines())
+        (tmp_path / "controller.py").write_text(f"{CONTROLLER}{indented}\nasyncio.run(run())\n")
+        monkeypatch.setattr(command, "COMMAND", (sys.executable, str(tmp_path / "controller.py")))
+        tables = {
+            "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1, "output_dir": "run"},
+            "model": {},
+            "data": {},
+            "reward": {"functions": [{"name": "hits"}]},
+        }
+        given = OpenRecipe(config=load_config(tables), python_path=())
+        directory = RunDirectory.open(tmp_path / "run", resume=False, overwrite=False)
+        (tmp_path / "run" / "controller.json").touch()  # it serves
+        launcher = command.ControllerLauncher(given, directory, resume=None, overwrite=False)
+        try:
+            code = asyncio.run(asyncio.wait_for(launcher.run(restarts), 100))
+        finally:
+            directory.close()
+        assert not (tmp_path / "run" / "controller.json").exists()
+        seen = tmp_path / "run" / "seen"
+        return code, [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
 
-    async def attach(self, controller, *, secrets, on_end):
-        self.asked.append((controller, secrets))
-        self.on_end = on_end
-        return self.present
-
-    def start(self, workers):
-        self.asked += [("start", spec.name, spec.starts) for spec in workers]
-
-    def kill(self, names):
-        self.asked.append(("kill", *names))
-
-    def forget(self, name):
-        self.asked.append(("forget", name))
-
-
-def spec(name, **changes):
-    address = WorkerAddress(role=name.partition("-")[0], name=name, token_file=Path("/runs/token"), threads=2)
-    return replace(WorkerSpec(address=address, node=Node(), gpus=("0", "1")), **changes)
-
-
-def end(name, code, status="", last_lines="the end"):
-    return WorkerEnded(name=name, exit_code=code, status=status, last_lines=last_lines)
-
-
-def supervised(theirs):
-    return SupervisedKeeper(socket=theirs, supervisor=0, interrupted=False, can_restart=True)
+    return run
 
 
-@contextlib.asynccontextmanager
-async def served(kept):
-    """The controllers' end of a link, whose other end works for them with this keeper."""
-    ours, theirs = link()
-    with ours, theirs:
-        serving = asyncio.create_task(serve_controllers(ours, kept))
-        yield theirs
-        for task in asyncio.all_tasks():
-            if task.get_coro().__name__ == "_read":  # the readers at this end
-                task.cancel()
-        await asyncio.sleep(0)
-        theirs.close()
-        await serving
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def test_a_controller_sends_requests_and_receives_ends():
-    ended = []
-
-    async def go():
-        kept = Kept(Present(began=True, workers=(spec("policy-0", starts=3),), ended=(end("policy-0", -9),)))
-        async with served(kept) as theirs:
-            controller = supervised(theirs)
-            present = await controller.attach("tcp://here:1", secrets={"token": "secret"}, on_end=ended.append)
-            assert (present.workers, present.ended) == (kept.present.workers, kept.present.ended)
-            controller.start([spec("rollout-0"), spec("rollout-1")])
-            controller.kill(["rollout-0"])
-            controller.forget("rollout-1")
-            kept.on_end(end("rollout-0", -9, "signal SIGKILL"))
-            await until(lambda: ended and len(kept.asked) == 5)
-        return kept.asked
-
-    assert asyncio.run(asyncio.wait_for(go(), 30)) == [
-        ("tcp://here:1", {"token": "secret"}),
-        ("start", "rollout-0", 1),
-        ("start", "rollout-1", 1),
-        ("kill", "rollout-0"),
-        ("forget", "rollout-1"),
+def test_a_later_controller_gets_the_workers_and_the_ends_that_nobody_has_dealt_with(launched, capfd):
+    body = """
+if not task.began:
+    note("first", task.is_orphaned)
+    names = ["policy-0", "rollout-0", "rollout-1", "rollout-2"]
+    link.start([worker(name, "exit 1" if name == "rollout-0" else "exec sleep 600") for name in names])
+    end = await link.next_end()
+    link.kill(["rollout-1"])
+    killed = await link.next_end()
+    link.forget("rollout-1")
+    os.kill(os.getpid(), 9)
+note("second", task.is_orphaned)
+link.start([worker("rollout-0", "exit 3")])
+end = await link.next_end()
+note(end.name, end.exit_code)
+link.kill(["policy-0", "rollout-2"])
+for _ in range(2):
+    await link.next_end()
+os._exit(3)
+"""
+    code, seen = launched(body)
+    workers = ["policy-0", "rollout-0", "rollout-2"]
+    assert code == 3
+    assert seen == [
+        [[], [], "first", False],
+        [workers, ["rollout-0"], "second", True],
+        [workers, ["rollout-0"], "rollout-0", 3],
     ]
-    assert ended == [end("rollout-0", -9, "signal SIGKILL")]
+    assert capfd.readouterr().err == "the controller died (signal SIGKILL); starting it again\n"
 
 
-def test_messages_to_an_earlier_controller_are_skipped():
-    async def go():
-        kept, ended = Kept(Present(began=True, workers=(spec("policy-0"),), ended=())), []
-        async with served(kept) as theirs:
-            first = AttachController(controller="tcp://first:1", secrets={}, pid=os.getpid() + 1)
-            Outbox(theirs).send(first)
-            await until(lambda: kept.on_end is not None)
-            kept.on_end(end("policy-0", 1))  # nobody reads it
-            second = supervised(theirs)
-            present = await second.attach("tcp://second:1", secrets={}, on_end=ended.append)
-        return present.to, ended, [address for address, _ in kept.asked]
-
-    expected = (os.getpid(), [], ["tcp://first:1", "tcp://second:1"])
-    assert asyncio.run(asyncio.wait_for(go(), 30)) == expected
+def test_a_controller_that_crashes_again_and_again_is_given_up(launched, capfd):
+    code, seen = launched("note(task.can_restart); os._exit(70)", restarts=2)
+    assert (code, [line[2] for line in seen]) == (1, [True, True, False])
+    error = capfd.readouterr().err
+    assert error.count("the controller crashed; starting it again") == 2
+    assert error.endswith("error: the controller crashed. Its workers leave; go on with --resume auto\n")
 
 
-def test_serving_ends_with_the_last_controller_though_it_has_not_read_all():
-    async def go():
-        kept = Kept()
-        async with served(kept) as theirs:
-            controller = supervised(theirs)
-            await controller.attach("tcp://here:1", secrets={}, on_end=lambda end: None)
-            kept.on_end(end("policy-0", 0))
-
-    asyncio.run(asyncio.wait_for(go(), 30))
+@pytest.mark.parametrize("code", [0, 1, 2, 130])
+def test_the_code_of_a_controller_that_ends_by_itself_is_that_of_the_command(launched, code):
+    assert launched(f"note(); os._exit({code})") == (code, [[[], []]])
 
 
-@pytest.mark.timeout(60)
-def test_both_ends_send_more_than_the_socket_holds():
-    """The controller sends all its requests before it reads, and the launcher answers each while it reads."""
-    names = [f"rollout-{number}" for number in range(2000)]
-
-    async def go():
-        kept, ended = Kept(), []
-        kept.forget = lambda name: kept.on_end(end(name, 1))
-        async with served(kept) as theirs:
-            controller = supervised(theirs)
-            await controller.attach("tcp://here:1", secrets={}, on_end=lambda report: ended.append(report.name))
-            for name in names:
-                controller.forget(name)
-            await until(lambda: len(ended) == len(names))
-        return ended
-
-    assert asyncio.run(go()) == names
+def test_a_controller_that_died_before_it_served_is_not_started_again(launched, capfd):
+    assert launched("(folder / 'controller.json').unlink(); os.kill(os.getpid(), 9)") == (1, [])
+    assert "error: the controller died (signal SIGKILL). Its workers leave" in capfd.readouterr().err
 
 
-LARGE = 5_000_000
+def test_ctrl_c_reaches_the_controller_and_the_next_one_that_is_ready(launched):
+    body = f"""
+import signal
+asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: note("interrupted"))
+if not task.is_orphaned:
+    link.ready()
+    os.kill({os.getpid()}, signal.SIGINT)
+    while not (folder / "seen").exists():
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), 9)
+note(task.interrupted)
+os.kill({os.getpid()}, signal.SIGTERM)
+await asyncio.sleep(0.1)
+note("ready")
+asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, os._exit, 130)
+link.ready()
+await asyncio.sleep(60)
+"""
+    before = signal.getsignal(signal.SIGINT)
+    code, seen = launched(body)
+    assert code == 130 and [line[2] for line in seen] == ["interrupted", True, "ready"]
+    assert signal.getsignal(signal.SIGINT) == before
 
 
-@pytest.mark.timeout(60)
-def test_messages_of_megabytes_pass_in_both_directions_while_both_ends_send():
-    text = "".join(chr(97 + place % 26) for place in range(LARGE))
-
-    async def go():
-        kept, ended = Kept(), []
-        async with served(kept) as theirs:
-            controller = supervised(theirs)
-            await controller.attach("tcp://here:1", secrets={"token": text}, on_end=ended.append)
-            kept.on_end(end("policy-0", 1, last_lines=text))
-            controller.kill([text, "rollout-1"])  # neither end has read the other's packets
-            controller.forget("rollout-0")
-            kept.on_end(end("rollout-0", 0))
-            await until(lambda: len(ended) == 2 and len(kept.asked) == 3)
-        return kept.asked, ended
-
-    asked, ended = asyncio.run(go())
-    assert asked == [("tcp://here:1", {"token": text}), ("kill", text, "rollout-1"), ("forget", "rollout-0")]
-    assert ended == [end("policy-0", 1, last_lines=text), end("rollout-0", 0)]
-
-
-@pytest.mark.timeout(60)
-def test_a_controller_that_dies_within_a_large_message_leaves_no_part_of_it():
-    """Neither of its own, nor of one to it, whose beginning it has read."""
-    text = "x" * LARGE
-
-    async def go():
-        kept, ended = Kept(), []
-        async with served(kept) as theirs:
-            first = supervised(theirs)
-            await first.attach("tcp://first:1", secrets={}, on_end=ended.append)
-            kept.on_end(end("policy-0", 1, last_lines=text))
-            first.kill([text])
-            # It reads and sends as much as the socket holds, and is killed.
-            await until(lambda: first._inbox._begun)
-            first._reading.cancel()
-            asyncio.get_running_loop().remove_writer(theirs)
-            assert first._outbox._waiting
-            second = supervised(theirs)
-            await second.attach("tcp://second:1", secrets={}, on_end=ended.append)
-            second.forget("rollout-0")
-            await until(lambda: ("forget", "rollout-0") in kept.asked)
-        return kept.asked, ended
-
-    asked, ended = asyncio.run(go())
-    assert asked == [("tcp://first:1", {}), ("tcp://second:1", {}), ("forget", "rollout-0")]
-    assert ended == []
-
-
-def local(kept, tmp_path, *, restart_workers=1):
-    deaths = []
-    workers = LocalWorkers(
-        keeper=kept,
-        token_file=tmp_path / "token",
-        log_dir=tmp_path,
-        restart_workers=restart_workers,
-        on_death=deaths.append,
-    )
-    return workers, deaths
-
-
-def test_a_later_controller_starts_the_workers_again_that_ended_meanwhile(tmp_path):
-    """Those without a connection yet end with the controller: that is not their fault, and not counted."""
-    kept = Kept()
-    workers, deaths = local(kept, tmp_path)
-    present = Present(
-        began=True,
-        workers=(spec("policy-0", starts=2), spec("rollout-0"), spec("rollout-1"), spec("rollout-2")),
-        ended=(end("policy-0", 1, "exit code 1"), end("rollout-0", 0), end("rollout-2", 2, "exit code 2")),
-    )
-    workers.take_over(present)
-    assert [(death.name, death.restarting) for death in deaths] == [("policy-0", True), ("rollout-2", False)]
-    assert kept.asked == [("start", "policy-0", 2), ("forget", "rollout-0"), ("forget", "rollout-2")]
-    assert workers.names("policy") == ["policy-0"] and workers.names("rollout") == ["rollout-1"]
-    workers.ended(end("policy-0", -9, "signal SIGKILL"))
-    assert not deaths[-1].restarting, "it was restarted once before"
-
-
-def test_a_worker_that_shall_leave_is_no_death(tmp_path):
-    kept = Kept()
-    workers, deaths = local(kept, tmp_path)
-    workers.start([spec("rollout-0"), spec("rollout-1")])
-    workers.dismiss("rollout-0", connected=True)
-    workers.dismiss("rollout-1", connected=False)
-    assert workers.names("rollout") == [] and workers.has("rollout-0")
-    for name in ("rollout-0", "rollout-1"):
-        workers.ended(end(name, -15))
-    assert not deaths and not workers.has("rollout-0")
-    assert ("kill", "rollout-1") in kept.asked and ("kill", "rollout-0") not in kept.asked
-
-
-@pytest.mark.parametrize("error", [UserError("mend this"), OSError("no room")])
-def test_an_error_that_a_restart_would_repeat_is_raised(error):
-    supervised(None).crash_at(error)
-
-
-def test_the_last_controller_raises_its_error():
-    replace(supervised(None), can_restart=False).crash_at(RuntimeError("a bug"))
-
-
-def test_a_process_that_has_ended_is_not_alive_before_its_parent_asks():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert is_alive(process.pid)
-    process.send_signal(signal.SIGKILL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-    assert not is_alive(process.pid)
-    process.communicate()
-    assert not is_alive(process.pid)
+def test_workers_that_outlive_the_last_controller_are_killed(launched, monkeypatch):
+    monkeypatch.setattr(command, "STOP_GRACE_S", 0.0)
+    code, [[_, _, pid]] = launched("""
+link.start([worker("rollout-0", "echo $$ > pid; exec sleep 600")])
+while not (pid := Path("pid")).exists() or not pid.read_text():
+    await asyncio.sleep(0.01)
+note(int(pid.read_text()))
+os._exit(2)
+""")
+    assert code == 2
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

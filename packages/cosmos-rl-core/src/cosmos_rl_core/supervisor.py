@@ -150,8 +150,9 @@ class ProcessSupervisor:
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a process, if it runs."""
-        if (child := self._by_name[name].running) is not None:
-            os.kill(child.pid, number)
+        for process in self._named([name]):
+            if (child := process.running) is not None:
+                os.kill(child.pid, number)
 
     def end_restarts(self, names: Collection[str] | None = None) -> None:
         """Let `keep` not start the processes of these names again, by default all."""

@@ -6,9 +6,11 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +18,9 @@ from cosmos_rl_core.cli import inference, reference
 from cosmos_rl_core.cli.group import CommandGroup
 from cosmos_rl_core.cli.inference import Overrides, Recipe
 from cosmos_rl_core.imports import add_folders, import_from
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.launch.observer import RunResult
 
 app = typer.Typer(
     name="cosmos-rl",
@@ -91,18 +96,32 @@ def _train(file: Path, overrides: list[str], *, resume: str | None, overwrite: b
     deep: check what a run needs on this machine before anything is started.
     """
     folders = import_from(file)
-    from cosmos_rl_core.errors import WorkerFailed
     from cosmos_rl_core.launch.check import check_in_child
     from cosmos_rl_core.launch.open_recipe import open_recipe
     from cosmos_rl_core.launch.supervised.command import run_supervised
-    from cosmos_rl_core.observe.record import STOPPED
     from cosmos_rl_core.recipe.load import load
 
     loaded = load(file, overrides)
     notes = check_in_child(loaded, resume=resume, overwrite=overwrite) if deep else ()
     opened = replace(open_recipe(loaded.valid(), python_path=folders), notes=notes)
+    _exit_with(partial(run_supervised, opened, resume=resume, overwrite=overwrite))
+
+
+@app.command(hidden=True)
+def control(link: int, task: int) -> None:
+    """Control a run for `cosmos-rl run`, which has started this process; the arguments are inherited descriptors."""
+    from cosmos_rl_core.launch.supervised.command import control_supervised
+
+    _exit_with(partial(control_supervised, link, task))
+
+
+def _exit_with(run: Callable[[], RunResult]) -> None:
+    """Run, and exit with the code of the result."""
+    from cosmos_rl_core.errors import WorkerFailed
+    from cosmos_rl_core.observe.record import STOPPED
+
     try:
-        result = run_supervised(opened, resume=resume, overwrite=overwrite)
+        result = run()
     except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
         typer.echo(error_text(error), err=True)
         raise typer.Exit(1) from error

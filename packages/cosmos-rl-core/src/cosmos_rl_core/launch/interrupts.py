@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from cosmos_rl_core.control.server import Controller
-from cosmos_rl_core.launch.supervised.link import SupervisedKeeper
+from cosmos_rl_core.launch.supervised.link import ControllerLink
 
 CHECK_S = 0.1
 T = TypeVar("T")
@@ -92,10 +92,10 @@ class Interrupts:
         note: Callable[[str], None],
         kill: Callable[[], None],
         moves: bool,
-        supervised: SupervisedKeeper | None = None,
+        supervised: ControllerLink | None = None,
     ) -> None:
         """note: reports the first one. kill: ends the workers. moves: [elastic] controller_moves. supervised: link to
-        the process that starts the next controller."""
+        the launcher, which starts the next controller."""
         self.count = 0
         self._note = note
         self._kill = kill
@@ -103,12 +103,16 @@ class Interrupts:
         self._supervised = supervised
         self._controller: Controller | None = None
 
-    def listen(self, controller: Controller) -> None:
-        """Apply interrupts to this controller from now on."""
+    async def listen(self, controller: Controller) -> None:
+        """Apply interrupts to this controller from now on, and open the link to the launcher, which passes them on."""
         self._controller = controller
+        if self._supervised is not None:
+            await self._supervised.open()
         on_interrupt(self.interrupt, terminate=self._exit_without_policies if self._moves else None)
-        if self._supervised is not None and self._supervised.interrupted:
-            self.interrupt()
+        if self._supervised is not None:
+            self._supervised.ready()
+            if self._supervised.task.interrupted:
+                self.interrupt()
 
     def interrupt(self) -> None:
         """End the run after the step in work; the second time at once."""

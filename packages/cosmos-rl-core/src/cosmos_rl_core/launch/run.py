@@ -47,7 +47,7 @@ from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.launch.preflight.checks import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
-from cosmos_rl_core.launch.supervised.link import SupervisedKeeper
+from cosmos_rl_core.launch.supervised.link import ControllerLink
 from cosmos_rl_core.launch.takeover import Takeover, open_directory, open_journal, position_of, replay, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.machine import machine_log
@@ -119,24 +119,32 @@ def run(
 
 def run_opened(recipe: OpenRecipe, *, resume: str | None, overwrite: bool) -> RunResult:
     """As `run`, of a recipe that is open."""
-    with prepared(recipe, resume=resume, overwrite=overwrite) as directory:
+    with opened(recipe.config, resume=resume, overwrite=overwrite) as directory:
         return control(recipe, directory, resume=resume, overwrite=overwrite)
 
 
 @contextlib.contextmanager
-def prepared(recipe: OpenRecipe, *, resume: str | None, overwrite: bool) -> Iterator[RunDirectory]:
+def opened(config: RunConfig, *, resume: str | None, overwrite: bool) -> Iterator[RunDirectory]:
     """Lock the run's directory. Errors in the block are explained."""
-    config, path = recipe.config, recipe.config.run.directory
-    try:
-        continues = config.run.placement == "external"
-        opened = open_directory(path, resume=resume is not None, overwrite=overwrite, continues=continues)
-        with contextlib.closing(opened) as directory:
+    continues = config.run.placement == "external"
+    with explained(config):
+        directory = open_directory(
+            config.run.directory, resume=resume is not None, overwrite=overwrite, continues=continues
+        )
+        with contextlib.closing(directory):
             yield directory
+
+
+@contextlib.contextmanager
+def explained(config: RunConfig) -> Iterator[None]:
+    """Explain errors of the block that the user can correct: too little memory, a full disk."""
+    try:
+        yield
     except OutOfMemory as error:
         raise UserError(f"{error}\n{memory_advice(config, role=error.role, reason=str(error))}") from error
     except OSError as error:
-        if explained := explain_no_room(error, path):
-            raise explained from error
+        if no_room := explain_no_room(error, config.run.directory):
+            raise no_room from error
         raise
 
 
@@ -146,9 +154,9 @@ def control(
     *,
     resume: str | None,
     overwrite: bool,
-    supervised: SupervisedKeeper | None = None,
+    supervised: ControllerLink | None = None,
 ) -> RunResult:
-    """Control a run to its end. `supervised`: the link to the process that keeps the workers."""
+    """Control a run to its end. `supervised`: the link to the process that owns the workers."""
     short = descriptor_shortage(num_replicas(recipe.config), allowed=raise_descriptor_limit())
     path = directory.path
     recipe = recipe.placed_in(path)
@@ -181,7 +189,7 @@ class _Run:
         self,
         recipe: OpenRecipe,
         opened: RunDirectory,
-        supervised: SupervisedKeeper | None,
+        supervised: ControllerLink | None,
         resumption: Resumption | None,
         takeover: Takeover | None,
         ending: Ending,
@@ -244,7 +252,7 @@ class _Run:
             if self._takeover is not None:
                 controller.recovery.succeed(self._takeover.predecessor(self._ledger))
                 await self._journal.flush()
-            self._interrupts.listen(controller)
+            await self._interrupts.listen(controller)
             server = await self._serve(controller)
             bound = parse_address(server.address)
             reached_at = controller_address(bound, advertise=self._config.run.advertise)

@@ -1,1 +1,1 @@
-"""`cosmos-rl run`: a launcher keeps the worker processes, and a controller that dies is started again."""
+"""`cosmos-rl run`: a launcher owns the worker processes, and a controller that dies is started again."""
