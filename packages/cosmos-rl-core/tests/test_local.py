@@ -13,7 +13,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import AssignedGpus
 from cosmos_rl_core.launch.local import LocalWorkers, WorkerSpec
 from cosmos_rl_core.launch.placement import Launch, share_threads
-from cosmos_rl_core.launch.supervised.link import ControllerLink, ControllerTask
+from cosmos_rl_core.launch.supervised.link import ControllerTask, LauncherLink
 from cosmos_rl_core.processes import LAST_LINES, last_lines
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.supervisor import ProcessEnd, ProcessSpec
@@ -186,7 +186,7 @@ def test_workers_that_are_killed_at_the_end_are_no_deaths(tmp_path):
     assert (run.notes, run.error, run.workers.names("rollout")) == ([], None, [])
 
 
-class Link(ControllerLink):
+class Link(LauncherLink):
     """A launcher that starts nothing and notes the requests."""
 
     def __init__(self, *workers, ended=()):

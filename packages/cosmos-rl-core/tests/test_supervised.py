@@ -17,11 +17,11 @@ CONTROLLER = """
 import asyncio, json, os, socket, sys
 from pathlib import Path
 import msgspec
-from cosmos_rl_core.launch.supervised.link import ControllerLink, ControllerTask
+from cosmos_rl_core.launch.supervised.link import LauncherLink, ControllerTask
 from cosmos_rl_core.supervisor import ProcessSpec
 
 task = msgspec.msgpack.decode(open(int(sys.argv[2]), "rb").read(), type=ControllerTask)
-link, folder = ControllerLink(task, socket.socket(fileno=int(sys.argv[1]))), Path(task.directory)
+link, folder = LauncherLink(task, socket.socket(fileno=int(sys.argv[1]))), Path(task.directory)
 
 def worker(name, code):
     return ProcessSpec(name=name, command=("bash", "-c", code), log=str(folder / "logs" / name))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from cosmos_rl_core.control.server import Controller
-from cosmos_rl_core.launch.supervised.link import ControllerLink
+from cosmos_rl_core.launch.supervised.link import LauncherLink
 
 CHECK_S = 0.1
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class Interrupts:
         note: Callable[[str], None],
         kill: Callable[[], None],
         moves: bool,
-        supervised: ControllerLink | None = None,
+        supervised: LauncherLink | None = None,
     ) -> None:
         """note: reports the first one. kill: ends the workers. moves: [elastic] controller_moves. supervised: link to
         the launcher, which starts the next controller."""

@@ -21,7 +21,7 @@ from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.gpus import AssignedGpus, gpus_per_rollout
 from cosmos_rl_core.launch.observer import RunObserver
-from cosmos_rl_core.launch.supervised.link import ControllerLink
+from cosmos_rl_core.launch.supervised.link import LauncherLink
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
@@ -54,7 +54,7 @@ class Launch:
     observer: RunObserver
     lock: int
     """Descriptor of the run directory's lock; a policy process keeps it until it ends, as it may be saving."""
-    supervised: ControllerLink | None = None
+    supervised: LauncherLink | None = None
     """Link to the process that owns the workers; None: they are children of this process."""
 
 

@@ -47,7 +47,7 @@ from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.launch.preflight.checks import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
-from cosmos_rl_core.launch.supervised.link import ControllerLink
+from cosmos_rl_core.launch.supervised.link import LauncherLink
 from cosmos_rl_core.launch.takeover import Takeover, open_directory, open_journal, position_of, replay, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.machine import machine_log
@@ -154,7 +154,7 @@ def control(
     *,
     resume: str | None,
     overwrite: bool,
-    supervised: ControllerLink | None = None,
+    supervised: LauncherLink | None = None,
 ) -> RunResult:
     """Control a run to its end. `supervised`: the link to the process that owns the workers."""
     short = descriptor_shortage(num_replicas(recipe.config), allowed=raise_descriptor_limit())
@@ -189,7 +189,7 @@ class _Run:
         self,
         recipe: OpenRecipe,
         opened: RunDirectory,
-        supervised: ControllerLink | None,
+        supervised: LauncherLink | None,
         resumption: Resumption | None,
         takeover: Takeover | None,
         ending: Ending,

@@ -28,14 +28,14 @@ from cosmos_rl_core.launch.placement import STOP_GRACE_S
 from cosmos_rl_core.launch.run import control, explained, opened, run_opened
 from cosmos_rl_core.launch.supervised.link import (
     CRASHED,
-    ControllerLink,
     ControllerTask,
     ForgetWorker,
     InterruptNext,
     KillWorkers,
-    Ready,
+    LauncherLink,
     Request,
     StartWorkers,
+    TakesSignals,
 )
 from cosmos_rl_core.observe.reporting import Ending
 from cosmos_rl_core.processes import GRACE_S, child_variables, end_with, unnamed_memory
@@ -77,7 +77,7 @@ def control_supervised(link: int, task: int) -> RunResult:
     directory = RunDirectory(Path(job.directory), lock, job.directory_notes, job.is_orphaned)
     with explained(recipe.config), contextlib.closing(directory):
         return control(
-            recipe, directory, resume=job.resume, overwrite=job.overwrite, supervised=ControllerLink(job, inherited)
+            recipe, directory, resume=job.resume, overwrite=job.overwrite, supervised=LauncherLink(job, inherited)
         )
 
 
@@ -194,7 +194,7 @@ class ControllerLauncher:
 
     def _handle(self, request: Request) -> None:
         match request:
-            case Ready():
+            case TakesSignals():
                 self._is_ready = True
                 if self._waiting is not None:
                     self._interrupt(self._waiting)

@@ -1,7 +1,7 @@
 """The connection between the launcher of `cosmos-rl run` and its controller, which may be replaced.
 
 launcher   --ControllerTask-->                                    in a file, when it starts a controller
-           <--Ready, StartWorkers, KillWorkers, ForgetWorker--
+           <--TakesSignals, StartWorkers, KillWorkers, ForgetWorker--
            --ProcessEnd-->                                        of a worker
 
 A worker's end is in the task of a controller, or is sent to it, until a controller has started the worker again or has
@@ -58,7 +58,7 @@ class ControllerTask(msgspec.Struct, frozen=True, kw_only=True):
     ended: tuple[ProcessEnd, ...]
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class TakesSignals(msgspec.Struct, frozen=True, tag=True):
     """The controller handles signals."""
 
 
@@ -80,11 +80,11 @@ class ForgetWorker(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
-Request = Ready | InterruptNext | StartWorkers | KillWorkers | ForgetWorker
+Request = TakesSignals | InterruptNext | StartWorkers | KillWorkers | ForgetWorker
 
 
 @dataclass(slots=True)
-class ControllerLink:
+class LauncherLink:
     """A controller's side. For `local.LocalWorkers` it takes the place of a `ProcessSupervisor`."""
 
     task: ControllerTask
@@ -97,7 +97,7 @@ class ControllerLink:
 
     def ready(self) -> None:
         """Let the launcher pass signals on."""
-        self._connection.post(Ready())
+        self._connection.post(TakesSignals())
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
         self._connection.post(StartWorkers(tuple(specs)))
