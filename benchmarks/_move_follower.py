@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, Shard
 
@@ -129,9 +130,8 @@ async def follow(following: Following) -> None:
         following.address,
         model.landing(),
         token=following.token,
-        transport=following.transport,
         manifest=model.target(),
-        staging=following.staging,
+        settings=SyncSection(transport=following.transport, staging=following.staging),
     )
     _answer(b"")
     while await asyncio.to_thread(sys.stdin.buffer.readline):

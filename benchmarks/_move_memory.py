@@ -9,6 +9,7 @@ from _metrics import Figure
 from _move_follower import Follower, Following, SampleModel
 from _move_speed import TOKEN
 
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 BUCKET_BYTES = 16 << 20
@@ -44,7 +45,7 @@ async def _peaks(mib: int, transport: str, bucket_bytes: int) -> tuple[int, int]
     model = SampleModel(mib)
     weights = model.tensors()
     here = _Peak("self")
-    publisher = Publisher(weights, token=TOKEN, transport=transport, bucket_bytes=bucket_bytes)
+    publisher = Publisher(weights, token=TOKEN, settings=SyncSection(transport=transport, bucket_bytes=bucket_bytes))
     follower = Follower(Following(publisher.address, TOKEN, model, transport=transport, staging="in_place"))
     there = _Peak(str(follower.pid))
     for version in range(SYNCS):

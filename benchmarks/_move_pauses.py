@@ -13,6 +13,7 @@ from _move_follower import Follower, Following, SampleModel, Synced
 from _move_speed import TOKEN, WARM_UP
 from torch import Tensor
 
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 CHANGED = 100
@@ -27,7 +28,7 @@ def metrics(mib: int, rounds: int) -> list[Figure]:
 async def _stalls(mib: int, rounds: int) -> list[Figure]:
     model = SampleModel(mib)
     weights = model.tensors()
-    publisher = Publisher(weights, token=TOKEN, transport="shm", patience_s=0.0)
+    publisher = Publisher(weights, token=TOKEN, settings=SyncSection(transport="shm", patience_s=0.0))
     follower = Follower(Following(publisher.address, TOKEN, model, transport="shm"))
     later, sooner, transfers, copied = [], [], [], []
     for version in range(2 * (WARM_UP + rounds)):
@@ -137,7 +138,9 @@ class _Side:
         staging: Literal["shadow", "in_place"],
         transport: str = "shm",
     ) -> None:
-        self._publisher = Publisher(weights, token=TOKEN, transport=transport, delta=delta, full_every=10**6)
+        self._publisher = Publisher(
+            weights, token=TOKEN, settings=SyncSection(transport=transport, delta=delta, full_every=10**6)
+        )
         following = Following(self._publisher.address, TOKEN, model, transport=transport, staging=staging)
         self._follower = Follower(following)
         self.synced: list[Synced] = []

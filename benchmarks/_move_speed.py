@@ -18,6 +18,7 @@ from _move_follower import Follower, Following, SampleModel
 from _move_peer import Gloo, RawSocket
 from _torchstore import torchstore_seconds
 
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.content.digest import bucket_hash, tensor_sum
 from cosmos_rl_transfer.doctor import MEMCPY, NIXL_OVER_TCP, RAW_STREAM
 from cosmos_rl_transfer.layout.box import Box
@@ -86,7 +87,9 @@ class Sync:
         model = SampleModel(mib, column_ranks=way.column_ranks)
         self._weights = model.tensors()
         self._publisher = Publisher(
-            self._weights, token=TOKEN, transport=way.transport, wire_dtype=way.wire_dtype, timeout_s=60
+            self._weights,
+            token=TOKEN,
+            settings=SyncSection(transport=way.transport, dtype=way.wire_dtype, timeout_s=60),
         )
         self._follower = Follower(
             Following(self._publisher.address, TOKEN, model, transport=way.transport, staging=way.staging)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from _metrics import Figure, report
 
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_core.wire.certificates import make_bundles
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer import Publisher, Subscriber
@@ -47,7 +48,9 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 async def subscribe(address: str, tls: Tls | None) -> None:
     """For each line of standard input stage a version; print the seconds and this process's CPU time."""
-    subscriber = Subscriber(address, weights(0.0), token=TOKEN, transport="tcp", serve=False, tls=tls, timeout_s=120)
+    subscriber = Subscriber(
+        address, weights(0.0), token=TOKEN, tls=tls, settings=SyncSection(transport="tcp", timeout_s=120)
+    )
     version = -1
     while await asyncio.to_thread(sys.stdin.readline):
         begin, cpu_s = time.perf_counter(), time.process_time()
@@ -61,7 +64,9 @@ class Side:
 
     def __init__(self, tls: Tls | None) -> None:
         self._weights, self._version = weights(0.0), -1
-        self._publisher = Publisher(self._weights, token=TOKEN, transport="tcp", tls=tls, timeout_s=120)
+        self._publisher = Publisher(
+            self._weights, token=TOKEN, tls=tls, settings=SyncSection(transport="tcp", timeout_s=120)
+        )
         command = [sys.executable, __file__, "--subscribe", self._publisher.address]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._say("" if tls is None else tls.bundle.encode().hex())

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cosmos_rl_core.types import Prompt, Sampling
-from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
@@ -45,7 +45,8 @@ from cosmos_rl_transfer.publish.publisher import Publisher
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
-SETTINGS = SyncSettings(token=b"benchmark", dtype="bfloat16", timeout_s=120.0)
+TOKEN = b"benchmark"
+SETTINGS = SyncSection(dtype="bfloat16", timeout_s=120.0)
 MAX_LENGTH = 64
 RUNNING = 4
 """Sequences that are generated all the time."""
@@ -86,13 +87,11 @@ class Ways:
 
     def __init__(self, weights: Mapping[str, Tensor], engine: Engine, directory: Path) -> None:
         self._weights, self._engine, self._directory = weights, engine, directory
-        self._publisher = Publisher(weights, token=SETTINGS.token, wire_dtype=SETTINGS.dtype)
+        self._publisher = Publisher(weights, token=TOKEN, settings=SETTINGS)
 
     async def open(self) -> None:
         """Connect the engine to the publisher."""
-        self._subscriber = await self._engine.engine.subscriber(
-            self._publisher.address, backend="transfer", settings=SETTINGS
-        )
+        self._subscriber = await self._engine.engine.subscriber(self._publisher.address, settings=SETTINGS, token=TOKEN)
 
     async def close(self) -> None:
         """Disconnect."""

@@ -15,10 +15,10 @@ from cosmos_rl_core.plan.needs import START, STEP, UPDATE, MemoryPart, Needs
 from cosmos_rl_core.plan.run_plan import MemoryPlan, _memory_texts
 from cosmos_rl_core.plan.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
-from cosmos_rl_core.recipe.sections import RunSection, SamplingSection, SyncSection
+from cosmos_rl_core.recipe.sections import RunSection, SamplingSection
 from cosmos_rl_core.testing.tiny import Tiny
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_core.weight_sync import BUCKET_BYTES, GPU_BUCKET_BYTES
+from cosmos_rl_core.weight_sync import BUCKET_BYTES, GPU_BUCKET_BYTES, SyncSection
 
 H, INNER, VOCABULARY, LAYERS = 64, 96, 500, 4
 

@@ -17,6 +17,7 @@ from cosmos_rl_core.rollout.following import Publication, WeightFollower
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.worker import PromptLease, RolloutWorker
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
+from cosmos_rl_core.weight_sync import WeightSubscriber
 
 
 class Log(list):
@@ -119,7 +120,7 @@ class Desk:
 
 
 @dataclass
-class Subscriber:
+class Subscriber(WeightSubscriber):
     """Versions arrive as the test puts them; an exception is raised."""
 
     log: Log

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sent_weights import sent_weights
+from sent_weights import TOKEN, sent_weights
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero, is_seeded, wakes_as_it_was
 from cosmos_rl_core.types import Prompt, Sampling
-from cosmos_rl_core.weight_sync import OwnsSubscriber, SyncSettings
+from cosmos_rl_core.weight_sync import OwnsSubscriber, SyncSection
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
@@ -47,7 +47,7 @@ CONFIG = {
     "initializer_range": 0.3,
     "tie_word_embeddings": True,
 }
-SETTINGS = SyncSettings(token=b"the secret of the test", timeout_s=30.0)
+SETTINGS = SyncSection(timeout_s=30.0)
 PROMPT = Prompt(sample_id=0, row={"tokens": [3, 4, 5, 6]}, origin="rows:0")
 
 
@@ -305,7 +305,7 @@ def test_an_empty_prompt_is_an_error_of_the_row(llm, runner):
 
 def test_another_sync_backend_is_refused(llm, runner):
     with pytest.raises(UserError, match=r"backend = 'other'.*transfer"):
-        runner.run(engine_of(llm).subscriber("", backend="other", settings=SETTINGS))
+        runner.run(engine_of(llm).subscriber("", settings=SyncSection(backend="other"), token=TOKEN))
 
 
 def test_weights_that_cannot_be_applied_stop_the_engine(llm, runner):

@@ -17,7 +17,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, Sampling
-from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.domain import LLM
@@ -41,6 +41,7 @@ pytestmark = [
 ]
 slow = pytest.mark.slow
 
+TOKEN = b"the secret of the test"
 CACHE_BYTES = 64 << 20
 STEPS = 4
 
@@ -125,7 +126,7 @@ def test_stages_of_layers_without_a_gpu_are_refused(tmp_path):
 @pytest.mark.parametrize("staging", ["shadow", "in_place"])
 def test_after_ten_syncs_two_workers_answer_as_a_fresh_engine(tmp_path, staging):
     model = load_model(write_tiny_model(tmp_path / "first", initializer_range=0.2), dtype=torch.float32)
-    settings = SyncSettings(token=b"the secret of the test", staging=staging, timeout_s=60.0)
+    settings = SyncSection(staging=staging, timeout_s=60.0)
     prompts = [Prompt(sample_id=i, row={"tokens": [3 + i, 4, 13, 5, 14]}) for i in range(6)]
     greedy = Sampling(max_terms=40, temperature=0.0)
 
@@ -134,9 +135,9 @@ def test_after_ten_syncs_two_workers_answer_as_a_fresh_engine(tmp_path, staging)
         return [rollouts[0].arrays["tokens"].tolist() for _, rollouts in await asyncio.gather(*calls)]
 
     async def synced():
-        publisher = Publisher(named_weights(model), token=settings.token)
+        publisher = Publisher(named_weights(model), token=TOKEN)
         async with started(tmp_path / "first", tensor_parallel_size=2) as engine:
-            subscriber = await engine.subscriber(publisher.address, backend="transfer", settings=settings)
+            subscriber = await engine.subscriber(publisher.address, settings=settings, token=TOKEN)
             for version in range(10):
                 perturb(model, seed=version)
                 await publisher.publish(version, named_weights(model))
@@ -192,14 +193,14 @@ def expected_logprobs(model, rollout):
 @slow
 @pytest.mark.parametrize("family", REARRANGED)
 def test_families_whose_loader_rearranges_or_computes_answer_with_new_weights(tmp_path, family):
-    settings = SyncSettings(token=b"the secret of the test", timeout_s=60.0)
+    settings = SyncSection(timeout_s=60.0)
     random_model(family, seed=0).save_pretrained(tmp_path / "model")
     model = random_model(family, seed=1)
 
     async def work():
-        publisher = Publisher(named_weights(model), token=settings.token)
+        publisher = Publisher(named_weights(model), token=TOKEN)
         async with started(tmp_path / "model") as engine:
-            subscriber = await engine.subscriber(publisher.address, backend="transfer", settings=settings)
+            subscriber = await engine.subscriber(publisher.address, settings=settings, token=TOKEN)
             await publisher.publish(0, named_weights(model))
             assert await subscriber.stage(after=-1) == 0
             await engine.switch(0, subscriber.apply)
@@ -258,15 +259,15 @@ def test_memory_that_can_be_freed_is_asked_for_on_a_gpu_alone():
 @slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_that_new_weights_cannot_reach_is_one_sentence_to_the_user(tmp_path, ranks):
-    settings = SyncSettings(token=b"the secret of the test", timeout_s=60.0)
+    settings = SyncSection(timeout_s=60.0)
     model = load_model(write_tiny_model(tmp_path / "model"), dtype=torch.float32)
     weights = {name: w.int() if name == "model.norm.weight" else w for name, w in named_weights(model).items()}
 
     async def work():
-        publisher = Publisher(weights, token=settings.token)
+        publisher = Publisher(weights, token=TOKEN)
         async with started(tmp_path / "model", tensor_parallel_size=ranks) as engine:
             try:
-                await engine.subscriber(publisher.address, backend="transfer", settings=settings)
+                await engine.subscriber(publisher.address, settings=settings, token=TOKEN)
             finally:
                 await publisher.close()
 

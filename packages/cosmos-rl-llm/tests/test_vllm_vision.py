@@ -17,7 +17,7 @@ from cosmos_rl_core import run
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Prompt, Sampling
-from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
@@ -54,7 +54,7 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-5
-SETTINGS = SyncSettings(token=b"the secret of the test", timeout_s=60.0)
+SETTINGS = SyncSection(timeout_s=60.0)
 SYNCS = 10
 
 

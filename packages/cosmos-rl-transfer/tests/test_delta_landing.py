@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transfer_samples import sync
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, Shard, TransferError
 from cosmos_rl_transfer.content.delta import Extent, decode
 from cosmos_rl_transfer.content.digest import tensor_sum
 from cosmos_rl_transfer.planning.plan import plan
-from cosmos_rl_transfer.publish.live import LiveWeights
+from cosmos_rl_transfer.publish.memory import LiveWeights
 from cosmos_rl_transfer.publish.outgoing import Outgoing
 from cosmos_rl_transfer.pull.landing import InPlace, Shadow
 
@@ -25,8 +26,9 @@ class Wire:
     def __init__(self, source, target, weights, live, *, kind, bucket_bytes=512):
         made = plan(source, target, bucket_bytes=bucket_bytes)
         self.buckets = made.stream(0, 0)
-        memory = LiveWeights(source, rank=0)
-        self.outgoing = Outgoing(source, memory, rank=0, wire_dtypes=made.wire_dtypes, full_every=1000)
+        self.outgoing = Outgoing(LiveWeights(source, rank=0), settings=sync(full_every=1000))
+        self.outgoing.want(made.wire_dtypes)
+        self.outgoing.adapt()
         self.landing = kind(target, live, rank=0, wire_dtypes=made.wire_dtypes)
         self.weights, self.pool = weights, ThreadPoolExecutor(1)
         self.held = self.num_deltas = -1

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 import torch
-from transfer_samples import TOKEN, BitFlips
+from transfer_samples import TOKEN, BitFlips, over
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, Publisher, Shard, Subscriber
@@ -25,7 +25,7 @@ class Trainer:
         self.weights = {name: torch.randn(shape, generator=self.draw) for name, shape in SHAPES.items()}
         self.version = -1
         self.publisher = Publisher(
-            self.weights, token=TOKEN, transport=transport, bucket_bytes=4096, delta=True, **options
+            self.weights, token=TOKEN, **over(transport, bucket_bytes=4096, delta=True, **options)
         )
 
     async def step(self, density):
@@ -50,7 +50,7 @@ class Engine:
             "proj": torch.zeros(48, 80, dtype=dtype)[:, 8:72].T,
             "count": torch.zeros((), dtype=dtype),
         }
-        self.subscriber = Subscriber(address, self.live, token=TOKEN, transport=transport, **options)
+        self.subscriber = Subscriber(address, self.live, token=TOKEN, **over(transport, **options))
         self.version = -1
 
     async def pull(self):
@@ -128,11 +128,12 @@ def test_every_so_many_versions_one_comes_whole():
 def test_who_joins_in_the_middle_gets_all_and_then_changes():
     async def script(stack):
         trainer = opened(stack, Trainer())
-        first = opened(stack, Engine(trainer.publisher.address, serve=False))
+        first = opened(stack, Engine(trainer.publisher.address))
         for _ in range(3):
             await trainer.step(0.01)
             await first.pull()
         late = opened(stack, Engine(trainer.publisher.address, transport="tcp"))
+        late.version = first.version  # what the other engine serves is too old for it
         published = await trainer.step(0.01)
         assert (await late.pull()).num_deltas == 0
         late.assert_has(published)
@@ -196,7 +197,7 @@ def test_in_place_a_version_staged_and_never_applied_is_left_out():
 
 def test_weights_that_travel_in_fewer_bits_change_where_those_bits_do():
     async def script(stack):
-        trainer = opened(stack, Trainer(wire_dtype="bfloat16"))
+        trainer = opened(stack, Trainer(dtype="bfloat16"))
         engine = opened(stack, Engine(trainer.publisher.address, dtype=torch.bfloat16))
         await trainer.step(1.0)
         await engine.pull()
@@ -211,7 +212,7 @@ def test_weights_that_travel_in_fewer_bits_change_where_those_bits_do():
 
 def test_in_place_a_live_dtype_that_cannot_hold_the_bits_gets_no_deltas():
     async def script(stack):
-        trainer = opened(stack, Trainer(wire_dtype="float32"))
+        trainer = opened(stack, Trainer(dtype="float32"))
         engine = opened(stack, Engine(trainer.publisher.address, dtype=torch.bfloat16, staging="in_place"))
         for _ in range(3):
             published = await trainer.step(0.01)
@@ -325,14 +326,18 @@ def test_two_ranks_send_deltas_to_two_ranks_that_are_cut_otherwise(transport):
         draw = torch.Generator().manual_seed(0)
         whole = {spec.name: torch.randn(spec.shape, generator=draw) for spec in SPECS}
         trained = [parts(ROWS, rank, whole) for rank in (0, 1)]
-        options = {"token": TOKEN, "transport": transport}
         sides = [
-            Publisher(trained[rank], manifest=ROWS, rank=rank, bucket_bytes=2048, delta=True, **options)
+            Publisher(
+                trained[rank], token=TOKEN, manifest=ROWS, rank=rank, **over(transport, bucket_bytes=2048, delta=True)
+            )
             for rank in (0, 1)
         ]
         addresses = [side.address for side in sides]
         live = [parts(COLUMNS, rank, {n: torch.zeros_like(t) for n, t in whole.items()}) for rank in (0, 1)]
-        engines = [Subscriber(addresses, live[rank], manifest=COLUMNS, rank=rank, **options) for rank in (0, 1)]
+        engines = [
+            Subscriber(addresses, live[rank], token=TOKEN, manifest=COLUMNS, rank=rank, **over(transport))
+            for rank in (0, 1)
+        ]
         for side in [*sides, *engines]:
             stack.push_async_callback(side.close)
         for version in range(10):

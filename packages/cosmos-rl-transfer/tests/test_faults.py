@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transfer_samples import TOKEN, BitFlips, Pair, assert_version, blank, weights_at
+from transfer_samples import TOKEN, BitFlips, Pair, assert_version, blank, sync, weights_at
 
 from cosmos_rl_transfer import (
     AuthenticationError,
@@ -18,7 +18,7 @@ from cosmos_rl_transfer import (
     TransferError,
     WeightMismatch,
 )
-from cosmos_rl_transfer.pull.feed import Feed
+from cosmos_rl_transfer.pull.sources import Feed
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire.messages import SubscriberJoin, TransferRefused
@@ -111,8 +111,10 @@ def test_large_buckets_that_wait_to_be_sent_are_of_the_version_that_was_asked_fo
         weights = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(8)}
         live = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
         stalling = Stalling(Tcp())
-        publisher = Publisher(weights, token=TOKEN, transport="tcp", bucket_bytes=4 << 20, patience_s=0.1)
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=stalling, timeout_s=10)
+        publisher = Publisher(
+            weights, token=TOKEN, settings=sync(transport="tcp", bucket_bytes=4 << 20, patience_s=0.1)
+        )
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=stalling, settings=sync(timeout_s=10))
         await publisher.publish(0, weights)
         staging = asyncio.create_task(subscriber.stage(after=-1))
         assert await asyncio.to_thread(stalling.reading.wait, 10)
@@ -167,7 +169,7 @@ def test_a_reader_that_stands_still_does_not_keep_others_from_reading():
 def test_a_reader_that_stands_still_keeps_its_slots_while_nobody_else_wants_them():
     async def main():
         weights, stalling = {"w": torch.arange(16384.0)}, Stalling(SharedMemory())
-        publisher = Publisher(weights, token=TOKEN, transport="shm", bucket_bytes=4096)
+        publisher = Publisher(weights, token=TOKEN, settings=sync(transport="shm", bucket_bytes=4096))
         live = {"w": torch.zeros(16384)}
         subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=stalling)
         await publisher.publish(0, weights)
@@ -272,7 +274,9 @@ class Child:
 def test_a_hundred_versions_reach_another_process_bit_exact_over_each_transport():
     async def main():
         weights = weights_at(0)
-        publishers = [Publisher(weights, token=TOKEN, transport=name, bucket_bytes=2048) for name in TRANSPORTS]
+        publishers = [
+            Publisher(weights, token=TOKEN, settings=sync(transport=name, bucket_bytes=2048)) for name in TRANSPORTS
+        ]
         with Child("follow", *(p.address for p in publishers)) as child:
             for version in range(100):
                 for publisher in publishers:
@@ -291,7 +295,7 @@ def test_a_hundred_versions_reach_another_process_bit_exact_over_each_transport(
 
 def test_a_subscriber_killed_while_it_reads_does_not_hold_the_publisher_up():
     async def main():
-        publisher = Publisher(weights_at(0), token=TOKEN, transport="shm", patience_s=30)
+        publisher = Publisher(weights_at(0), token=TOKEN, settings=sync(transport="shm", patience_s=30))
         await publisher.publish(0, weights_at(0))
         with Child("stall", publisher.address) as child:
             assert await asyncio.to_thread(child.line) == "reading"
@@ -309,7 +313,7 @@ def test_a_subscriber_killed_while_it_reads_does_not_hold_the_publisher_up():
 def test_a_killed_publisher_is_noticed_within_two_seconds_over_each_transport():
     async def follow(address, transport):
         live = blank()
-        subscriber = Subscriber(address, live, token=TOKEN, transport=transport)
+        subscriber = Subscriber(address, live, token=TOKEN, settings=sync(transport=transport))
         assert await subscriber.stage(after=-1) == 0
         return subscriber, live, asyncio.create_task(subscriber.stage(after=0))
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transfer_samples import TOKEN, blank, weights_at
+from transfer_samples import TOKEN, blank, sync, weights_at
 
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber
@@ -45,8 +45,11 @@ def assert_version(live, version):
 
 async def moved(trained, engines, *, versions=(1, 2), staging="shadow", **options):
     """Publish versions to subscribers of `engines`, which read at the same time; return the publisher's buckets."""
-    publisher = Publisher(trained, token=TOKEN, bucket_bytes=2048, **{"transport": "shm", **options})
-    subscribers = [Subscriber(publisher.address, live, token=TOKEN, timeout_s=10, staging=staging) for live in engines]
+    publisher = Publisher(trained, token=TOKEN, settings=sync(**{"transport": "shm", "bucket_bytes": 2048, **options}))
+    subscribers = [
+        Subscriber(publisher.address, live, token=TOKEN, settings=sync(timeout_s=10, staging=staging))
+        for live in engines
+    ]
     buckets = 0
     for version in versions:
         await publisher.fence()
@@ -75,7 +78,7 @@ def test_a_bucket_is_copied_once_a_version_on_a_side_stream(record, transport, n
     assert_on_side_streams(record)
     down = sum(count for stream, count in record.streams.items() if stream.startswith("to the host"))
     assert down == 2 * buckets, record  # the bytes and the hashes
-    published = [count for place, count in record.waits.items() if "publish/staged.py" in place]
+    published = [count for place, count in record.waits.items() if "publish/memory.py" in place]
     assert sum(published) == buckets, record
 
 
@@ -83,8 +86,8 @@ def test_an_engine_may_switch_inside_a_default_device(record):
     trained, live = on_gpu(weights_at(1)), on_gpu(blank())
 
     async def switch():
-        publisher = Publisher(trained, token=TOKEN, bucket_bytes=2048, transport="shm")
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, timeout_s=10, staging="in_place")
+        publisher = Publisher(trained, token=TOKEN, settings=sync(bucket_bytes=2048, transport="shm"))
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, settings=sync(timeout_s=10, staging="in_place"))
         await publisher.publish(1, trained)
         await subscriber.stage(after=0)
         torch.cuda.set_device(0)
@@ -111,8 +114,8 @@ def test_deltas_are_written_in_place_on_the_gpu(record):
     trained, live = on_gpu(weights_at(0)), on_gpu(blank())
 
     async def change():
-        publisher = Publisher(trained, token=TOKEN, bucket_bytes=2048, delta=True)
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, timeout_s=10, staging="in_place")
+        publisher = Publisher(trained, token=TOKEN, settings=sync(bucket_bytes=2048, delta=True))
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, settings=sync(timeout_s=10, staging="in_place"))
         for version in (1, 2):
             await publisher.fence()
             trained["embed"].held.view(-1)[:5] = version
@@ -135,15 +138,15 @@ def test_a_fence_takes_its_copies_without_waiting_for_readers(record):
     trained, live = on_gpu(weights_at(1)), on_gpu(blank())
 
     async def leave():
-        publisher = Publisher(trained, token=TOKEN, bucket_bytes=2048, transport="shm", patience_s=60.0)
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, timeout_s=10)
+        publisher = Publisher(trained, token=TOKEN, settings=sync(bucket_bytes=2048, transport="shm", patience_s=60.0))
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, settings=sync(timeout_s=10))
         await publisher.publish(1, trained)
-        feed = subscriber._sources.feeds()[0]
-        lease = feed.borrow(1, keep=True, base=-1)
+        feed = subscriber._feeds()[0]
+        feed.borrow(1, keep=True, base=-1)
         fenced = await publisher.fence()
         for tensor in trained.values():
             tensor.held.zero_()
-        subscriber._puller.pull([(feed, lease)], version=1, pool=subscriber._pool, done=subscriber.pulled)
+        subscriber._puller.pull([feed], subscriber.pulled)
         in_compute_thread(lambda: subscriber._puller.landing.apply(pool=subscriber._pool))
         await subscriber.close()
         await publisher.close()

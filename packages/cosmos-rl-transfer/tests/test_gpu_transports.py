@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import msgspec
 import pytest
 import torch
-from transfer_samples import TOKEN, blank, weights_at
+from transfer_samples import TOKEN, blank, over, sync, weights_at
 
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_transfer.errors import TransferError
@@ -82,10 +82,8 @@ def on_gpu(weights):
 
 
 async def moved(trained, live, publishing, reading, *, staging):
-    publisher = Publisher(trained, token=TOKEN, transport=publishing, bucket_bytes=2048)
-    subscriber = Subscriber(
-        publisher.address, live, token=TOKEN, transport=reading, timeout_s=10, staging=staging, serve=False
-    )
+    publisher = Publisher(trained, token=TOKEN, **over(publishing, bucket_bytes=2048))
+    subscriber = Subscriber(publisher.address, live, token=TOKEN, **over(reading, timeout_s=10, staging=staging))
     for version in (1, 2):
         await publisher.fence()
         for name, tensor in weights_at(version).items():
@@ -143,7 +141,7 @@ def test_damage_on_the_way_is_found_on_the_gpu(record):
 def test_weights_in_host_memory_are_refused(record):
     publishing, *_ = group()
     with pytest.raises(TransportUnavailable, match="moves weights of a GPU"):
-        Publisher(weights_at(0), token=TOKEN, transport=publishing)
+        Publisher(weights_at(0), token=TOKEN, **over(publishing))
 
 
 @pytest.fixture
@@ -215,15 +213,15 @@ def test_a_bucket_that_a_fence_copied_is_loaded_into_a_slot(record, shared):
     trained, live = on_gpu(weights_at(1)), on_gpu(blank())
 
     async def leave():
-        publisher = Publisher(trained, token=TOKEN, bucket_bytes=2048, transport=CudaIpc())
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=CudaIpc(), timeout_s=10, serve=False)
+        publisher = Publisher(trained, token=TOKEN, transport=CudaIpc(), settings=sync(bucket_bytes=2048))
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=CudaIpc(), settings=sync(timeout_s=10))
         await publisher.publish(1, trained)
-        feed = subscriber._sources.feeds()[0]
-        lease = feed.borrow(1, keep=True, base=-1)
+        feed = subscriber._feeds()[0]
+        feed.borrow(1, keep=True, base=-1)
         await publisher.fence()
         for tensor in trained.values():
             tensor.held.zero_()
-        subscriber._puller.pull([(feed, lease)], version=1, pool=subscriber._pool, done=subscriber.pulled)
+        subscriber._puller.pull([feed], subscriber.pulled)
         subscriber._puller.landing.apply(pool=subscriber._pool)
         await subscriber.close()
         await publisher.close()
@@ -351,8 +349,8 @@ def test_the_path_of_the_weights_is_logged_once(record, shared, capsys):
     log_choice.cache_clear()
     trained = on_gpu(weights_at(0))
     for transport in ("shm", CudaIpc(), group()[0]):
-        asyncio.run(Publisher(trained, token=TOKEN, bucket_bytes=2048, transport=transport).close())
-    asyncio.run(Publisher(weights_at(0), token=TOKEN, bucket_bytes=2048).close())
+        asyncio.run(Publisher(trained, token=TOKEN, **over(transport, bucket_bytes=2048)).close())
+    asyncio.run(Publisher(weights_at(0), token=TOKEN, settings=sync(bucket_bytes=2048)).close())
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("weights: ")]
     paths = ("pinned host", "cuda ipc", "collective", "pageable")
     assert [line for line in lines if "slots" not in line] == [f"weights: {path}" for path in paths]

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
-from transfer_samples import TOKEN, assert_version, blank, weights_at
+from transfer_samples import TOKEN, assert_version, blank, sync, weights_at
 
 from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_core.wire.handshake import Hello, make_preamble
@@ -73,7 +73,7 @@ def conversations(source, target):
     ]
 
 
-def converse(supply, frames):
+def converse(server, frames):
     """Let a session read frames of one who holds the token, to their end."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -82,7 +82,7 @@ def converse(supply, frames):
         link = Link(ours, timeout_s=5, side="publisher")
         try:
             with pytest.raises(TransferError):
-                SubscriberSession(supply, link).run()
+                SubscriberSession(server, link).run()
         finally:
             link.close()
 
@@ -110,24 +110,24 @@ def test_changed_frames_cost_a_publisher_nothing(caplog):
     draw = random.Random(13)
 
     async def main():
-        publisher = Publisher(weights_at(1), token=TOKEN, transport="tcp", bucket_bytes=2048)
+        publisher = Publisher(weights_at(1), token=TOKEN, settings=sync(transport="tcp", bucket_bytes=2048))
         await publisher.publish(1, weights_at(1))
-        supply = publisher._server._supply
-        talks = conversations(supply.manifest, Manifest.from_tensors(blank(), rank=0))
+        server = publisher._server
+        talks = conversations(server.memory.manifest, Manifest.from_tensors(blank(), rank=0))
         num_threads, started_kib = num_own_threads(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(NUM_FRAMES):
-            lease = next(supply.versions._numbers) + 1
+            lease = next(server.versions._numbers) + 1
             talk = [msgspec.msgpack.encode(message) for message in draw.choice(talks)(lease)]
             which = draw.randrange(len(talk))
             frames = [framed(body) for body in talk[:which]]
             change_body = draw.random() < 0.8
             frames.append(framed(changed(draw, talk[which])) if change_body else changed(draw, framed(talk[which])))
-            converse(supply, frames)
+            converse(server, frames)
         for number in range(NUM_OPENINGS):
             said = open_badly(publisher.address, changed(draw, OPENING), wait=number % 2 == 0)
             assert len(said) <= len(OPENING), "its own opening, and a proof that says nothing"
         live = blank()
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport="tcp", timeout_s=20)
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, settings=sync(transport="tcp", timeout_s=20))
         assert await subscriber.stage(after=-1) == 1
         subscriber.apply()
         assert_version(live, 1)

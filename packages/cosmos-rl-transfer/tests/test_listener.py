@@ -9,7 +9,7 @@ import time
 
 import msgspec
 import pytest
-from transfer_samples import TOKEN, blank, weights_at
+from transfer_samples import TOKEN, blank, sync, weights_at
 
 from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_core.wire.listening import GRACE_S
@@ -79,11 +79,13 @@ def test_a_listener_that_could_not_start_a_thread_goes_on(caplog):
 
 def test_strangers_are_few_at_a_time_and_who_knows_the_token_is_served_beside_them(caplog):
     async def main():
-        publisher = Publisher(weights_at(0), token=TOKEN, transport="tcp")
+        publisher = Publisher(weights_at(0), token=TOKEN, settings=sync(transport="tcp"))
         await publisher.publish(0, weights_at(0))
         before = threading.active_count()
         with idle_connections(publisher.address, MAX_UNAUTHENTICATED + 60):
-            subscriber = Subscriber(publisher.address, blank(), token=TOKEN, transport="tcp", timeout_s=10)
+            subscriber = Subscriber(
+                publisher.address, blank(), token=TOKEN, settings=sync(transport="tcp", timeout_s=10)
+            )
             assert await subscriber.stage(after=-1) == 0
             until(lambda: threading.active_count() - before < MAX_UNAUTHENTICATED + 20)  # those that were closed end
             await subscriber.close()

@@ -9,15 +9,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
-from transfer_samples import TOKEN, BitFlips, Pair, Watched, assert_version, blank, weights_at
+from transfer_samples import TOKEN, BitFlips, Pair, Watched, assert_version, blank, over, sync, weights_at
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, PeerLost, Publisher, Shard, Subscriber
 from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.publish.holders import Directory
-from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.peers import choices
-from cosmos_rl_transfer.pull.sources import Sources
+from cosmos_rl_transfer.pull.sources import Feed, Sources
 from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
@@ -37,10 +36,12 @@ def part_of(whole, manifest, rank):
 
 
 @asynccontextmanager
-async def joiner(pair, **options):
+async def joiner(pair, transport="auto", **options):
     """One more subscriber of the pair's publisher, with tensors of its own."""
     live = blank()
-    subscriber = Subscriber(pair.publisher.address, live, token=TOKEN, **{"timeout_s": 10, **options})
+    subscriber = Subscriber(
+        pair.publisher.address, live, token=TOKEN, **over(transport, **{"timeout_s": 10, **options})
+    )
     try:
         yield subscriber, live
     finally:
@@ -94,7 +95,7 @@ def test_a_joiner_serves_the_next_one_and_takes_the_next_version_from_the_traine
 def test_ranks_of_a_replica_feed_one_of_another_layout_in_the_dtype_that_travels():
     async def main():
         whole = weights_at(5)
-        publisher = Publisher(whole, token=TOKEN, bucket_bytes=512, wire_dtype="bfloat16")
+        publisher = Publisher(whole, token=TOKEN, settings=sync(bucket_bytes=512, dtype="bfloat16"))
         await publisher.publish(5, whole)
         ranks = [
             Subscriber(publisher.address, part_of(blank(), COLUMNS, rank), token=TOKEN, manifest=COLUMNS, rank=rank)
@@ -163,7 +164,9 @@ def test_a_replica_that_comes_late_reads_from_another_while_the_trainer_writes()
             together = ReplicaSubscriber(pair.publisher.address, token=TOKEN, num_ranks=2, timeout_s=5)
             lives = [part_of(blank(), COLUMNS, rank) for rank in (0, 1)]
             ranks = [
-                Subscriber(pair.publisher.address, live, token=TOKEN, manifest=COLUMNS, rank=rank, timeout_s=5)
+                Subscriber(
+                    pair.publisher.address, live, token=TOKEN, manifest=COLUMNS, rank=rank, settings=sync(timeout_s=5)
+                )
                 for rank, live in enumerate(lives)
             ]
             members = [ReplicaMember(together.address, s, token=TOKEN, rank=rank) for rank, s in enumerate(ranks)]
@@ -186,7 +189,7 @@ def test_a_holder_that_is_gone_is_passed_over():
             await pair.publish(0)
             liar = Feed.open(pair.publisher.address, token=TOKEN, timeout_s=5)
             made = plan(liar.source, liar.source, bucket_bytes=2048)
-            liar.join(made, target=liar.source, rank=0, position=0, transport="tcp", memory=[])
+            liar.join(made, target=liar.source, rank=0, transport="tcp", memory=[])
             liar.holds(7, "127.0.0.1:1")
             assert liar.find_holders(-1).version == 7  # it is in the directory
             async with joiner(pair) as (late, live):
@@ -241,9 +244,7 @@ def test_a_joiner_that_stands_still_does_not_hold_its_peer_up_and_gets_the_newes
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("holding", "joining"), [({"serve": False}, {}), ({"staging": "in_place"}, {}), ({}, {"staging": "in_place"})]
-)
+@pytest.mark.parametrize(("holding", "joining"), [({"staging": "in_place"}, {}), ({}, {"staging": "in_place"})])
 def test_without_a_shadow_on_both_sides_the_trainer_is_read(holding, joining):
     async def main():
         async with Pair("shm") as pair, joiner(pair, **holding) as (first, _):
@@ -289,11 +290,13 @@ async def two_publishers(manifest, transport):
     whole = {name: torch.randn(spec.shape) for name, spec in manifest.specs.items()}
     parts = [part_of(whole, manifest, rank) for rank in (0, 1)]
     sending = [
-        Publisher(part, token=TOKEN, transport=transport, bucket_bytes=64, manifest=manifest, rank=rank)
+        Publisher(part, token=TOKEN, manifest=manifest, rank=rank, settings=sync(transport=transport, bucket_bytes=64))
         for rank, part in enumerate(parts)
     ]
     live = {name: torch.zeros(spec.shape) for name, spec in manifest.specs.items()}
-    subscriber = Subscriber([p.address for p in sending], live, token=TOKEN, transport=transport, timeout_s=5)
+    subscriber = Subscriber(
+        [p.address for p in sending], live, token=TOKEN, settings=sync(transport=transport, timeout_s=5)
+    )
     return whole, parts, sending, subscriber, live
 
 

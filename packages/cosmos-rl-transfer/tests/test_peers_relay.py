@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from transfer_samples import TOKEN, Watched, weights_at
+from transfer_samples import TOKEN, Watched, over, sync, weights_at
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, Publisher, Shard, Subscriber
@@ -27,13 +27,15 @@ class Group:
     def __init__(self, transport, *, relay: Relay = "on", see=None):
         self.trained = weights_at(0, rows=ROWS)
         self.publisher = Publisher(
-            self.trained, token=TOKEN, transport=transport, bucket_bytes=2048, relay=relay, patience_s=0.5
+            self.trained,
+            token=TOKEN,
+            settings=sync(transport=transport, bucket_bytes=2048, relay=relay, patience_s=0.5),
         )
         self.num_bytes = sum(tensor.nbytes for tensor in self.trained.values())
         self.lives = [{n: torch.zeros_like(t) for n, t in self.trained.items()} for _ in range(3)]
         kinds = [transport, Watched(KINDS[transport](), see) if see else transport, transport]
         self.subscribers = [
-            Subscriber(self.publisher.address, live, token=TOKEN, transport=kind, timeout_s=10)
+            Subscriber(self.publisher.address, live, token=TOKEN, **over(kind, timeout_s=10))
             for live, kind in zip(self.lives, kinds)
         ]
 
@@ -162,12 +164,20 @@ def test_rings_of_two_ranks_each_read_two_publishers():
     async def main():
         trained = [parts(whole_at(0), source, rank) for rank in (0, 1)]
         sending = [
-            Publisher(part, token=TOKEN, bucket_bytes=512, manifest=source, rank=rank, relay="on", delta=rank == 0)
+            Publisher(
+                part,
+                token=TOKEN,
+                manifest=source,
+                rank=rank,
+                settings=sync(bucket_bytes=512, relay="on", delta=rank == 0),
+            )
             for rank, part in enumerate(trained)
         ]
         lives = [(rank, parts(whole_at(9), target, rank)) for rank in (0, 1, 0, 1)]
         receiving = [
-            Subscriber([p.address for p in sending], live, token=TOKEN, manifest=target, rank=rank, timeout_s=10)
+            Subscriber(
+                [p.address for p in sending], live, token=TOKEN, manifest=target, rank=rank, settings=sync(timeout_s=10)
+            )
             for rank, live in lives
         ]
         for version in range(4):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer import LayoutError, Manifest
 from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.layout.manifest import Shard
@@ -49,13 +49,13 @@ def publish_and_pull(rank, world_size, *, transport):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     ranks = RankGroup.of_all()
     sync = TransferSync()
-    settings = SyncSettings(token=TOKEN, transport=transport, bucket_bytes=4096, timeout_s=30.0)
-    publisher = sync.publisher(parts_at(0, rank, mesh), bind="127.0.0.1", ranks=ranks, settings=settings)
+    settings = SyncSection(transport=transport, bucket_bytes=4096, timeout_s=30.0)
+    publisher = sync.publisher(parts_at(0, rank, mesh), bind="127.0.0.1", ranks=ranks, settings=settings, token=TOKEN)
     live = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     exact = []
 
     async def pull(version):
-        subscriber = sync.subscriber(publisher.address, live, settings=settings)
+        subscriber = sync.subscriber(publisher.address, live, settings=settings, token=TOKEN)
         assert await subscriber.stage(after=version - 1) == version
         subscriber.apply()
         await subscriber.close()
@@ -86,8 +86,8 @@ def publish_from_one(rank, world_size):
 
     ranks = RankGroup.of_all()
     weights = {"w": torch.arange(12.0)} if rank == 0 else {}
-    settings = SyncSettings(token=TOKEN, transport="tcp", dtype="bfloat16", bucket_bytes=4096, timeout_s=30.0)
-    publisher = TransferSync().publisher(weights, bind="127.0.0.1", ranks=ranks, settings=settings)
+    settings = SyncSection(transport="tcp", dtype="bfloat16", bucket_bytes=4096, timeout_s=30.0)
+    publisher = TransferSync().publisher(weights, bind="127.0.0.1", ranks=ranks, settings=settings, token=TOKEN)
     metrics = asyncio.run(publisher.publish(0, weights))
     asyncio.run(publisher.close())
     return {"addresses": len(publisher.address.split(",")), "bytes": metrics.get("sync_bytes", 0.0)}

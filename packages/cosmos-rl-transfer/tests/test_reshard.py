@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transfer_samples import sync
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import LayoutError, Manifest, Publisher, Subscriber
@@ -41,10 +42,9 @@ def publishers(manifest, transport):
         Publisher(
             parts(manifest, rank, whole_at(0)),
             token=TOKEN,
-            transport=transport,
             manifest=manifest,
             rank=rank,
-            bucket_bytes=1024,
+            settings=sync(transport=transport, bucket_bytes=1024),
         )
         for rank in manifest.ranks
     ]
@@ -61,7 +61,9 @@ def test_every_layout_reaches_every_other_bit_exact(source, target, transport):
             rank: parts(target, rank, {n: torch.zeros_like(t) for n, t in whole_at(0).items()}) for rank in target.ranks
         }
         receiving = {
-            rank: Subscriber(addresses, live[rank], token=TOKEN, transport=transport, manifest=target, rank=rank)
+            rank: Subscriber(
+                addresses, live[rank], token=TOKEN, manifest=target, rank=rank, settings=sync(transport=transport)
+            )
             for rank in target.ranks
         }
         for version in range(3):

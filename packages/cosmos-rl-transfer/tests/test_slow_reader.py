@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transfer_samples import TOKEN, Watched
+from transfer_samples import TOKEN, Watched, sync
 
 from cosmos_rl_transfer import Manifest, Publisher, Subscriber
 from cosmos_rl_transfer.content.delta import Extent, PieceDelta, encode
@@ -53,11 +53,11 @@ async def follow(subscriber):
 def test_a_reader_that_is_descheduled_gets_its_version_and_nothing_is_called_damaged(caplog):
     async def main():
         weights = {f"w{i}": torch.randn(64, 64)[:, ::2] for i in range(12)}  # packed into slots
-        publisher = Publisher(weights, token=TOKEN, transport="shm", bucket_bytes=8192, patience_s=0.1)
+        publisher = Publisher(weights, token=TOKEN, settings=sync(transport="shm", bucket_bytes=8192, patience_s=0.1))
         await publisher.publish(1, weights)
         live, slow = blank(weights), Descheduled(bucket=3)
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=slow, serve=False)
-        others = [Subscriber(publisher.address, blank(weights), token=TOKEN, serve=False) for _ in range(2)]
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=slow)
+        others = [Subscriber(publisher.address, blank(weights), token=TOKEN) for _ in range(2)]
         following = [asyncio.create_task(follow(other)) for other in others]
         assert await asyncio.wait_for(subscriber.stage(after=0), 20) == 1
         for task in following:
@@ -98,8 +98,10 @@ def test_a_bucket_that_was_half_sent_when_the_optimizer_wrote_is_slow_and_not_da
     async def main():
         weights = {f"w{i}": torch.full((1 << 20,), float(i + 1)) for i in range(3)}  # sent from where they lie
         live, stalling = blank(weights), Stalling()
-        publisher = Publisher(weights, token=TOKEN, transport="tcp", bucket_bytes=4 << 20, patience_s=0.05)
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=stalling, timeout_s=10)
+        publisher = Publisher(
+            weights, token=TOKEN, settings=sync(transport="tcp", bucket_bytes=4 << 20, patience_s=0.05)
+        )
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=stalling, settings=sync(timeout_s=10))
         await publisher.publish(0, weights)
         staging = asyncio.create_task(subscriber.stage(after=-1))
         assert await asyncio.to_thread(stalling.reading.wait, 10)
@@ -140,7 +142,7 @@ class OneSlot:
     def inlet_for(self, want):
         return self
 
-    def ask(self, lease, buckets, *, want):
+    def ask(self, buckets, *, want):
         pass
 
     def head(self, bucket):
@@ -181,9 +183,8 @@ def test_a_delta_is_written_as_it_was_hashed_also_if_its_slot_is_taken_back_in_b
     view = slot.view()
     view.flags.writeable = False
     feed = OneSlot((bucket,), Data(0, slot.nbytes, bucket_hash(slot), (0,), slot=0, delta=True), view)
-    puller = Puller(landing, rank=0, bucket_bytes=400)
     with ThreadPoolExecutor(1) as pool:
-        puller.pull([(feed, 1)], version=1, pool=pool, done=Pulled())
+        Puller(landing, bucket_bytes=400, pool=pool).pull([feed], Pulled(1))
     assert landing.values == [[5, 6]]
 
 

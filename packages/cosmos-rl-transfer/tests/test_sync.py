@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 import torch
-from transfer_samples import TOKEN, Pair, assert_version, blank, weights_at
+from transfer_samples import TOKEN, Pair, assert_version, blank, sync, weights_at
 
 from cosmos_rl_transfer import (
     LayoutError,
@@ -115,7 +115,7 @@ def test_large_tensors_travel_without_a_copy_and_small_ones_packed():
     async def main():
         weights = {"large": torch.randn(1024, 1024), "cast": torch.randn(300, 400).T, "small": torch.randn(9)}
         live = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
-        publisher = Publisher(weights, token=TOKEN, transport="tcp", bucket_bytes=1 << 20)
+        publisher = Publisher(weights, token=TOKEN, settings=sync(transport="tcp", bucket_bytes=1 << 20))
         subscriber = Subscriber(publisher.address, live, token=TOKEN)
         await publisher.publish(0, weights)
         await subscriber.stage(after=-1)
@@ -131,7 +131,7 @@ def test_weights_travel_in_the_wire_dtype_and_land_in_the_live_dtype():
     async def main():
         weights = {"w": torch.randn(33, 17), "steps": torch.tensor(2**40 + 1)}
         live = {"w": torch.zeros(33, 17, dtype=torch.float64), "steps": torch.tensor(0)}
-        publisher = Publisher(weights, token=TOKEN, wire_dtype="bfloat16")
+        publisher = Publisher(weights, token=TOKEN, settings=sync(dtype="bfloat16"))
         subscriber = Subscriber(publisher.address, live, token=TOKEN)
         assert (await publisher.publish(3, weights))["sync_bytes"] == 33 * 17 * 2 + 8
         await subscriber.stage(after=0)
@@ -152,7 +152,7 @@ def test_tensors_no_wider_than_the_wire_dtype_arrive_bit_for_bit():
         weights = {str(dtype): patterns.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
         weights["half"] = torch.randn(64).half()
         live = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
-        publisher = Publisher(weights, token=TOKEN, wire_dtype="bfloat16")
+        publisher = Publisher(weights, token=TOKEN, settings=sync(dtype="bfloat16"))
         subscriber = Subscriber(publisher.address, live, token=TOKEN)
         assert (await publisher.publish(0, weights))["sync_bytes"] == 256 + 256 + 64 * 2
         await subscriber.stage(after=-1)
@@ -186,7 +186,7 @@ def test_several_subscribers_follow_one_publisher():
     async def main():
         async with Pair("shm") as pair:
             other = blank()
-            second = Subscriber(pair.publisher.address, other, token=TOKEN, transport="tcp")
+            second = Subscriber(pair.publisher.address, other, token=TOKEN, settings=sync(transport="tcp"))
             await pair.publish(0)
             assert await asyncio.gather(pair.subscriber.stage(after=-1), second.stage(after=-1)) == [0, 0]
             second.apply()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from transfer_samples import TOKEN, assert_version, blank, weights_at
+from transfer_samples import TOKEN, assert_version, blank, sync, weights_at
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.certificates import make_bundles
@@ -20,9 +20,13 @@ _, STRANGERS = make_bundles(valid_days=1)
 def test_weights_arrive_over_encrypted_links(transport, staging):
     async def main():
         trained, live = weights_at(0, rows=20_000), {}
-        publisher = Publisher(trained, token=TOKEN, transport=transport, tls=WORKERS, delta=staging == "shadow")
+        publisher = Publisher(
+            trained, token=TOKEN, tls=WORKERS, settings=sync(transport=transport, delta=staging == "shadow")
+        )
         live = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=transport, staging=staging, tls=WORKERS)
+        subscriber = Subscriber(
+            publisher.address, live, token=TOKEN, tls=WORKERS, settings=sync(transport=transport, staging=staging)
+        )
         for version in range(3):
             await publisher.fence()
             for name, tensor in weights_at(version, rows=20_000).items():
@@ -40,8 +44,10 @@ def test_weights_arrive_over_encrypted_links(transport, staging):
 def test_a_late_subscriber_reads_from_another_one_over_tls():
     async def main():
         trained, lives = weights_at(0), [blank(), blank()]
-        publisher = Publisher(trained, token=TOKEN, transport="tcp", tls=WORKERS, bucket_bytes=2048, patience_s=0.1)
-        options = {"token": TOKEN, "transport": "tcp", "tls": WORKERS, "timeout_s": 10}
+        publisher = Publisher(
+            trained, token=TOKEN, tls=WORKERS, settings=sync(transport="tcp", bucket_bytes=2048, patience_s=0.1)
+        )
+        options = {"token": TOKEN, "tls": WORKERS, "settings": sync(transport="tcp", timeout_s=10)}
         first, second = (Subscriber(publisher.address, live, **options) for live in lives)
         await publisher.publish(0, trained)
         await first.stage(after=-1)
@@ -60,9 +66,9 @@ def test_a_late_subscriber_reads_from_another_one_over_tls():
 def test_the_ranks_of_a_replica_follow_over_tls():
     async def main():
         trained, live = weights_at(5), blank()
-        publisher = Publisher(trained, token=TOKEN, transport="tcp", tls=WORKERS)
+        publisher = Publisher(trained, token=TOKEN, tls=WORKERS, settings=sync(transport="tcp"))
         replica = ReplicaSubscriber(publisher.address, token=TOKEN, num_ranks=1, timeout_s=10, tls=WORKERS)
-        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport="tcp", tls=WORKERS)
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, tls=WORKERS, settings=sync(transport="tcp"))
         member = await asyncio.to_thread(
             ReplicaMember, replica.address, subscriber, token=TOKEN, rank=0, timeout_s=10, tls=WORKERS
         )
@@ -88,7 +94,7 @@ def test_the_ranks_of_a_replica_follow_over_tls():
 )
 def test_a_subscriber_without_the_certificate_is_refused(publishing, reading, message):
     async def main():
-        publisher = Publisher(weights_at(0), token=TOKEN, transport="tcp", tls=publishing)
+        publisher = Publisher(weights_at(0), token=TOKEN, tls=publishing, settings=sync(transport="tcp"))
         stranger = Subscriber(publisher.address, blank(), token=TOKEN, tls=reading)
         with pytest.raises(AuthenticationError, match=message):
             await stranger.stage(after=-1)

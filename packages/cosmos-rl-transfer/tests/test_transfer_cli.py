@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.__main__ import main
 from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.layout.shapes import read_shapes
@@ -107,7 +107,7 @@ def test_help_loads_no_torch():
     code = """
 import sys
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.__main__ import main
 try:
@@ -124,7 +124,7 @@ def test_a_plan_loads_no_torch():
     code = """
 import sys
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.__main__ import main
 try:
@@ -147,7 +147,7 @@ def test_the_module_runs_as_a_program():
 def cost(**policy):
     """What `cosmos-rl plan` shows of a sync to two engines."""
     specs = read_shapes("smollm2-135m").specs
-    return TransferSync().plan(specs, settings=SyncSettings(token=b"", relay="off"), policy=policy, replicas=2)
+    return TransferSync().plan(specs, settings=SyncSection(relay="off"), policy=policy, replicas=2)
 
 
 def test_the_cost_of_a_recipe_counts_the_ranks_of_the_policy():

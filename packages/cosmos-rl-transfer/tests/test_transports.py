@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from transfer_samples import weights_at
+from transfer_samples import sync, weights_at
 
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.wire.frames import HEADER_BYTES
@@ -221,7 +221,7 @@ def test_a_hang_up_is_seen_behind_bytes_that_nobody_has_read(ends):
 
 @pytest.fixture
 def publisher():
-    made = Publisher(weights_at(0), token=b"secret", transport="tcp")
+    made = Publisher(weights_at(0), token=b"secret", settings=sync(transport="tcp"))
     yield made
     asyncio.run(made.close())
 

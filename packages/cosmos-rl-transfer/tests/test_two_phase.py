@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from transfer_samples import TOKEN
+from transfer_samples import TOKEN, sync
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, PeerLost, Publisher, Shard, Subscriber, TransferError, WeightMismatch
@@ -28,11 +28,11 @@ class Replica:
 
     def __init__(self, *, commits=(None, None)):
         self.trained = whole_at(0)
-        self.publisher = Publisher(self.trained, token=TOKEN, bucket_bytes=64, patience_s=0.2)
+        self.publisher = Publisher(self.trained, token=TOKEN, settings=sync(bucket_bytes=64, patience_s=0.2))
         self.together = ReplicaSubscriber(self.publisher.address, token=TOKEN, num_ranks=2, timeout_s=5)
         self.live = [part_of({name: torch.zeros(t.shape) for name, t in self.trained.items()}, rank) for rank in (0, 1)]
         self.subscribers = [
-            Subscriber(self.publisher.address, live, token=TOKEN, manifest=CUT, rank=rank, timeout_s=5)
+            Subscriber(self.publisher.address, live, token=TOKEN, manifest=CUT, rank=rank, settings=sync(timeout_s=5))
             for rank, live in enumerate(self.live)
         ]
         self.members = [

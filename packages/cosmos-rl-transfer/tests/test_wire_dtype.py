@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from transfer_samples import TOKEN
+from transfer_samples import TOKEN, sync
 
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber
@@ -23,8 +23,8 @@ def engine(dtype):
 
 async def moved(trained, engines, *, versions=1, changes=None, **options):
     """Publish versions to all engines; return the bytes and the deltas of each in the last version, and the metrics."""
-    publisher = Publisher(trained, token=TOKEN, transport="shm", **options)
-    subscribers = [Subscriber(publisher.address, live, token=TOKEN, timeout_s=10, serve=False) for live in engines]
+    publisher = Publisher(trained, token=TOKEN, settings=sync(transport="shm", **options))
+    subscribers = [Subscriber(publisher.address, live, token=TOKEN, settings=sync(timeout_s=10)) for live in engines]
     for version in range(versions):
         await publisher.fence()
         if changes is not None:
@@ -53,7 +53,7 @@ async def moved(trained, engines, *, versions=1, changes=None, **options):
 )
 def test_float32_masters_travel_in_the_engines_dtype(dtype, item_bytes, wire_dtype):
     trained, live = masters(1), engine(dtype)
-    [(num_bytes, _)], _ = asyncio.run(moved(trained, [live], wire_dtype=wire_dtype))
+    [(num_bytes, _)], _ = asyncio.run(moved(trained, [live], dtype=wire_dtype))
     assert NUMEL * item_bytes + 8 <= num_bytes < NUMEL * item_bytes + 8 + 64
     sent = trained["w"].to(torch.bfloat16 if wire_dtype == "bfloat16" else torch.float32)
     assert torch.equal(live["w"], sent.to(dtype))

@@ -79,7 +79,7 @@ def hook_policy():
     from cosmos_rl_core.train.replicas import ReplicaGroup, _Receive, _Send
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.workers.steps import PolicySteps
-    from cosmos_rl_transfer.publish.delivery import Delivery
+    from cosmos_rl_transfer.publish.server import Delivery
 
     count_steps(PolicySteps)
     around(Trainer, "forward_backward", before="forward")

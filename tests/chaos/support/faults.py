@@ -120,7 +120,7 @@ def _plant_in_policy():
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.workers.mesh import ChannelStore, PolicyMesh
     from cosmos_rl_core.workers.steps import PolicyLink, PolicySteps
-    from cosmos_rl_transfer.publish.delivery import Delivery
+    from cosmos_rl_transfer.publish.server import Delivery
 
     def remember(mesh, /, *args, **options):
         _Mesh.mine = mesh

@@ -28,8 +28,7 @@ from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
-from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
-from cosmos_rl_core.wire.tls import Tls
+from cosmos_rl_core.weight_sync import WeightSync
 
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from pathlib import Path
@@ -451,21 +450,3 @@ def build_sync(config: RunConfig) -> WeightSync:
     """The package that transfers the weights."""
     backend: Any = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
     return cast(WeightSync, backend() if inspect.isclass(backend) else backend)
-
-
-def sync_settings(config: RunConfig, *, token: bytes, tls: Tls | None = None) -> SyncSettings:
-    """The settings of both sides of the weight sync."""
-    section = config.sync
-    return SyncSettings(
-        token=token,
-        tls=tls,
-        transport=section.transport,
-        dtype=section.dtype,
-        bucket_bytes=section.bucket_bytes,
-        timeout_s=section.timeout_s,
-        patience_s=section.patience_s,
-        staging=section.staging,
-        delta=section.delta,
-        full_every=section.full_every,
-        relay=section.relay,
-    )

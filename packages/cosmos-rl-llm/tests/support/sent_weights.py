@@ -5,12 +5,14 @@ from contextlib import asynccontextmanager
 from cosmos_rl_llm.model.causal_lm import trained_weights
 from cosmos_rl_transfer.publish.publisher import Publisher
 
+TOKEN = b"the secret of the test"
+
 
 @asynccontextmanager
 async def sent_weights(engine, model, settings):
     """Yield a coroutine function that sends the model's weights to the engine as a version."""
-    publisher = Publisher(trained_weights(model), token=settings.token)
-    subscriber = await engine.subscriber(publisher.address, backend="transfer", settings=settings)
+    publisher = Publisher(trained_weights(model), token=TOKEN)
+    subscriber = await engine.subscriber(publisher.address, settings=settings, token=TOKEN)
 
     async def send(version):
         await publisher.publish(version, trained_weights(model))

@@ -1,4 +1,4 @@
-"""The entry point `cosmos_rl.weight_sync`: builds both sides of a sync from the [sync] section."""
+"""The entry point `cosmos_rl.weight_sync`: builds both sides of a sync from the section [sync]."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from cosmos_rl_core.parallel.rank_group import RankGroup
     from cosmos_rl_core.types import WeightSpec
-    from cosmos_rl_core.weight_sync import RankExchange, SyncCost, SyncSettings
+    from cosmos_rl_core.weight_sync import SyncCost, SyncSection
+    from cosmos_rl_core.wire.tls import Tls
     from cosmos_rl_transfer.publish.publisher import Publisher, RankPublisher
     from cosmos_rl_transfer.pull.subscriber import Subscriber
 
@@ -21,44 +23,35 @@ class TransferSync:
         self,
         weights: Mapping[str, Tensor],
         *,
-        settings: SyncSettings,
+        settings: SyncSection,
+        token: bytes,
+        tls: Tls | None = None,
         bind: str,
-        ranks: RankExchange | None = None,
+        ranks: RankGroup | None = None,
     ) -> Publisher | RankPublisher:
         """Allocate the publisher of these weights, or of this rank's parts, and start to listen on `bind`."""
         from cosmos_rl_transfer.publish.publisher import Publisher, RankPublisher
 
-        options: dict[str, Any] = {
-            "token": settings.token,
-            "tls": settings.tls,
-            "transport": settings.transport,
-            "wire_dtype": settings.dtype,
-            "bucket_bytes": settings.bucket_bytes,
-            "timeout_s": settings.timeout_s,
-            "patience_s": settings.patience_s,
-            "delta": settings.delta,
-            "full_every": settings.full_every,
-            "relay": settings.relay,
-            "bind": bind,
-        }
-        return Publisher(weights, **options) if ranks is None else RankPublisher(weights, ranks=ranks, **options)
+        if ranks is None:
+            return Publisher(weights, token=token, settings=settings, tls=tls, bind=bind)
+        return RankPublisher(weights, ranks=ranks, settings=settings, token=token, tls=tls, bind=bind)
 
-    def subscriber(self, address: str, weights: Mapping[str, Tensor], *, settings: SyncSettings) -> Subscriber:
+    def subscriber(
+        self,
+        address: str,
+        weights: Mapping[str, Tensor],
+        *,
+        settings: SyncSection,
+        token: bytes,
+        tls: Tls | None = None,
+    ) -> Subscriber:
         """Make the subscriber that keeps these live weights up to date from `address`, of one rank or of several."""
         from cosmos_rl_transfer.pull.subscriber import Subscriber
 
-        return Subscriber(
-            address,
-            weights,
-            token=settings.token,
-            tls=settings.tls,
-            transport=settings.transport,
-            timeout_s=settings.timeout_s,
-            staging=settings.staging,
-        )
+        return Subscriber(address, weights, token=token, settings=settings, tls=tls)
 
     def plan(
-        self, specs: Sequence[WeightSpec], *, settings: SyncSettings, policy: Mapping[str, int], replicas: int
+        self, specs: Sequence[WeightSpec], *, settings: SyncSection, policy: Mapping[str, int], replicas: int
     ) -> SyncCost:
         """Return the cost of one version from a policy replica of these axes to `replicas` engines of one rank each.
 

@@ -5,7 +5,7 @@ import sys
 import threading
 
 import torch
-from transfer_samples import weights_at
+from transfer_samples import sync, weights_at
 
 from cosmos_rl_transfer import Publisher, Subscriber
 from cosmos_rl_transfer.transports.shm import SharedMemory
@@ -20,7 +20,7 @@ async def follow(*addresses):
 
 async def follow_one(address, transport):
     live = {name: torch.zeros_like(tensor) for name, tensor in weights_at(0).items()}
-    subscriber, version = Subscriber(address, live, token=TOKEN, transport=transport), -1
+    subscriber, version = Subscriber(address, live, token=TOKEN, settings=sync(transport=transport)), -1
     while True:
         version = await subscriber.stage(after=version)
         subscriber.apply()
@@ -52,7 +52,7 @@ async def stall(address):
 async def publish(*transports):
     """Publish version 0 over each transport, tell the addresses, and wait for the end."""
     weights = weights_at(0)
-    publishers = [Publisher(weights, token=TOKEN, transport=transport) for transport in transports]
+    publishers = [Publisher(weights, token=TOKEN, settings=sync(transport=transport)) for transport in transports]
     for publisher in publishers:
         await publisher.publish(0, weights)
         print(publisher.address, flush=True)

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.publish.publisher import Publisher
-from cosmos_rl_transfer.pull.subscriber import Staging, Subscriber
+from cosmos_rl_transfer.pull.subscriber import Subscriber
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
 TOKEN = b"the run's token"
 _BUCKET_BYTES = 2048
+
+
+def sync(**options: Any) -> SyncSection:
+    """Return the section [sync] with these keys, without its limits: tests have buckets of a few bytes."""
+    return SyncSection.model_construct(**{"timeout_s": 30.0, **options})
+
+
+def over(transport: str | Transport, **options: Any) -> dict[str, Any]:
+    """Return the arguments of either side for a transport, by name or an instance, and the keys of [sync]."""
+    if isinstance(transport, str):
+        return {"settings": sync(transport=transport, **options)}
+    return {"settings": sync(**options), "transport": transport}
 
 
 def weights_at(version: int, *, rows: int = 64) -> dict[str, Tensor]:
@@ -50,20 +64,20 @@ class Pair:
         *,
         reading: Transport | None = None,
         patience_s: float = 2.0,
-        staging: Staging = "shadow",
+        staging: str = "shadow",
     ) -> None:
         self.trained = weights_at(0)
         self.publisher = Publisher(
-            self.trained, token=TOKEN, transport=transport, bucket_bytes=_BUCKET_BYTES, patience_s=patience_s
+            self.trained,
+            token=TOKEN,
+            settings=sync(transport=transport, bucket_bytes=_BUCKET_BYTES, patience_s=patience_s),
         )
         self.live = blank()
         self.subscriber = Subscriber(
             self.publisher.address,
             self.live,
             token=TOKEN,
-            transport=reading or transport,
-            timeout_s=10,
-            staging=staging,
+            **over(reading or transport, timeout_s=10, staging=staging),
         )
 
     async def publish(self, version: int) -> Mapping[str, float]:

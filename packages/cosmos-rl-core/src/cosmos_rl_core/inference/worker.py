@@ -223,12 +223,13 @@ async def _load_by_sync(
     """Load the weights by a weight sync through the [sync] backend, which holds a copy in memory meanwhile."""
     assert isinstance(engine, OwnsSubscriber)
     weights = await asyncio.to_thread(_weights, config, checkpoint, averaged=averaged)
-    settings = assemble.sync_settings(config, token=secrets.token_bytes(32))
-    sync = assemble.build_sync(config)
-    publisher = await asyncio.to_thread(sync.publisher, weights, settings=settings, bind="127.0.0.1", ranks=None)
+    token, sync = secrets.token_bytes(32), assemble.build_sync(config)
+    publisher = await asyncio.to_thread(
+        sync.publisher, weights, settings=config.sync, token=token, tls=None, bind="127.0.0.1", ranks=None
+    )
     try:
         await publisher.publish(version, weights)
-        subscriber = await engine.subscriber(publisher.address, backend=config.sync.backend, settings=settings)
+        subscriber = await engine.subscriber(publisher.address, settings=config.sync, token=token)
         try:
             staged = await subscriber.stage(after=engine.version)
             await engine.switch(staged, subscriber.apply)

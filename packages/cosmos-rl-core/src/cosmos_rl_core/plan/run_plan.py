@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cosmos_rl_core.assemble import build_sync, sync_settings
+from cosmos_rl_core.assemble import build_sync
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
 from cosmos_rl_core.launch.placement import threads
@@ -281,7 +281,6 @@ def _weights(config: RunConfig) -> WeightsPlan | None:
     size = BYTES[config.policy.precision.parameters]
     sync, engine_bytes = None, 0
     if not config.is_sft:
-        settings = sync_settings(config, token=b"")
         shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
         computed = config.policy.precision.parameters if shape is None else shape.compute_dtype
         live, sent = domain.engine_dtype(config, computed=computed), sent_dtype(config, domain, computed=computed)
@@ -289,8 +288,8 @@ def _weights(config: RunConfig) -> WeightsPlan | None:
         specs = [spec for spec in specs if spec.name not in frozen]
         specs = [replace(spec, dtype=sent) if "float" in spec.dtype else spec for spec in specs]
         axes = _ranks(config).axes
-        sync = build_sync(config).plan(specs, settings=settings, policy=axes, replicas=config.rollout.replicas)
-        staged = 0 if settings.staging == "in_place" else ITEM_BYTES[sent]
+        sync = build_sync(config).plan(specs, settings=config.sync, policy=axes, replicas=config.rollout.replicas)
+        staged = 0 if config.sync.staging == "in_place" else ITEM_BYTES[sent]
         engine_bytes = (ITEM_BYTES[live] + staged) * parameters
     return WeightsPlan(
         parameters=parameters,

@@ -23,13 +23,12 @@ from cosmos_rl_core.recipe.sections import (
     RewardSection,
     RolloutSection,
     RunSection,
-    SyncSection,
     TlsSection,
     count_rows,
 )
 from cosmos_rl_core.settings.base import Problem, Strict
 from cosmos_rl_core.settings.problems import as_toml
-from cosmos_rl_core.weight_sync import BETWEEN_GPUS
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS, SyncSection
 
 RL_ONLY = ("rollout", "reward", "data_regularization", "sync", "monitor")
 """Sections that do not apply to supervised fine-tuning."""

@@ -13,7 +13,6 @@ from pydantic import Field, ValidationInfo, field_validator
 from cosmos_rl_core.interfaces import SamplingConfig
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Sampling
-from cosmos_rl_core.weight_sync import FULL_EVERY
 
 
 def count_rows(part: float, total: int) -> int:
@@ -228,37 +227,6 @@ class DataRegularizationSection(Strict):
     """Shuffle the rows in every epoch, in an order determined by the seed and the epoch."""
     data: Any = None
     """The supervised rows, with the keys of [data]. Not set: the rows of [data]."""
-
-
-class SyncSection(Strict):
-    """[sync]: transfer of new weights to the engines, and the maximum staleness of rollouts."""
-
-    max_staleness: int = Field(default=1, ge=0)
-    """Maximum policy lag of a rollout when it is trained on, in optimizer steps; 0 is on-policy."""
-    backend: str = Field(default="transfer", min_length=1)
-    """Backend of the weight transfer: "transfer" (cosmos-rl-transfer), or "module:attribute"."""
-    interval: int = Field(default=1, ge=1)
-    """Engines load the versions that are divisible by it, and those that are evaluated. At most `max_staleness` + 1."""
-    transport: str = Field(default="auto", min_length=1)
-    """"shm", "tcp", "nixl" or, from GPU to GPU, "cuda_ipc" (one machine) and "nixl_vram"; "auto" selects the fastest
-    one available between two processes, those from GPU to GPU excepted."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Data type to which wider weights are cast for the transfer. Not set: that of the engine."""
-    bucket_bytes: int | None = Field(default=None, ge=4096)
-    """Size of the buckets in which weights are hashed and transferred; each side allocates two. Not set: 4 MiB, or
-    64 MiB if the policy is on a GPU."""
-    staging: Literal["shadow", "in_place"] = "shadow"
-    """Where engines receive weights: "shadow", a second copy in host memory; or "in_place", with generation paused."""
-    delta: bool = False
-    """Send only the changes since the last version, if that is smaller; needs a copy of the weights at the trainer."""
-    full_every: int = Field(default=FULL_EVERY, ge=1)
-    """With delta: every n-th version is sent in full."""
-    relay: Literal["auto", "on", "off"] = "auto"
-    """Whether engines forward weights to each other; "auto": if engines are on more hosts than trainers."""
-    patience_s: float = Field(default=0.5, ge=0)
-    """Time an optimizer step waits for engines that are still reading, before their missing weights are copied."""
-    timeout_s: float = Field(default=120.0, gt=0)
-    """Maximum wait for the other side; then the sync fails with an error that names it."""
 
 
 class TlsSection(Strict):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.observe.trace import WAITS, Timeline
-from cosmos_rl_core.weight_sync import CountsPulls, WeightSubscriber
+from cosmos_rl_core.weight_sync import WeightSubscriber
 
 RETRY_S = 1.0
 """Seconds between two attempts to reach a publisher that is gone."""
@@ -33,19 +33,6 @@ class Publication:
     lineage: int = 0
     version: int = 0
     """Version that is needed between those of the interval."""
-
-
-def _counts(subscriber: WeightSubscriber) -> dict[str, float]:
-    """Return the counts of the last pull; empty for a subscriber that keeps none."""
-    if not isinstance(subscriber, CountsPulls):
-        return {}
-    pulled = subscriber.pulled
-    return {
-        "bytes": pulled.num_bytes,
-        "deltas": pulled.num_deltas,
-        "repaired": len(pulled.repaired),
-        "pull_s": round(pulled.seconds, 6),
-    }
 
 
 class WeightFollower:
@@ -111,7 +98,7 @@ class WeightFollower:
                         if news.done():
                             return
                         after = staging.result()
-                        wait.add(version=after, **_counts(subscriber))
+                        wait.add(version=after, **subscriber.counts())
                 finally:
                     staging.cancel()
                     await asyncio.gather(staging, return_exceptions=True)

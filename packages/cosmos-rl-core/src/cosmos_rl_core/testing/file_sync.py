@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cosmos_rl_core.parallel.dtensor import whole
+from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_core.weight_sync import RankExchange, SyncCost
+from cosmos_rl_core.weight_sync import SyncCost, WeightPublisher, WeightSubscriber
 
 POLL_S = 0.01
 
@@ -26,7 +27,7 @@ POLL_S = 0.01
 class FileSync:
     """Makes both sides. Implements `weight_sync.WeightSync`; token, transport and sizes are ignored."""
 
-    def publisher(self, weights: Mapping[str, Tensor], *, ranks: RankExchange | None, **_: Any) -> FilePublisher:
+    def publisher(self, weights: Mapping[str, Tensor], *, ranks: RankGroup | None, **_: Any) -> FilePublisher:
         return FilePublisher(rank=ranks.rank if ranks else 0)
 
     def subscriber(self, address: str, weights: Mapping[str, Tensor], **_: Any) -> FileSubscriber:
@@ -43,7 +44,7 @@ class FileSync:
         )
 
 
-class FilePublisher:
+class FilePublisher(WeightPublisher):
     """Writes each version to a file and sends its number to every subscriber. Of several ranks rank 0 does so."""
 
     def __init__(self, *, rank: int = 0) -> None:
@@ -77,9 +78,6 @@ class FilePublisher:
             writer.write(f"{version}\n".encode())
         return {"sync_bytes": float(sum(t.numel() * t.element_size() for t in tensors.values()))}
 
-    async def fence(self) -> Mapping[str, float]:
-        return {}
-
     async def close(self) -> None:
         self._is_closed = True
         for writer in self._writers:
@@ -98,7 +96,7 @@ class FilePublisher:
         writer.close()
 
 
-class FileSubscriber:
+class FileSubscriber(WeightSubscriber):
     """Reads the newest version that was announced."""
 
     def __init__(self, directory: Path, weights: Mapping[str, Tensor]) -> None:

@@ -203,7 +203,9 @@ class PolicyRole:
         return await asyncio.to_thread(
             assemble.build_sync(config).publisher,
             self._residence.readable(trainer.policy.rollout_weights()),
-            settings=assemble.sync_settings(config, token=at.context.token, tls=at.data_tls),
+            settings=config.sync,
+            token=at.context.token,
+            tls=at.data_tls,
             bind=at.context.address or config.run.bind,
             ranks=None if ranks is None else ranks.messages,
         )

@@ -218,12 +218,13 @@ class RolloutRole:
             self._client.connection.post(p.Alarm(message=complaint))
 
     async def _subscriber(self, engine: RolloutEngine, address: str) -> WeightSubscriber:
-        config = self._at.config
-        settings = assemble.sync_settings(config, token=self._at.context.token, tls=self._at.data_tls)
+        config, token, tls = self._at.config, self._at.context.token, self._at.data_tls
         if isinstance(engine, OwnsSubscriber):
-            return await engine.subscriber(address, backend=config.sync.backend, settings=settings)
+            return await engine.subscriber(address, settings=config.sync, token=token, tls=tls)
         sync = assemble.build_sync(config)
-        return await asyncio.to_thread(sync.subscriber, address, engine.weights(), settings=settings)
+        return await asyncio.to_thread(
+            sync.subscriber, address, engine.weights(), settings=config.sync, token=token, tls=tls
+        )
 
 
 async def _drain(worker: RolloutWorker, leases: RemoteLeases) -> None:

@@ -51,6 +51,16 @@ class PieceDelta:
     """Unsigned integers of the element's width [k]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A bucket of which few elements changed since the version before."""
+
+    data: Raw
+    """uint8 [n]: what `encode` makes."""
+    sums: tuple[int, ...]
+    """Additive hash of each piece as it is now."""
+
+
 def widen(positions: Raw, extent: Extent) -> Raw:
     """List all elements of the blocks that are shorter to send whole: int64 [n], n >= k, for `positions` int64 [k]."""
     counts, sizes = _counts(positions, extent.numel), _block_sizes(extent.numel)

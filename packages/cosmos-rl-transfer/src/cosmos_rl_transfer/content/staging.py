@@ -1,10 +1,10 @@
 """The seam between live tensors and host memory: all bytes that are sent or received pass through these two.
 
-host_memory    allocates slots, receive buffers and copies of weights
+host_memory    allocates slots, receive buffers and copies of weights; Spare keeps blocks for copies of buckets
 LivePart       reads and writes boxes of one live tensor, casting where its dtype is not the wire dtype
 
 A tensor in host memory with the wire dtype is copied and hashed by proof.py. One of another dtype is cast by torch
-from or to host memory, where it is hashed. A tensor on a GPU is read by publish/staged.py, and written here out of
+from or to host memory, where it is hashed. A tensor on a GPU is read by publish/memory.py, and written here out of
 pinned memory without waiting, on the stream of the caller (`gpu.SideStream`).
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -38,6 +39,35 @@ def host_memory(num_bytes: int, *, lazy: bool = False) -> Raw:
     if not lazy:
         memory.fill(0)
     return memory
+
+
+class Spare:
+    """Blocks of one size. Any thread may call."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._blocks: list[Raw] = []
+        self._taken: set[int] = set()
+        self._guard = threading.Lock()
+
+    def take(self, num_bytes: int) -> Raw:
+        """Return uint8 [num_bytes] with any content; at most a block."""
+        with self._guard:
+            block = self._blocks.pop() if self._blocks else host_memory(self._block_bytes, lazy=True)
+            self._taken.add(id(block))
+        return block[:num_bytes]
+
+    def give(self, taken: Raw) -> None:
+        """Return what `take` returned, for the next `take`; other memory, such as a shared copy, is left alone."""
+        with self._guard:
+            if isinstance(taken.base, np.ndarray) and id(taken.base) in self._taken:
+                self._taken.discard(id(taken.base))
+                self._blocks.append(taken.base)
+
+    def shrink(self) -> None:
+        """Free half of the blocks: the last fence needed none."""
+        with self._guard:
+            del self._blocks[len(self._blocks) // 2 :]
 
 
 def as_torch(packed: Raw, dtype: str) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
 
 from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan
@@ -106,11 +105,6 @@ class Partial:
     def plan_digest(self) -> str:
         """Of the plan by which publishers send to this rank, "" before there is one."""
         return "" if self._plan is None else self._plan.digest
-
-    @property
-    def wire_dtypes(self) -> Mapping[str, str]:
-        """Wire dtype by tensor."""
-        return {} if self._plan is None else self._plan.wire_dtypes
 
     def set_plan(self, plan: TransferPlan, rank: int) -> None:
         """Set the plan by which the publishers send to this rank."""

@@ -26,8 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cosmos_rl_core.weight_sync import GPU_BUCKET_BYTES, SyncSection
 from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import (
+    Delta,
     Extent,
     PieceDelta,
     encode,
@@ -43,9 +45,9 @@ from cosmos_rl_transfer.content.proof import Proof, gain
 from cosmos_rl_transfer.content.raw import Raw, same_width, torch_view
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout.dtensor import local
-from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
-from cosmos_rl_transfer.publish.live import LiveWeights
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece, wire_dtype_of
+from cosmos_rl_transfer.publish.memory import LiveWeights, PublishedMemory
 from cosmos_rl_transfer.transports.base import ByteRun
 
 if TYPE_CHECKING:
@@ -191,16 +193,6 @@ MOST_BYPASSED = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """A bucket of which few elements changed since the version before."""
-
-    data: Raw
-    """uint8 [n]: what `delta.encode` makes."""
-    sums: tuple[int, ...]
-    """Additive hash of each piece as it is now."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Selected:
     """The changes of one piece."""
 
@@ -211,35 +203,25 @@ class _Selected:
     old: Raw
 
 
-class Outgoing:
+class Outgoing(PublishedMemory):
     """One rank's parts in their wire dtypes. Any thread may read; one thread owns it."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        live: LiveWeights,
-        *,
-        rank: int,
-        wire_dtypes: Mapping[str, str],
-        full_every: int,
-        side: SideStream | None = None,
-    ) -> None:
-        """Allocate the copy. Every `full_every`-th version is copied without a comparison and sent whole.
-
-        side: for weights on a GPU, which are always read from the copy.
-        """
-        self._manifest, self._rank = manifest, rank
+    def __init__(self, live: LiveWeights, *, settings: SyncSection, side: SideStream | None = None) -> None:
+        """Allocate the copy. side: for weights on a GPU, which are always read from the copy."""
+        super().__init__(live.manifest, rank=live.rank)
+        if side is not None:
+            self.bucket_bytes = GPU_BUCKET_BYTES
         self._wire_dtypes: dict[str, str] = {}
         """Widest dtype, by tensor, that targets which joined take."""
-        self.arena = Arena(manifest, rank=rank, wire_dtypes=wire_dtypes)
+        dtypes = {spec.name: wire_dtype_of(spec, settings.dtype) for spec in self.manifest.specs.values()}
+        self.arena = Arena(self.manifest, rank=self.rank, wire_dtypes=dtypes)
         self.version = self.base = -1
         """The version it holds, and the one that deltas start from: -1 for none."""
         self.bypass = False
         """Whether the newest version is read from live memory."""
         self._bypass_left, self._next_bypass = 0, 0
         self._live = live
-        self._canonical = manifest.canonical
-        self._full_every, self._since_full = full_every, 0
+        self._full_every, self._since_full = settings.full_every, 0
         self._comparison, self._on_gpu = Comparison(side), side is not None
         self._changes: dict[str, Found | None] = {}
         self._changed = threading.Condition()
@@ -278,7 +260,7 @@ class Outgoing:
             dtypes = current | self._wire_dtypes
             if dtypes == current:
                 return False
-            self.arena = Arena(self._manifest, rank=self._rank, wire_dtypes=dtypes)
+            self.arena = Arena(self.manifest, rank=self.rank, wire_dtypes=dtypes)
             self._broken = True  # the next version is complete
         return True
 
@@ -323,20 +305,15 @@ class Outgoing:
             self._next_bypass = 0
 
     def runs(self, bucket: Bucket) -> list[ByteRun] | None:
-        """Return the bucket's bytes where they lie, or None where they have to be packed."""
         self._wait(bucket)
         return self._live.runs(bucket) if self.bypass else self.arena.runs(bucket)
 
     def pack(self, bucket: Bucket, out: Raw) -> Proof:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return their hashes."""
         self._wait(bucket)
         return self._live.pack(bucket, out) if self.bypass else self.arena.pack(bucket, out)
 
     def delta(self, bucket: Bucket, *, base: int, version: int) -> Delta | None:
-        """Return what `version` changed in a bucket since `base`; None if that is not known or the bucket is shorter.
-
-        Raises Superseded if the copy went on to another version meanwhile.
-        """
+        """As in `PublishedMemory`. Raises Superseded if the copy went on to another version meanwhile."""
         self._wait(bucket)
         if base < 0 or (base, version) != (self.base, self.version) or not self.arena.sends(bucket):
             return None
@@ -360,13 +337,12 @@ class Outgoing:
         return delta
 
     def keep_sums(self, version: int, bucket: Bucket, sums: tuple[int, ...]) -> None:
-        """Remember the pieces' hashes in a version: those of the next one follow from them."""
         with self._changed:
             if version == self.version:
                 self._sums[bucket.pieces] = version, sums
 
     def _wait(self, bucket: Bucket) -> None:
-        needed = {self._canonical(piece.name) for piece in bucket.pieces}
+        needed = {self.manifest.canonical(piece.name) for piece in bucket.pieces}
         with self._changed:
             self._changed.wait_for(lambda: self._broken or not needed & self._behind)
             if self._broken:
@@ -374,7 +350,7 @@ class Outgoing:
 
     def _select(self, piece: BucketPiece) -> _Selected | None:
         """Return what changed in a piece; None where that is not known."""
-        changes = self._changes[self._canonical(piece.name)]
+        changes = self._changes[self.manifest.canonical(piece.name)]
         if changes is None:
             return None
         place = self.arena.places[piece.name]

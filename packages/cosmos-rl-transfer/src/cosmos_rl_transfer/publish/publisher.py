@@ -21,20 +21,16 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cosmos_rl_core.hardware_log import log_choice
-from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, GPU_BUCKET_BYTES, RankExchange
+from cosmos_rl_core.weight_sync import SyncSection, WeightPublisher
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content.gpu import SideStream, computed, gpu_of
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, TensorLayout
-from cosmos_rl_transfer.planning.plan import wire_dtype_of
-from cosmos_rl_transfer.planning.relay import Relay
-from cosmos_rl_transfer.publish.live import LiveWeights
+from cosmos_rl_transfer.publish.memory import LiveWeights, StagedWeights
 from cosmos_rl_transfer.publish.outgoing import Outgoing
-from cosmos_rl_transfer.publish.server import PublisherServer
-from cosmos_rl_transfer.publish.staged import StagedWeights
-from cosmos_rl_transfer.publish.supply import Supply
+from cosmos_rl_transfer.publish.server import WeightServer
 from cosmos_rl_transfer.publish.versions import Fenced
 from cosmos_rl_transfer.transports.base import Transport
 
@@ -42,90 +38,67 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from cosmos_rl_core.parallel.rank_group import RankGroup
 
-class Publisher:
-    """Publishes versions of one rank's weights to any number of subscribers. Implements WeightPublisher."""
+
+class Publisher(WeightPublisher):
+    """Publishes versions of one rank's weights to any number of subscribers."""
 
     def __init__(
         self,
         weights: Mapping[str, Tensor],
         *,
         token: bytes,
-        transport: str | Transport = "auto",
-        bucket_bytes: int | None = None,
-        wire_dtype: str | None = None,
+        settings: SyncSection | None = None,
+        tls: Tls | None = None,
         bind: str = "127.0.0.1",
+        transport: Transport | None = None,
         manifest: Manifest | None = None,
         rank: int = 0,
-        patience_s: float = 0.5,
-        timeout_s: float = 30.0,
-        delta: bool = False,
-        full_every: int = FULL_EVERY,
-        relay: Relay = "auto",
-        tls: Tls | None = None,
     ) -> None:
-        """Allocate two slots of a bucket each and start to listen.
+        """Allocate two slots of a bucket each and start to listen on `bind`.
 
-        token: the run's secret. bucket_bytes: None for 4 MiB, or 64 MiB where the weights are on a GPU. wire_dtype:
-        dtype of wider floating tensors on the wire; None: that of the subscriber. manifest, rank: what all ranks that
-        publish together hold, and which of them this is; `weights` are then this rank's parts. None: read off the
-        tensors, whole ones or DTensors. patience_s: limit for the wait of `fence` for readers, and for a reader that
-        keeps a slot which others want. timeout_s: how long a send may stand still. delta: send changes alone to readers
-        that have the version before, where that is shorter; needs a copy of the weights in host memory, from which
-        versions are read. full_every: after so many versions one is sent whole. relay: whether subscribers relay
-        buckets; "auto": without deltas, where they have more hosts than publishers. tls: encrypts TCP.
+        token: the run's secret. settings: the section [sync]; None for its defaults. tls: encrypts TCP. transport: in
+        place of the one that the settings name. manifest, rank: what all ranks that publish together hold, and which
+        of them this is; `weights` are then this rank's parts. None: read off the tensors, whole ones or DTensors.
         """
-        manifest = manifest or Manifest.from_tensors(weights, rank=rank)
-        wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
-        self._memory = LiveWeights(manifest, rank=rank)
-        self._memory.check(weights)
+        settings = settings or SyncSection()
+        self._live = LiveWeights(manifest or Manifest.from_tensors(weights, rank=rank), rank=rank)
+        self._live.check(weights)
         side = self._side = SideStream(device) if (device := gpu_of(weights.values())) is not None else None
-        options: dict[str, Any] = {"rank": rank, "wire_dtypes": wire, "full_every": full_every, "side": side}
-        copy = self._outgoing = Outgoing(manifest, self._memory, **options) if delta else None
-        staged = self._staged = StagedWeights(self._memory, side) if side is not None and copy is None else None
+        copy = self._outgoing = Outgoing(self._live, settings=settings, side=side) if settings.delta else None
+        staged = self._staged = StagedWeights(self._live, side) if side is not None and copy is None else None
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
         self._copying: Future[Fenced] | None = None  # the pass that copies a version out of the live tensors
-        self._sizes = {spec.name: box.numel for spec, box in manifest.held_by(rank)}
-        self._patience_s, self._newest = patience_s, -1
-        self._supply = Supply(
-            copy or staged or self._memory,
-            manifest,
-            rank=rank,
-            wire_dtypes=wire,
-            wire_dtype=wire_dtype,
-            bucket_bytes=bucket_bytes or (BUCKET_BYTES if side is None else GPU_BUCKET_BYTES),
-            transport=transport,
-            patience_s=patience_s,
-            relay="off" if delta and relay == "auto" else relay,
-            outgoing=copy,
-            staged=staged,
-            encrypted=tls is not None,
+        self._sizes = {spec.name: box.numel for spec, box in self._live.manifest.held_by(rank)}
+        self._patience_s, self._newest = settings.patience_s, -1
+        self._server = WeightServer(
+            copy or staged or self._live, settings=settings, token=token, tls=tls, bind=bind, transport=transport
         )
-        self._versions, self._outlet = self._supply.versions, self._supply.outlet
+        self._versions, self._outlet = self._server.versions, self._server.outlet
         self._outlet.expose([copy.arena.memory] if copy else [])
-        self._server = PublisherServer(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
         log_choice(f"weights: {self.path}")
 
     @property
     def path(self) -> str:
         """The memory through which weights leave: "pageable", "pinned host", or a GPU's ("cuda ipc", "collective")."""
-        if self._supply.on_gpu:
-            return self._supply.transport.replace("_", " ")
+        if self._server.on_gpu:
+            return self._server.transport.replace("_", " ")
         return "pageable" if self._side is None else "pinned host"
 
     def publishes_from(self, num_hosts: int) -> None:
         """Set the number of hosts of the ranks that publish together."""
-        self._supply.holders.num_hosts = num_hosts
+        self._server.holders.num_hosts = num_hosts
 
     def num_bytes(self, sizes: Mapping[str, int]) -> float:
         """Return the bytes of so many elements of each tensor, in the dtypes in which they last travelled."""
-        dtypes = self._supply.wire_dtypes
+        dtypes = self._server.wire_dtypes
         return float(sum(numel * ITEM_BYTES[dtypes[name]] for name, numel in sizes.items()))
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of buckets sent so far."""
-        return self._supply.sent_bytes
+        return self._server.sent_bytes
 
     @property
     def address(self) -> str:
@@ -144,8 +117,8 @@ class Publisher:
         if version <= self._newest:
             raise ValueError(f"version {version} is not newer than the published {self._newest}")
         await self.fence()  # a publish without a fence before it: nobody may read the old tensors any more
-        self._memory.check(weights)
-        self._memory.bind(weights)
+        self._live.check(weights)
+        self._live.bind(weights)
         if self._side is not None:
             self._side.wait_for(ready or computed(self._side.device))
         if self._staged is not None:
@@ -157,7 +130,7 @@ class Publisher:
             if self._outgoing is not None:
                 await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
                 self._outgoing.start_bypass(version)
-            self._outlet.expose(self._memory.exposable())
+            self._outlet.expose(self._live.exposable())
             self._versions.publish(version)
         return {"sync_bytes": self.num_bytes(self._sizes), "sync_s": time.perf_counter() - started}
 
@@ -177,7 +150,7 @@ class Publisher:
         patience_s = self._patience_s if self._staged is None else 0.0
         done = await asyncio.to_thread(self._versions.fence, patience_s=patience_s)
         if not done.copied_bytes:
-            self._supply.spare.shrink()
+            self._server.spare.shrink()
         return {"sync_stall_s": done.waited_s, "sync_copied_bytes": float(done.copied_bytes)}
 
     def _copy_out(self, outgoing: Outgoing, version: int, weights: Mapping[str, Tensor]) -> Fenced:
@@ -203,22 +176,31 @@ SEPARATOR = ","
 """Between the addresses of ranks."""
 
 
-class RankPublisher:
-    """One rank's part of a version. Implements WeightPublisher; all ranks publish the same versions in order."""
+class RankPublisher(WeightPublisher):
+    """One rank's part of a version. All ranks publish the same versions in order."""
 
     def __init__(
-        self, weights: Mapping[str, Tensor], *, ranks: RankExchange, wire_dtype: str | None, **options: Any
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        ranks: RankGroup,
+        settings: SyncSection,
+        token: bytes,
+        tls: Tls | None,
+        bind: str,
     ) -> None:
         """Agree with the other ranks on who holds what and start to listen; all ranks call this together.
 
-        `options` are those of `Publisher`. Raises LayoutError, in all ranks, where two describe a tensor differently.
+        Raises LayoutError, in all ranks, where two describe a tensor differently.
         """
         manifest = Manifest.merge(
             [Manifest.decode(data) for data in ranks.gather(own_part(weights, rank=ranks.rank).encode())]
         )
         self._publisher: Publisher | None = None
         if ranks.rank in manifest.ranks:
-            self._publisher = Publisher(weights, wire_dtype=wire_dtype, manifest=manifest, rank=ranks.rank, **options)
+            self._publisher = Publisher(
+                weights, token=token, settings=settings, tls=tls, bind=bind, manifest=manifest, rank=ranks.rank
+            )
         own = self._publisher.address if self._publisher else ""
         addresses = [data.decode() for data in ranks.gather(own.encode()) if data]
         self._address = SEPARATOR.join(addresses)

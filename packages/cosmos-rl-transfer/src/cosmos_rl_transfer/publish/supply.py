@@ -1,11 +1,7 @@
-"""One rank's weights, and the memory, plans and hashes that all its readers share.
+"""The memory, plans and hashes that all readers of one rank's parts share.
 
-    Slots       memory that buckets are packed into, shared by readers                  this file
-    Spare       blocks for copies of buckets                                            this file
-    Supply      memory, versions, slots, plans, hashes                                  this file
-    Delivery    the buckets of one subscriber: packed in its thread, sent in another    delivery.py
-    Session     one subscriber's requests and leases, with its delivery                 server.py
-    Server      listens, and runs a session for each subscriber                         server.py
+Supply    memory, versions, slots, plans, hashes
+Slots     memory that buckets are packed into, shared by readers
 
 A publisher supplies the trainer's tensors, a subscriber the version it has staged (pull/peers.py).
 """
@@ -15,24 +11,22 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.content.proof import NOT_HASHED, Proof, Proofs, packed_pieces, prove, shapes_of
 from cosmos_rl_transfer.content.raw import Block, Raw
-from cosmos_rl_transfer.content.staging import host_memory
+from cosmos_rl_transfer.content.staging import Spare
 from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece, TransferPlan, plan
-from cosmos_rl_transfer.planning.relay import Relay
+from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece, TransferPlan, plan, wire_dtype_of
 from cosmos_rl_transfer.publish.holders import Directory, Partial
-from cosmos_rl_transfer.publish.outgoing import Outgoing
-from cosmos_rl_transfer.publish.staged import StagedWeights
+from cosmos_rl_transfer.publish.memory import PublishedMemory, StagedWeights
 from cosmos_rl_transfer.publish.versions import Versions
-from cosmos_rl_transfer.transports.base import ByteRun, Transport, TransportUnavailable
+from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
 from cosmos_rl_transfer.transports.select import open_outlet
 from cosmos_rl_transfer.transports.tcp import Tcp
 
@@ -108,35 +102,6 @@ class Slots:
         return next((h.slot for h in self._holds if h is not None and h.since <= late and h.owner is not but), None)
 
 
-class Spare:
-    """Blocks of one size. Any thread may call."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._blocks: list[Raw] = []
-        self._taken: set[int] = set()
-        self._guard = threading.Lock()
-
-    def take(self, num_bytes: int) -> Raw:
-        """Return uint8 [num_bytes] with any content; at most a block."""
-        with self._guard:
-            block = self._blocks.pop() if self._blocks else host_memory(self._block_bytes, lazy=True)
-            self._taken.add(id(block))
-        return block[:num_bytes]
-
-    def give(self, taken: Raw) -> None:
-        """Return what `take` returned, for the next `take`; other memory, such as a shared copy, is left alone."""
-        with self._guard:
-            if isinstance(taken.base, np.ndarray) and id(taken.base) in self._taken:
-                self._taken.discard(id(taken.base))
-                self._blocks.append(taken.base)
-
-    def shrink(self) -> None:
-        """Free half of the blocks: the last fence needed none."""
-        with self._guard:
-            del self._blocks[len(self._blocks) // 2 :]
-
-
 NUM_SLOTS = 2
 LEAST_PATIENCE_S = 0.5
 """A reader keeps a slot that others wait for at least so long."""
@@ -144,119 +109,74 @@ MOST_PLANS = 4
 """Plans kept: the ranks of a replica, and equal replicas, need the same one."""
 
 
-class PublishedMemory(Protocol):
-    """The memory of one rank's parts."""
-
-    def runs(self, bucket: Bucket) -> list[ByteRun] | None:
-        """Return the bucket's bytes in place, or None where they have to be packed."""
-        ...
-
-    def pack(self, bucket: Bucket, out: Raw) -> Proof:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return their hashes."""
-        ...
-
-
 class Supply:
-    """Any thread may call."""
+    """The memory of one rank's parts, and what all its readers share. Any thread may call."""
 
     def __init__(
         self,
         memory: PublishedMemory,
-        manifest: Manifest,
         *,
-        rank: int,
-        wire_dtypes: Mapping[str, str],
-        wire_dtype: str | None,
-        bucket_bytes: int,
-        transport: str | Transport,
-        patience_s: float,
-        relay: Relay = "off",
-        outgoing: Outgoing | None = None,
-        partial: Partial | None = None,
-        staged: StagedWeights | None = None,
-        encrypted: bool = False,
+        settings: SyncSection,
+        encrypted: bool,
+        transport: Transport | None,
+        partial: Partial | None,
     ) -> None:
-        """Allocate two slots of a bucket each.
-
-        manifest, rank: what all ranks of this side hold, and which of them this is. wire_dtypes: by tensor, the dtype
-        it travels in before a target has joined; wire_dtype: the option. outgoing: the same object as `memory` where
-        deltas are on; staged: the same where the weights are on a GPU. partial: the buckets that a subscriber relays.
-        encrypted: as for `open_outlet`.
-        Raises TransportUnavailable where `transport` cannot serve.
-        """
-        self.memory, self.manifest, self.rank = memory, manifest, rank
-        self.wire_dtype, self.bucket_bytes = wire_dtype, bucket_bytes
-        self.wire_dtypes = wire_dtypes
-        """Dtype by tensor in which weights travel to the target that joined last."""
-        self._shapes = shapes_of(manifest)
-        self.outgoing, self.partial, self.staged = outgoing, partial, staged
-        self.spare = Spare(bucket_bytes)
+        """Allocate two slots of a bucket each. encrypted: as for `open_outlet`; the others as for `WeightServer`."""
+        self.memory, self.settings, self.partial = memory, settings, partial
+        self.bucket_bytes = settings.bucket_bytes or memory.bucket_bytes
+        self.wire_dtypes = {spec.name: wire_dtype_of(spec, settings.dtype) for spec in memory.manifest.specs.values()}
+        """Dtype by tensor in which weights travel to the target that joined last, or will to the first."""
+        self._shapes = shapes_of(memory.manifest)
+        self.spare = Spare(self.bucket_bytes)
         self.versions = Versions(recycle=self.spare.give)
-        self.holders = Directory(relay)
+        self.holders = Directory("off" if settings.delta and settings.relay == "auto" else settings.relay)
         self.proofs = Proofs()
-        self.slots = Slots(NUM_SLOTS, patience_s=max(patience_s, LEAST_PATIENCE_S))
+        self.slots = Slots(NUM_SLOTS, patience_s=max(settings.patience_s, LEAST_PATIENCE_S))
         self.transport, self.outlet = open_outlet(
-            transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS, encrypted=encrypted
+            transport or settings.transport,
+            bucket_bytes=self.bucket_bytes,
+            num_slots=NUM_SLOTS,
+            encrypted=encrypted,
         )
         self.on_gpu = any(isinstance(slot, Tensor) for slot in self.outlet.slots)
         """Whether buckets of `outlet` stay on the GPU."""
-        if self.on_gpu and staged is None:
-            self.outlet.close()
-            raise TransportUnavailable(f"{self.transport} moves weights of a GPU, without deltas; these are not")
         self.link_outlet = Tcp().open(bucket_bytes=0, num_slots=0)
         """For subscribers that cannot use `outlet`: over the link, out of the slots of `outlet`."""
         self.sent_bytes = 0
         """Bytes of buckets sent so far."""
-        self._plans: dict[tuple[bytes, int, tuple[int, ...]], TransferPlan] = {}
+        self._plans: dict[tuple[bytes, tuple[int, ...]], TransferPlan] = {}
         self._guard = threading.Lock()
         """Over the two above."""
+        if self.on_gpu and not isinstance(memory, StagedWeights):
+            self.outlet.close()
+            raise TransportUnavailable(f"{self.transport} moves weights of a GPU, without deltas; these are not")
 
-    def close(self) -> None:
-        """End all waits for versions and free the slots. May be called twice."""
-        self.versions.close()
-        self.outlet.close()
-
-    def plan_for(self, target: bytes, *, position: int, sources: tuple[int, ...]) -> TransferPlan:
+    def plan_for(self, target: bytes, *, sources: tuple[int, ...]) -> TransferPlan:
         """Return the plan for an encoded target over these source ranks, () for all. Raises LayoutError as `plan`."""
-        key = (target, position, sources)
+        key = (target, sources)
         with self._guard:
             if key not in self._plans:
+                manifest = self.memory.manifest
                 self._plans[key] = plan(
-                    self.manifest.only(sources) if sources else self.manifest,
+                    manifest.only(sources) if sources else manifest,
                     Manifest.decode(target),
                     relay="off",
                     bucket_bytes=self.bucket_bytes,
-                    wire_dtype=self.wire_dtype,
-                    position=position,
+                    wire_dtype=self.settings.dtype,
                 )
                 self.wire_dtypes = self._plans[key].wire_dtypes
-                if self.outgoing is not None:
-                    self.outgoing.want(self.wire_dtypes)
+                self.memory.want(self.wire_dtypes)
                 while len(self._plans) > MOST_PLANS:
                     del self._plans[next(iter(self._plans))]
             return self._plans[key]
 
-    def copy(self, bucket: Bucket, copied: Raw | None = None) -> Raw:
-        """Return a bucket's bytes in a spare block: those of `copied`, or those in live memory.
-
-        From a GPU it is the copy that all readers share.
-        """
-        if self.staged is not None:
-            return self.staged.packed(bucket).data if copied is None else copied
-        out = self.spare.take(bucket.num_bytes)
-        if copied is None:
-            self.memory.pack(bucket, out)
-        else:
-            np.copyto(out, copied)
-        return out
-
     def fill(self, version: int, bucket: Bucket, out: Block, copied: Raw | None) -> Proof | None:
         """Write a version's bucket into a slot: `copied`, or live memory. Return its hashes, if known afterwards."""
         if isinstance(out, Tensor):
-            assert self.staged is not None, "slots on a GPU are for weights there"
+            assert isinstance(self.memory, StagedWeights), "slots on a GPU are for weights there"
             if copied is None:
-                return Proof(NOT_HASHED, self.staged.pack_on_gpu(bucket, out))
-            self.staged.upload(copied, out)
+                return Proof(NOT_HASHED, self.memory.pack_on_gpu(bucket, out))
+            self.memory.upload(copied, out)
             return Proof(NOT_HASHED, self.prove(version, bucket, packed_pieces(bucket, copied)).sums)
         if copied is None:
             return self.memory.pack(bucket, out)
@@ -276,8 +196,7 @@ class Supply:
         if proof is None:
             proof = known or prove(pieces, self._shapes)
             self.proofs.keep(version, bucket, proof)
-            if self.outgoing is not None:
-                self.outgoing.keep_sums(version, bucket, proof.sums)
+            self.memory.keep_sums(version, bucket, proof.sums)
         return proof
 
     def count_sent(self, num_bytes: int) -> None:

@@ -11,7 +11,7 @@
     readers of v after PATIENCE_S        ------------------------------------------->  tries another, then the publisher
 
 The trainers send nothing to a joiner, which can read even while they write. `choices`, `open_peers` and `RingPlace` are
-the joiner's side, `Offer` and `PeerServer` the holder's.
+the joiner's side, `Offer` the holder's.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
-from cosmos_rl_core.weight_sync import BETWEEN_GPUS
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS, SyncSection
 from cosmos_rl_core.wire.tls import Tls
+from cosmos_rl_transfer.content.proof import Proof
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan
 from cosmos_rl_transfer.planning.relay import predecessor
 from cosmos_rl_transfer.publish.holders import Partial
-from cosmos_rl_transfer.publish.server import PublisherServer
-from cosmos_rl_transfer.publish.supply import Supply
-from cosmos_rl_transfer.pull.feed import Feed
+from cosmos_rl_transfer.publish.memory import PublishedMemory
+from cosmos_rl_transfer.publish.server import WeightServer
 from cosmos_rl_transfer.pull.landing import Shadow
-from cosmos_rl_transfer.pull.sources import Sources, planned
-from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
+from cosmos_rl_transfer.pull.sources import Feed, Sources, planned
+from cosmos_rl_transfer.transports.base import ByteRun, Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.messages import Holders
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def choices(holders: Holders, *, layout: str, rank: int) -> Iterator[dict[int, s
 
 
 def open_peers(
-    sources: Sources, addresses: Mapping[int, str], target: Manifest, *, rank: int, position: int, opened: ExitStack
+    sources: Sources, addresses: Mapping[int, str], target: Manifest, *, rank: int, opened: ExitStack
 ) -> tuple[list[Feed], TransferPlan]:
     """Connect to those of `addresses`, by rank, that `rank` of `target` needs; `opened` closes them.
 
@@ -82,7 +83,7 @@ def open_peers(
         return feed
 
     first = connect(ranks[0])
-    plan = planned(first, target, sources=ranks, position=position)
+    plan = planned(first, target, sources=ranks)
     needed = [peer for peer in ranks if plan.stream(peer, rank)]
     return [first if peer == ranks[0] else connect(peer) for peer in needed], plan
 
@@ -129,19 +130,20 @@ class RingPlace:
         transport: str | Transport,
         memory: Sequence[Raw],
         opened: ExitStack,
-    ) -> list[tuple[Feed, int]]:
+    ) -> list[Feed]:
         """Borrow from the predecessor the relayed buckets of each publisher's stream; `opened` closes the connections.
 
         Returns fewer, or none, if that member does not reply or has not begun the version.
         """
-        passed: list[tuple[Feed, int]] = []
+        passed: list[Feed] = []
         try:
             for source, buckets in ((feed.welcome.rank, self.passed(feed.buckets)) for feed in feeds):
                 if buckets:
                     feed = sources.open(self.before, timeout_s=RING_SILENCE_S)
                     opened.callback(sources.drop, feed)
                     feed.join_ring(plan_digest, source=source, buckets=buckets, transport=transport, memory=memory)
-                    passed.append((feed, feed.borrow(version, keep=False, base=-1)))
+                    feed.borrow(version, keep=False, base=-1)
+                    passed.append(feed)
         except (TransferError, LayoutError, TransportUnavailable) as error:
             if sources.stopped:
                 raise
@@ -153,99 +155,43 @@ PATIENCE_S = 0.2
 """Time that a pull waits for readers of the previous version."""
 
 
-class PeerServer:
-    """Serves a rank's staged version from its shadow."""
+class ShadowMemory(PublishedMemory):
+    """A subscriber's shadow, to be read by others in its own dtypes."""
 
-    def __init__(
-        self,
-        shadow: Shadow,
-        manifest: Manifest,
-        *,
-        rank: int,
-        wire_dtypes: Mapping[str, str],
-        token: bytes,
-        transport: str,
-        bucket_bytes: int,
-        bind: str,
-        timeout_s: float,
-        partial: Partial,
-        tls: Tls | None = None,
-    ) -> None:
-        """Allocate two slots of a bucket each and listen on `bind`; nothing is readable before `open`.
+    def __init__(self, shadow: Shadow, manifest: Manifest, *, rank: int) -> None:
+        """manifest, rank: layout of all ranks of this replica, and this rank."""
+        self._arena = shadow.arena
+        dtypes = {name: slot.dtype for name, slot in self._arena.places.items()}
+        layouts = (TensorLayout(replace(x.spec, dtype=dtypes[x.spec.name]), x.boxes) for x in manifest.layouts)
+        super().__init__(Manifest(tuple(layouts), manifest.tied, manifest.replicas), rank=rank)
 
-        manifest, rank: layout of all ranks of this replica, and this rank. wire_dtypes: dtypes in the shadow, by
-        tensor. partial: landed buckets of an incomplete version. Raises TransportUnavailable if `transport` cannot
-        serve, OSError if `bind` is not an address of this host.
-        """
-        served = _with_wire_dtypes(manifest, wire_dtypes)
-        self._supply = Supply(
-            shadow.arena,
-            served,
-            rank=rank,
-            wire_dtypes={name: spec.dtype for name, spec in served.specs.items()},
-            wire_dtype=None,
-            bucket_bytes=bucket_bytes,
-            transport=transport,
-            patience_s=PATIENCE_S,
-            partial=partial,
-            encrypted=tls is not None,
-        )
-        self._supply.outlet.expose([shadow.arena.memory])
-        self._server = PublisherServer(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
-        self._versions, self._partial = self._supply.versions, partial
+    def runs(self, bucket: Bucket) -> list[ByteRun] | None:
+        return self._arena.runs(bucket)
 
-    @property
-    def address(self) -> str:
-        """Address for joiners: "host:port"."""
-        return self._server.address
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of buckets sent so far."""
-        return self._supply.sent_bytes
-
-    def begin(self, version: int) -> None:
-        """Allow reading of the incoming version, bucket by bucket as they land. Call `fence` before."""
-        self._partial.begin(version)
-        self._versions.publish(version)
-
-    def open(self, version: int) -> None:
-        """Allow reading of the version in the shadow. Versions may decrease after a restart of the publishers."""
-        if not self._partial.complete(version):
-            self._versions.publish(version)
-
-    def fence(self) -> None:
-        """Return when the shadow may be written: readers get PATIENCE_S to finish, then are disconnected."""
-        self._partial.end()
-        self._versions.fence(patience_s=PATIENCE_S, copy=False)
-        self._supply.proofs.forget()
-
-    def close(self) -> None:
-        """Disconnect all joiners and free the slots. Idempotent."""
-        self._server.close()
+    def pack(self, bucket: Bucket, out: Raw) -> Proof:
+        return self._arena.pack(bucket, out)
 
 
 class Offer:
-    """A subscriber's service to others: a server created with its first version, and announced to publishers."""
+    """A subscriber's service to others: its shadow, served from the first version on and announced to publishers."""
 
     def __init__(
         self,
         manifest: Manifest,
         *,
         rank: int,
+        settings: SyncSection,
         token: bytes,
-        transport: str | Transport,
-        bind: str | None,
-        timeout_s: float,
-        tls: Tls | None = None,
+        tls: Tls | None,
+        transport: Transport | None,
     ) -> None:
-        """Arguments as for `PeerServer`. bind: None for the address from which publishers are reached."""
+        """transport: in place of the one that the settings name. Nothing is allocated before `open`."""
         self._manifest, self._rank, self._token, self._tls = manifest, rank, token, tls
         # an instance, or a process group, reaches one peer only; the shadow is in host memory
-        one_to_one = not isinstance(transport, str) or transport in ("collective", *BETWEEN_GPUS)
-        self._transport = "auto" if one_to_one else str(transport)
-        self._bind, self._timeout_s = bind, timeout_s
-        self._server: PeerServer | None = None
+        one_to_one = transport is not None or settings.transport in ("collective", *BETWEEN_GPUS)
+        changes: dict[str, Any] = {"patience_s": PATIENCE_S, "dtype": None, "delta": False, "relay": "off"}
+        self._settings = settings.model_copy(update=changes | ({"transport": "auto"} if one_to_one else {}))
+        self._server: WeightServer | None = None
         self._works = True
         self._version: int | None = None
         self.partial = Partial()
@@ -257,37 +203,43 @@ class Offer:
         return None if self._server is None else self._server.address
 
     def begin(self, version: int) -> None:
-        """Serve landed buckets of a version, after `fence`."""
+        """Serve landed buckets of an incoming version, after `fence`."""
         if self._server is not None:
-            self._server.begin(version)
+            self.partial.begin(version)
+            self._server.versions.publish(version)
 
     def open(self, version: int, shadow: Shadow, feeds: Sequence[Feed]) -> None:
-        """Serve the version in the shadow and announce it to the publishers. Log one warning if that fails."""
+        """Serve the version in the shadow and announce it to the publishers. Log one warning if that fails.
+
+        Versions may decrease after a restart of the publishers.
+        """
         if not self._works or not feeds:
             return
         if self._server is None:
             try:
-                self._server = PeerServer(
-                    shadow,
-                    self._manifest,
-                    rank=self._rank,
-                    wire_dtypes=self.partial.wire_dtypes,
-                    token=self._token,
-                    tls=self._tls,
-                    transport=self._transport,
-                    bucket_bytes=feeds[0].welcome.bucket_bytes,
-                    bind=self._bind or feeds[0].link.local_host,
-                    timeout_s=self._timeout_s,
-                    partial=self.partial,
-                )
+                self._server = self._serve(shadow, feeds[0])
             except (TransportUnavailable, OSError) as error:
                 self._works = False
                 log.warning("other rollouts cannot read from this one: %s", error)
                 return
         self._version = version
-        self._server.open(version)
+        if not self.partial.complete(version):
+            self._server.versions.publish(version)
         with suppress(PeerLost):  # the next `stage` raises it
             self.announce(feeds)
+
+    def _serve(self, shadow: Shadow, feed: Feed) -> WeightServer:
+        """Listen at the address that the publisher at `feed` is reached from; nothing is readable yet."""
+        server = WeightServer(
+            ShadowMemory(shadow, self._manifest, rank=self._rank),
+            settings=self._settings.model_copy(update={"bucket_bytes": feed.welcome.bucket_bytes}),
+            token=self._token,
+            tls=self._tls,
+            bind=feed.link.local_host,
+            partial=self.partial,
+        )
+        server.outlet.expose([shadow.arena.memory])
+        return server
 
     def announce(self, feeds: Sequence[Feed]) -> None:
         """Announce the served version, if any, to publishers."""
@@ -296,18 +248,14 @@ class Offer:
                 feed.holds(self._version, self._server.address)
 
     def fence(self) -> None:
-        """Return when the shadow may be written."""
+        """Return when the shadow may be written: readers get PATIENCE_S to finish, then are disconnected."""
         self._version = None
         if self._server is not None:
-            self._server.fence()
+            self.partial.end()
+            self._server.versions.fence(patience_s=PATIENCE_S, copy=False)
+            self._server.proofs.forget()
 
     def close(self) -> None:
-        """Stop serving. Idempotent."""
+        """Disconnect all joiners and free the slots. Idempotent."""
         if self._server is not None:
             self._server.close()
-
-
-def _with_wire_dtypes(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> Manifest:
-    """Return a replica's manifest with the dtypes of its shadows."""
-    layouts = (TensorLayout(replace(x.spec, dtype=wire_dtypes[x.spec.name]), x.boxes) for x in manifest.layouts)
-    return Manifest(tuple(layouts), manifest.tied, manifest.replicas)

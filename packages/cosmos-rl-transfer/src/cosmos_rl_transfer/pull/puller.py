@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -26,16 +25,14 @@ from cosmos_rl_transfer.content.digest import bucket_hash
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
-from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan
-from cosmos_rl_transfer.pull.feed import Feed
-from cosmos_rl_transfer.pull.landing import InPlace, Landing, Shadow
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES
+from cosmos_rl_transfer.planning.plan import Bucket
+from cosmos_rl_transfer.pull.landing import Landing
+from cosmos_rl_transfer.pull.sources import Feed
 from cosmos_rl_transfer.transports.base import Inlet
 from cosmos_rl_transfer.wire import messages as m
 
 log = logging.getLogger(__name__)
-
-Staging = Literal["shadow", "in_place"]
 
 NUM_BUFFERS = 2
 """Receive buffers of a rank."""
@@ -49,6 +46,7 @@ MOST_OVER_LINK = 16
 class Pulled:
     """Counts of one pull."""
 
+    version: int = -1
     num_bytes: int = 0
     """Received bytes, deltas in their encoded size."""
     num_deltas: int = 0
@@ -65,16 +63,26 @@ class Pulled:
         self.num_bytes += data.num_bytes
         self.num_deltas += data.delta and data.num_bytes > 0
 
+    def counts(self) -> dict[str, float]:
+        """As `WeightSubscriber.counts`."""
+        return {
+            "bytes": self.num_bytes,
+            "deltas": self.num_deltas,
+            "repaired": len(self.repaired),
+            "pull_s": round(self.seconds, 6),
+        }
+
 
 class Puller:
     """Fills one rank's landing."""
 
-    def __init__(self, landing: Landing, *, rank: int, bucket_bytes: int) -> None:
+    def __init__(self, landing: Landing, *, bucket_bytes: int, pool: Executor) -> None:
+        """pool: threads that verify and land buckets."""
         self.landing = landing
         self.version = -1
         """The version in the landing, -1 for none. The caller of `pull` sets it."""
         self.buffers = [host_memory(bucket_bytes, lazy=True) for _ in range(NUM_BUFFERS)]
-        self._rank = rank
+        self._pool = pool
         self._landed: set[tuple[int, int]] = set()
         self.when_landed: Callable[[Bucket], None] = _ignore
         """Called with every verified and landed bucket."""
@@ -89,30 +97,20 @@ class Puller:
         """All memory that buckets are received into."""
         return [*self.buffers, self.landing.memory]
 
-    def stage_deltas(self, leased: Sequence[tuple[Feed, int]], *, pool: Executor) -> Pulled:
+    def stage_deltas(self, leased: Sequence[Feed], done: Pulled) -> None:
         """Fetch the deltas for a landing that keeps them until `apply`; `pull` fetches the rest.
 
         Raises the feeds' errors.
         """
-        done = Pulled()
 
-        def fetch(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
-            for _, data, _ in self._stream(feed, lease, feed.buckets, buffers, pool, want="delta"):
+        def fetch(feed: Feed, buffers: Sequence[Raw]) -> None:
+            for _, data, _ in self._stream(feed, feed.buckets, buffers, want="delta"):
                 done.count(data)
 
         self.landing.begin(self.base)
         self._each(leased, fetch)
-        return done
 
-    def pull(
-        self,
-        leased: Sequence[tuple[Feed, int]],
-        *,
-        version: int,
-        pool: Executor,
-        done: Pulled,
-        passed: Sequence[tuple[Feed, int]] = (),
-    ) -> Pulled:
+    def pull(self, leased: Sequence[Feed], done: Pulled, *, passed: Sequence[Feed] = ()) -> None:
         """Fetch every bucket of every feed and add to `done`. Returns or raises after the last thread has stopped.
 
         passed: feeds of a subscriber that relays buckets of `leased` (peers.py); missing ones are read from `leased`.
@@ -122,41 +120,35 @@ class Puller:
             self.landing.begin(self.base)
         self.version = -1
         self._landed.clear()
-        by_peers = {(b.source, b.index) for feed, _ in passed for b in feed.buckets}
+        by_peers = {(b.source, b.index) for feed in passed for b in feed.buckets}
+        peers = {id(feed) for feed in passed}
 
-        def fetch(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
-            self._pull_feed(feed, lease, buffers, version, pool, done)
-
-        def fetch_passed(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
+        def fetch(feed: Feed, buffers: Sequence[Raw]) -> None:
             try:
-                fetch(feed, lease, buffers)
+                self._pull_feed(feed, buffers, done)
             except TransferError as error:
-                log.info("not all of version %d was relayed: %s", version, error)
+                if id(feed) not in peers:
+                    raise
+                log.info("not all of version %d was relayed: %s", done.version, error)
 
-        direct = _without(leased, by_peers)
-        peers = {id(feed) for feed, _ in passed}
-        self._each(
-            [*direct, *passed],
-            lambda feed, lease, buffers: (fetch_passed if id(feed) in peers else fetch)(feed, lease, buffers),
-        )
+        self._each([*_without(leased, by_peers), *passed], fetch)
         if by_peers - self._landed:
             self._each(_without(leased, self._landed), fetch)
-        return done
 
-    def _each(self, leased: Sequence[tuple[Feed, int]], fetch: Callable[[Feed, int, Sequence[Raw]], None]) -> None:
+    def _each(self, leased: Sequence[Feed], fetch: Callable[[Feed, Sequence[Raw]], None]) -> None:
         """Call `fetch` for every feed, concurrently in as many threads as there are buffers."""
         if len(leased) == 1:
-            fetch(*leased[0], self.buffers)
+            fetch(leased[0], self.buffers)
             return
         work = deque(leased)
 
         def lane(buffer: Raw) -> None:
             while work:
                 try:
-                    feed, lease = work.popleft()
+                    feed = work.popleft()
                 except IndexError:
                     return
-                fetch(feed, lease, [buffer])
+                fetch(feed, [buffer])
 
         with ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="weights-pull") as lanes:
             running = [lanes.submit(lane, buffer) for buffer in self.buffers]
@@ -166,28 +158,17 @@ class Puller:
         for future in running:
             future.result()
 
-    def _pull_feed(
-        self, feed: Feed, lease: int, buffers: Sequence[Raw], version: int, pool: Executor, done: Pulled
-    ) -> None:
+    def _pull_feed(self, feed: Feed, buffers: Sequence[Raw], done: Pulled) -> None:
         wrong: list[Bucket] = []
         missing = [bucket for bucket in feed.buckets if not self.landing.has(bucket)]
-        for bucket, data, good in self._stream(feed, lease, missing, buffers, pool, want="any"):
+        for bucket, data, good in self._stream(feed, missing, buffers, want="any"):
             done.count(data)
             if not good:
                 wrong.append(bucket)
         for bucket in wrong:
-            self._repair(feed, lease, bucket, buffers, version, pool, done)
+            self._repair(feed, bucket, buffers, done)
 
-    def _repair(
-        self,
-        feed: Feed,
-        lease: int,
-        bucket: Bucket,
-        buffers: Sequence[Raw],
-        version: int,
-        pool: Executor,
-        done: Pulled,
-    ) -> None:
+    def _repair(self, feed: Feed, bucket: Bucket, buffers: Sequence[Raw], done: Pulled) -> None:
         """Fetch a bucket with wrong hashes again. Raises WeightMismatch if it was wrong twice.
 
         A bucket whose memory the publisher reused while it was read does not count: it is fetched over the link, where
@@ -197,20 +178,20 @@ class Puller:
         while not good:
             want: m.Want = "link" if feed.was_revoked(bucket) else "dense"
             if want == "link":
-                log.info(
-                    "bucket %d of version %d was read too slowly: fetching it over the link", bucket.index, version
-                )
+                log.info("bucket %d of version %d was read too slowly", bucket.index, done.version)
             else:
                 num_wrong += 1
                 if num_wrong == 2:
-                    raise _mismatch(bucket, version)
-                log.warning("bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source)
-            [(_, data, good)] = self._stream(feed, lease, [bucket], buffers[:1], pool, want=want)
+                    raise _mismatch(bucket, done.version)
+                log.warning(
+                    "bucket %d of version %d arrived wrong from rank %d", bucket.index, done.version, bucket.source
+                )
+            [(_, data, good)] = self._stream(feed, [bucket], buffers[:1], want=want)
             done.count(data)
             done.repaired.append((bucket.source, bucket.index))
 
     def _stream(
-        self, feed: Feed, lease: int, buckets: Sequence[Bucket], buffers: Sequence[Raw], pool: Executor, *, want: m.Want
+        self, feed: Feed, buckets: Sequence[Bucket], buffers: Sequence[Raw], *, want: m.Want
     ) -> list[tuple[Bucket, m.Data, bool]]:
         """Fetch buckets in order; returns each with its head and whether its hashes matched."""
         window, inlet = len(buffers), feed.inlet_for(want)
@@ -222,7 +203,7 @@ class Puller:
             further = [rest.popleft() for _ in range(min(most - len(requested), len(rest)))]
             requested.extend(further)
             if further:
-                feed.ask(lease, further, want=want)
+                feed.ask(further, want=want)
 
         def settle() -> None:
             """Wait for the oldest landing bucket and free its buffer."""
@@ -245,7 +226,7 @@ class Puller:
                 if inlet.views:  # nothing to receive meanwhile: no thread needed
                     finished.append((bucket, data, self._land(feed, bucket, data, packed)))
                 else:
-                    landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
+                    landing.append((bucket, data, self._pool.submit(self._land, feed, bucket, data, packed)))
             while landing:
                 settle()
         except Superseded:
@@ -289,29 +270,14 @@ class Puller:
         return self.landing.write_delta(bucket, decode(packed, extents), data.sums)
 
 
-def make_puller(
-    target: Manifest,
-    weights: Mapping[str, Tensor],
-    plan: TransferPlan,
-    *,
-    rank: int,
-    staging: Staging,
-    bucket_bytes: int,
-) -> Puller:
-    """Build the puller of `rank` of `target` for `plan`; `weights` are its live tensors."""
-    kind = Shadow if staging == "shadow" else InPlace
-    landing = kind(target, weights, rank=rank, wire_dtypes=plan.wire_dtypes)
-    return Puller(landing, rank=rank, bucket_bytes=bucket_bytes)
-
-
 def _ignore(_: Bucket) -> None:
     pass
 
 
-def _without(leased: Sequence[tuple[Feed, int]], others: AbstractSet[tuple[int, int]]) -> list[tuple[Feed, int]]:
+def _without(leased: Sequence[Feed], others: AbstractSet[tuple[int, int]]) -> list[Feed]:
     """Return feeds with fewer buckets, those that have any left."""
-    left = [tuple(b for b in feed.buckets if (b.source, b.index) not in others) for feed, _ in leased]
-    return [(replace(feed, buckets=buckets), lease) for buckets, (feed, lease) in zip(left, leased) if buckets]
+    left = (tuple(b for b in feed.buckets if (b.source, b.index) not in others) for feed in leased)
+    return [replace(feed, buckets=buckets) for feed, buckets in zip(leased, left) if buckets]
 
 
 def _mismatch(bucket: Bucket, version: int) -> WeightMismatch:

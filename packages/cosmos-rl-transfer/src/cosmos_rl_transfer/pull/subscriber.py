@@ -6,8 +6,9 @@ stage(after)
     overtaken meanwhile: begin again with the newest         and keep its lease to the end
 apply()                                                      write the live tensors, casting
 
-With `staging="in_place"`, `stage` borrows the version and fetches deltas, and `apply` fetches the rest into the live
-tensors.
+With staging "shadow" the version is received in a second copy in host memory, which other subscribers may read too
+(peers.py). With "in_place", which needs two buckets, `stage` borrows the version and fetches deltas, and `apply`
+fetches the rest into the live tensors.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from cosmos_rl_core.weight_sync import SyncSection, WeightSubscriber
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import TransferPlan
-from cosmos_rl_transfer.pull.feed import Feed
-from cosmos_rl_transfer.pull.landing import Shadow
+from cosmos_rl_transfer.pull.landing import InPlace, Shadow
 from cosmos_rl_transfer.pull.peers import MOST_TRIES, Offer, RingPlace, choices, open_peers
-from cosmos_rl_transfer.pull.puller import Pulled, Puller, Staging, make_puller
-from cosmos_rl_transfer.pull.sources import Sources, agree
+from cosmos_rl_transfer.pull.puller import Pulled, Puller
+from cosmos_rl_transfer.pull.sources import Feed, Sources, agree
 from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
 
 if TYPE_CHECKING:
@@ -39,13 +40,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def num_threads() -> int:
-    """Return the number of threads for copies, which soon saturate the memory bandwidth."""
-    return min(4, len(os.sched_getaffinity(0)))
+MOST_THREADS = 4
+"""For copies, which soon saturate the memory bandwidth."""
 
 
-class Subscriber:
-    """Keeps one rank's live tensors up to date with one or several publishers. Implements WeightSubscriber."""
+class Subscriber(WeightSubscriber):
+    """Keeps one rank's live tensors up to date with one or several publishers."""
 
     def __init__(
         self,
@@ -53,47 +53,40 @@ class Subscriber:
         weights: Mapping[str, Tensor],
         *,
         token: bytes,
-        transport: str | Transport = "auto",
-        timeout_s: float = 30.0,
+        settings: SyncSection | None = None,
+        tls: Tls | None = None,
+        transport: Transport | None = None,
         manifest: Manifest | None = None,
         rank: int = 0,
-        position: int = 0,
-        staging: Staging = "shadow",
-        serve: bool = True,
-        bind: str | None = None,
-        tls: Tls | None = None,
     ) -> None:
         """Store the live tensors; the first `stage` connects.
 
-        address: of the publisher, or of every rank that publishes. timeout_s: how long a publisher may be
-        silent. manifest, rank: what all ranks of this replica hold, and which of them this is; `weights` are then
-        this rank's parts. None: read off the tensors, whole ones or DTensors. position: this replica's place among
-        the rollout replicas, so that they do not all ask the same owners. staging: "shadow" keeps a second copy in
-        host memory and switches at the speed of memory; "in_place" needs two buckets and `apply` takes as long as
-        the transfer of what did not come as deltas, and after an error in it the live tensors are of no version.
-        serve: whether others may read what is staged in the shadow (peers.py). bind: address to listen on for them;
-        None: the one that publishers are reached from. tls: with it both sides prove a certificate of the run.
+        address: of the publisher, or of every rank that publishes. settings: the section [sync]; None for its defaults.
+        After an error in `apply` with staging "in_place" the live tensors are of no version. tls: with it both sides
+        prove a certificate of the run. transport: in place of the one that the settings name. manifest, rank: what all
+        ranks of this replica hold, and which of them this is; `weights` are then this rank's parts. None: read off the
+        tensors, whole ones or DTensors.
         """
-        self._sources = Sources(address, token=token, timeout_s=timeout_s, joined=self._join, tls=tls)
-        self._weights = weights
-        self._transport, self._timeout_s = transport, timeout_s
-        self._rank, self._position = rank, position
-        self._staging: Staging = staging
+        self._settings = settings = settings or SyncSection()
+        self._sources = Sources(address, token=token, timeout_s=settings.timeout_s, tls=tls)
+        self._weights, self._rank = weights, rank
         self._target = manifest or Manifest.from_tensors(weights, rank=rank)
+        self._transport = transport or settings.transport
         self._offer: Offer | None = None
-        if serve and staging == "shadow":
-            self._offer = Offer(
-                self._target, rank=rank, token=token, transport=transport, bind=bind, timeout_s=timeout_s, tls=tls
-            )
+        if settings.staging == "shadow":
+            self._offer = Offer(self._target, rank=rank, settings=settings, token=token, tls=tls, transport=transport)
         self._puller: Puller | None = None
         self._staged: int | None = None
         self.pulled = Pulled()
         """Counts of the last pull."""
-        self._leased: list[tuple[Feed, int]] = []
-        """Leases for `apply`, with staging "in_place"."""
+        self._joined: Sequence[Feed] = ()
+        """The connections over which the plan was agreed on."""
+        self._leased: list[Feed] = []
+        """Those with leases for `apply`, with staging "in_place"."""
         self._plan: TransferPlan | None = None
+        num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-stage")
-        self._pool = ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="weights-land")
+        self._pool = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="weights-land")
 
     @property
     def staged(self) -> int | None:
@@ -112,33 +105,48 @@ class Subscriber:
     def stage_now(self, after: int) -> int:
         """Synchronous `stage`. One thread at a time."""
         self._staged = self._sources.attempt(lambda: self._stage(after))
-        assert self._puller is not None, "created on connection"
-        if self._offer is not None and isinstance(self._puller.landing, Shadow):
-            self._offer.open(self._staged, self._puller.landing, self._sources.connected)
+        if self._offer is not None and isinstance(self._connected.landing, Shadow):
+            self._offer.open(self._staged, self._connected.landing, self._sources.connected)
         return self._staged
+
+    def counts(self) -> dict[str, float]:
+        return self.pulled.counts()
+
+    @property
+    def _connected(self) -> Puller:
+        assert self._puller is not None, "made with the first connection"
+        return self._puller
+
+    def _feeds(self) -> list[Feed]:
+        """Return the connections to the publishers, which have agreed on the plan."""
+        feeds = self._sources.feeds()
+        if feeds is not self._joined:
+            self._join(feeds)
+            self._joined = feeds
+        return feeds
 
     def _stage(self, after: int) -> int:
         version = self._from_peers(after)
         return self._from_publishers(after) if version is None else version
 
     def _from_publishers(self, after: int) -> int:
-        deadline, keep = time.monotonic() + self._timeout_s, self._staging == "in_place"
-        version = agree(self._sources.feeds(), after)
+        deadline, keep = time.monotonic() + self._settings.timeout_s, self._settings.staging == "in_place"
+        version = agree(self._feeds(), after)
         while True:
             try:
-                self._take(self._sources.feeds(), version, keep=keep)
+                self._take(self._feeds(), version, keep=keep)
                 return version
             except Superseded as error:
                 if time.monotonic() > deadline:
                     raise TransferError(f"every version was overtaken before it was read: {error}") from error
                 keep = True  # keep this lease to its end
-                version = agree(self._sources.feeds(), version)
+                version = agree(self._feeds(), version)
 
     def _from_peers(self, after: int) -> int | None:
         """Stage a version from other subscribers; None if there is none."""
-        if self._staged is not None or self._staging != "shadow":
+        if self._staged is not None or self._settings.staging != "shadow":
             return None
-        holders = self._sources.feeds()[0].find_holders(after)
+        holders = self._feeds()[0].find_holders(after)
         for addresses in islice(choices(holders, layout=self._target.digest, rank=self._rank), MOST_TRIES):
             try:
                 with ExitStack() as opened:
@@ -163,7 +171,7 @@ class Subscriber:
             if self._leased:
                 try:
                     leased, self._leased = self._leased, []
-                    self._pull(leased, version)
+                    self._pull(leased, self.pulled)
                 except BaseException:
                     self._sources.disconnect()
                     raise
@@ -180,101 +188,96 @@ class Subscriber:
 
     def _take(self, feeds: Sequence[Feed], version: int, *, keep: bool) -> None:
         """Borrow a version and, with a shadow, fetch it. Raises Superseded if it was overtaken, or as `Puller.pull`."""
-        leased, self._leased = self._leased, []
-        for feed, lease in leased:  # staged but not applied
-            feed.give_back(lease)
-        leased.clear()
-        place = None if self._offer is None else RingPlace.find(feeds[0].ring, self._offer.address)
+        unapplied, self._leased = self._leased, []
+        for feed in unapplied:
+            feed.give_back()
+        ring = None if self._offer is None else RingPlace.find(feeds[0].ring, self._offer.address)
+        leased: list[Feed] = []
         try:
             for feed in feeds:
-                base = self._puller.base if self._puller is not None else -1
-                share = (0, 1) if place is None else place.share
-                leased.append((feed, feed.borrow(version, keep=keep, base=base, share=share)))
+                feed.borrow(version, keep=keep, base=self._connected.base, share=(0, 1) if ring is None else ring.share)
+                leased.append(feed)
         except Superseded:
-            for feed, lease in leased:
-                feed.give_back(lease)
+            for feed in leased:
+                feed.give_back()
             raise
-        if self._staging == "shadow":
-            self._pull(leased, version, place)
+        if self._settings.staging == "shadow":
+            self._pull(leased, Pulled(version), ring)
         elif not self._stage_deltas(leased, version):
             self._leased = leased
 
-    def _stage_deltas(self, leased: Sequence[tuple[Feed, int]], version: int) -> bool:
+    def _stage_deltas(self, leased: Sequence[Feed], version: int) -> bool:
         """Fetch a borrowed version's deltas, to be written with `apply`; if these are all, end the leases."""
-        assert self._puller is not None, "created on connection"
-        self.pulled = Pulled()
-        if self._puller.base < 0:
-            self._puller.landing.begin(-1)
+        puller, self.pulled = self._connected, Pulled(version)
+        if puller.base < 0:
+            puller.landing.begin(-1)
             return False
         try:
-            self.pulled = self._puller.stage_deltas(leased, pool=self._pool)
+            puller.stage_deltas(leased, self.pulled)
         except Superseded:
-            for feed, lease in leased:
-                feed.give_back(lease)
+            for feed in leased:
+                feed.give_back()
             raise
-        if not all(self._puller.landing.has(bucket) for feed, _ in leased for bucket in feed.buckets):
+        if not all(puller.landing.has(bucket) for feed in leased for bucket in feed.buckets):
             return False
         self._end(leased, version, None)
         return True
 
-    def _pull(self, leased: Sequence[tuple[Feed, int]], version: int, place: RingPlace | None = None) -> None:
-        """Fetch, verify and land a borrowed version, and end the leases."""
-        assert self._puller is not None, "created on connection"
+    def _pull(self, leased: Sequence[Feed], done: Pulled, ring: RingPlace | None = None) -> None:
+        """Fetch, verify and land a borrowed version, and end the leases. done: what was counted of it so far."""
         self._staged = None  # the previous staged version is overwritten
         if self._offer is not None:
             self._offer.fence()
         overtaken: Superseded | None = None
+        self.pulled = done
         try:
-            so_far = self.pulled if self._staging == "in_place" else Pulled()
             with ExitStack() as opened:
-                passed: list[tuple[Feed, int]] = []
-                if place is not None and self._offer is not None:
-                    self._offer.begin(version)
-                    passed = place.join(
-                        [feed for feed, _ in leased],
-                        version,
+                passed: list[Feed] = []
+                if ring is not None and self._offer is not None:
+                    self._offer.begin(done.version)
+                    passed = ring.join(
+                        leased,
+                        done.version,
                         sources=self._sources,
                         plan_digest=self._offer.partial.plan_digest,
                         transport=self._transport,
-                        memory=self._puller.memory,
+                        memory=self._connected.memory,
                         opened=opened,
                     )
-                self.pulled = self._puller.pull(leased, version=version, pool=self._pool, done=so_far, passed=passed)
+                self._connected.pull(leased, done, passed=passed)
         except Superseded as error:
             overtaken = error
-        self._end(leased, version, overtaken)
+        self._end(leased, done.version, overtaken)
 
-    def _end(self, leased: Sequence[tuple[Feed, int]], version: int, overtaken: Superseded | None) -> None:
+    def _end(self, leased: Sequence[Feed], version: int, overtaken: Superseded | None) -> None:
         """End the leases; if all were valid throughout, the landing has the version."""
-        assert self._puller is not None, "created on connection"
-        valid = all([feed.give_back(lease) for feed, lease in leased])
+        valid = all([feed.give_back() for feed in leased])
         if overtaken is not None or not valid:
             raise Superseded(f"version {version} was overwritten while it was read") from overtaken
-        self._puller.version = version
+        self._connected.version = version
 
     def _join(self, feeds: Sequence[Feed]) -> None:
         """Agree on the plan with the publishers and allocate memory."""
-        plan, sources = self._sources.plan(feeds, self._target, rank=self._rank, position=self._position)
-        self._plan, bucket_bytes = plan, feeds[0].welcome.bucket_bytes
-        puller = self._puller = self._puller or make_puller(
-            self._target, self._weights, plan, rank=self._rank, staging=self._staging, bucket_bytes=bucket_bytes
-        )
-        puller.version = -1  # another publisher may restart its version numbers
+        plan, sources = self._sources.plan(feeds, self._target, rank=self._rank)
+        self._plan = plan
+        if self._puller is None:
+            kind = Shadow if self._settings.staging == "shadow" else InPlace
+            landing = kind(self._target, self._weights, rank=self._rank, wire_dtypes=plan.wire_dtypes)
+            self._puller = Puller(landing, bucket_bytes=feeds[0].welcome.bucket_bytes, pool=self._pool)
+        self._puller.version = -1  # another publisher may restart its version numbers
         if self._leased:  # of lost publishers
             self._leased, self._staged = [], None
         for feed in feeds:
             self._join_one(feed, plan, sources)
         if self._offer is not None:
-            puller.when_landed = self._offer.partial.landed
+            self._puller.when_landed = self._offer.partial.landed
             self._offer.partial.set_plan(plan, self._rank)
             self._offer.announce(feeds)
 
     def _join_peers(self, addresses: Mapping[int, str], opened: ExitStack) -> list[Feed]:
         """Connect to the ranks of another replica that hold this rank's parts."""
-        feeds, plan = open_peers(
-            self._sources, addresses, self._target, rank=self._rank, position=self._position, opened=opened
-        )
-        assert self._plan is not None, "created on connection"
+        feeds, plan = open_peers(self._sources, addresses, self._target, rank=self._rank, opened=opened)
+        assert self._plan is not None, "made with the first connection"
         if any(plan.wire_dtypes[name] != self._plan.wire_dtypes[name] for name in self._target.specs):
             raise LayoutError("its dtypes of the weights differ from the published ones")
         for feed in feeds:
@@ -282,13 +285,11 @@ class Subscriber:
         return feeds
 
     def _join_one(self, feed: Feed, plan: TransferPlan, sources: tuple[int, ...]) -> None:
-        assert self._puller is not None, "made before"
         feed.join(
             plan,
             target=self._target,
             rank=self._rank,
-            position=self._position,
             transport=self._transport,
-            memory=self._puller.memory,
+            memory=self._connected.memory,
             sources=sources,
         )

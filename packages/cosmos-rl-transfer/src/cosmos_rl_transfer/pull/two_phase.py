@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from cosmos_rl_core.weight_sync import WeightSubscriber
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.pull.sources import Sources, agree
@@ -35,8 +36,8 @@ from cosmos_rl_transfer.wire.link import Link, Listener
 log = logging.getLogger(__name__)
 
 
-class ReplicaSubscriber:
-    """Keeps the ranks of one replica at one version. Implements WeightSubscriber."""
+class ReplicaSubscriber(WeightSubscriber):
+    """Keeps the ranks of one replica at one version."""
 
     def __init__(
         self,

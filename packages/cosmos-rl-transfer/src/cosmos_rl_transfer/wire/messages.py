@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 Want = Literal["any", "dense", "delta", "link"]
@@ -53,8 +53,6 @@ class SubscriberJoin(msgspec.Struct, tag=True, frozen=True):
     """Encoded Manifest of all ranks of the replica."""
     rank: int
     plan_digest: str
-    position: int = 0
-    """Index of this replica among the rollout replicas: rotates the choice among equal owners."""
     transport: str = "tcp"
     """The subscriber's choice: the publisher's own, or tcp, which always works."""
     sources: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from itertools import count
 
 import msgspec
 from torch import Tensor
-from transfer_samples import TOKEN, Watched
+from transfer_samples import TOKEN, Watched, sync
 
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
@@ -90,13 +90,15 @@ class _Trains:
         self._publisher = Publisher(
             self.live,
             token=TOKEN,
-            transport=role.transport,
-            bucket_bytes=BUCKET_BYTES,
             manifest=self._layout,
             rank=role.rank,
-            patience_s=PATIENCE_S,
-            timeout_s=TIMEOUT_S,
-            relay=role.relay,
+            settings=sync(
+                transport=role.transport,
+                bucket_bytes=BUCKET_BYTES,
+                patience_s=PATIENCE_S,
+                timeout_s=TIMEOUT_S,
+                relay=role.relay,
+            ),
         )
         self.address = self._publisher.address
 
@@ -140,7 +142,7 @@ class _Serves:
             transport=Watched(TRANSPORTS[role.transport](), trigger.see),
             manifest=layout,
             rank=self._rank,
-            timeout_s=TIMEOUT_S,
+            settings=sync(timeout_s=TIMEOUT_S),
         )
 
     async def obey(self, order: Order) -> int:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from cosmos_rl_core.weight_sync import SyncSettings
+    from cosmos_rl_core.weight_sync import SyncSection
+    from cosmos_rl_core.wire.tls import Tls
     from cosmos_rl_transfer import ReplicaSubscriber
 
 
@@ -259,7 +260,9 @@ class VllmEngine:
     async def wake(self) -> None:
         await self._call(self._llm.wake_up())
 
-    async def subscriber(self, address: str, *, backend: str, settings: SyncSettings) -> ReplicaSubscriber:
+    async def subscriber(
+        self, address: str, *, settings: SyncSection, token: bytes, tls: Tls | None = None
+    ) -> ReplicaSubscriber:
         """Make vLLM's workers receive new weights from `address`, all together (see `weight_sync.OwnsSubscriber`).
 
         Raises UserError for a model that new weights cannot reach.
@@ -268,9 +271,9 @@ class VllmEngine:
 
         from cosmos_rl_transfer import ReplicaSubscriber, published_specs
 
-        if backend != "transfer":
-            raise UserError(f'[sync] backend = {backend!r}: the vllm engine supports only "transfer"')
-        token, timeout_s, tls = settings.token, settings.timeout_s, settings.tls
+        if settings.backend != "transfer":
+            raise UserError(f'[sync] backend = {settings.backend!r}: the vllm engine supports only "transfer"')
+        timeout_s = settings.timeout_s
         specs = await asyncio.to_thread(published_specs, address, token=token, timeout_s=timeout_s, tls=tls)
         num_ranks = self._llm.vllm_config.parallel_config.world_size
         replica = ReplicaSubscriber(address, token=token, num_ranks=num_ranks, timeout_s=timeout_s, tls=tls)
