@@ -16,7 +16,7 @@ from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.checkpoint import restore
 from cosmos_rl_core.checkpoint.manifest import MANIFEST, Origin, TrainState, list_steps, read_origin, read_state, verify
-from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver, SavingRun
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.trace import Timeline, read_spans
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -33,7 +33,7 @@ MODEL = TinyModel(actions=3, contexts=4, hidden=4)
 
 def make(*, model=MODEL, name="adamw", version=0):
     policy = TinyPolicy(model, temperature=1.0, setup=ModelSetup())
-    return Trainer(
+    trainer = Trainer(
         policy,
         objective=build_objective(AlgorithmConfig(name="sft"), max_terms=3),
         optimizer=build_optimizer(
@@ -41,8 +41,9 @@ def make(*, model=MODEL, name="adamw", version=0):
         ),
         lr_factor=lambda step: 1.0 / (1 + step),
         max_grad_norm=1.0,
-        version=version,
     )
+    trainer.version = version
+    return trainer
 
 
 def train(trainer, *, until):
@@ -55,6 +56,24 @@ def train(trainer, *, until):
         trainer.forward_backward(batch.microbatches)
         losses.append(trainer.optim_step().metrics["loss"])
     return losses
+
+
+class Recording(SavingRun):
+    """A run that keeps the reports of its saver."""
+
+    def __init__(self, scores=None, timeline=None):
+        super().__init__(timeline)
+        self.complaints, self.saves = [], []
+        self._scores = scores
+
+    def scores(self):
+        return {} if self._scores is None else self._scores()
+
+    def saved(self, step, folder):
+        self.saves.append((step, folder))
+
+    def failed(self, text):
+        self.complaints.append(text)
 
 
 def saver_of(trainer, root, *, step=-1, section=None, **keys):
@@ -258,25 +277,22 @@ def test_a_full_disk_at_the_end_is_the_runs_error_and_earlier_checkpoints_stay(s
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_full_disk_on_the_way_is_told_and_training_goes_on(tmp_path, full_disk, asynchronous):
-    trainer, told, saved_steps = make(), [], []
+    trainer, run = make(), Recording()
     section = CheckpointSection(every_steps=1, keep=1, asynchronous=asynchronous)
-    saver = saver_of(
-        trainer,
-        full_disk.at(tmp_path),
-        section=section,
-        on_failed=told.append,
-        on_saved=lambda step, path: saved_steps.append((step, path)),
-    )
+    saver = saver_of(trainer, full_disk.at(tmp_path), section=section, run=run)
     full_disk.full_at.update({1, 2})
     for step in (1, 2, 3):
         train(trainer, until=step)
         saver.after_step(TrainState(step=step))
     assert saver.finish() is not None
-    assert told[0] == (
+    assert run.complaints[0] == (
         "step 1 could not be saved: No space left on device; training goes on, earlier checkpoints are untouched"
     )
-    assert "step 2 could not be saved: No space left on device, the save before failed too (2 in a row)" in told[1]
-    assert saved_steps == [(3, str(tmp_path / "step_3"))]
+    assert (
+        "step 2 could not be saved: No space left on device, the save before failed too (2 in a row)"
+        in run.complaints[1]
+    )
+    assert run.saves == [(3, str(tmp_path / "step_3"))]
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
@@ -312,15 +328,15 @@ class Unreachable(Folder):
 
 
 def test_a_store_that_is_out_of_reach_for_a_while_costs_one_checkpoint(tmp_path):
-    trainer, told = make(), []
+    trainer, run = make(), Recording()
     section = CheckpointSection(every_steps=1)
-    saver = saver_of(trainer, Unreachable.at(tmp_path), section=section, on_failed=told.append)
+    saver = saver_of(trainer, Unreachable.at(tmp_path), section=section, run=run)
     for step in (1, 2):
         train(trainer, until=step)
         saver.after_step(TrainState(step=step))
     assert saver.finish() is not None
-    [said] = told
-    assert "step 1 could not be saved: No route to host" in said
+    [complaint] = run.complaints
+    assert "step 1 could not be saved: No route to host" in complaint
     assert list_steps(tmp_path) == [2]
 
 
@@ -395,7 +411,7 @@ def test_what_is_written_beside_training_is_the_step_it_was_asked_for(tmp_path):
 
 def test_only_due_steps_are_saved_and_the_last(tmp_path):
     trainer, timeline = make(), Timeline("policy-0")
-    saver = saver_of(trainer, tmp_path, section=CheckpointSection(every_steps=2, keep=9), timeline=timeline)
+    saver = saver_of(trainer, tmp_path, section=CheckpointSection(every_steps=2, keep=9), run=SavingRun(timeline))
     for step in (1, 2, 3, 4, 5):
         trainer.version = step
         saver.after_step(TrainState(step=step))
@@ -428,22 +444,22 @@ def test_the_checkpoint_a_run_went_on_from_is_written_again_where_somebody_remov
 
 
 def test_a_checkpoint_that_somebody_removed_is_told_at_the_next_save(tmp_path):
-    trainer, told = make(), []
+    trainer, run = make(), Recording()
     section = CheckpointSection(every_steps=1, keep=2, asynchronous=False)
-    saver = saver_of(trainer, tmp_path, section=section, on_failed=told.append)
+    saver = saver_of(trainer, tmp_path, section=section, run=run)
     for step in (1, 2, 3, 4):
         trainer.version = step
         saver.after_step(TrainState(step=step))
         if step == 3:
-            assert told == []  # step_1 was one too many
+            assert run.complaints == []  # step_1 was one too many
             shutil.rmtree(tmp_path / "step_2")
-    assert told == [f"somebody has removed step_2 from {tmp_path}"]
+    assert run.complaints == [f"somebody has removed step_2 from {tmp_path}"]
     assert saver.finish().name == "step_4"
-    assert len(told) == 1
+    assert len(run.complaints) == 1
 
 
 def test_a_directory_that_is_renamed_right_after_a_save_is_reported_and_the_checkpoint_is_written_again(tmp_path):
-    trainer, reported, root = make(version=1), [], tmp_path / "checkpoints"
+    trainer, root = make(version=1), tmp_path / "checkpoints"
 
     def scores():
         """Called between the save and the choice of checkpoints to remove."""
@@ -452,9 +468,10 @@ def test_a_directory_that_is_renamed_right_after_a_save_is_reported_and_the_chec
         return {}
 
     section = CheckpointSection(every_steps=1, keep_best=1, asynchronous=False)
-    saver = saver_of(trainer, root, section=section, scores=scores, on_failed=reported.append)
+    run = Recording(scores)
+    saver = saver_of(trainer, root, section=section, run=run)
     saver.after_step(TrainState(step=1))
-    assert reported == [f"somebody has removed step_1 from {root}"]
+    assert run.complaints == [f"somebody has removed step_1 from {root}"]
     verify(saver.finish())
 
 
@@ -494,7 +511,7 @@ def test_the_best_are_kept_beside_the_newest(tmp_path):
     scores = {1: 0.2, 2: 0.9, 3: 0.1}
     trainer = make()
     section = CheckpointSection(every_steps=1, keep=1, keep_best=1)
-    saver = saver_of(trainer, tmp_path, section=section, scores=lambda: scores)
+    saver = saver_of(trainer, tmp_path, section=section, run=Recording(lambda: scores))
     for step in (1, 2, 3, 4):
         trainer.version = step
         saver.after_step(TrainState(step=step))

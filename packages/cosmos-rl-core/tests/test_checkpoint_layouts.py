@@ -12,7 +12,7 @@ from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.checkpoint import restore
 from cosmos_rl_core.checkpoint.contents import Contents
 from cosmos_rl_core.checkpoint.manifest import Origin, TrainState, list_steps, verify
-from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver, SavingRun
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
@@ -70,6 +70,14 @@ def train(trainer, layout, *, until):
         trainer.begin(batch)
         trainer.forward_backward(batch.microbatches)
         trainer.optim_step()
+
+
+class Complaining(SavingRun):
+    """A run that keeps the errors of its saver."""
+
+    def __init__(self, complaints):
+        super().__init__()
+        self.failed = complaints.append
 
 
 def saver_of(trainer, layout, root, **keys):
@@ -243,7 +251,7 @@ class FullForOne(Folder):
 def save_into_a_full_store(rank, world_size, *, root):
     trainer = make("shard 2", seed=0)
     told = []
-    saver = saver_of(trainer, "shard 2", FullForOne.at(root), on_failed=told.append)
+    saver = saver_of(trainer, "shard 2", FullForOne.at(root), run=Complaining(told))
     for step in (1, 2, 3):
         train(trainer, "shard 2", until=step)
         saver.after_step(TrainState(step=step))
@@ -263,7 +271,7 @@ def test_one_rank_without_room_fails_the_save_of_all_and_training_goes_on(tmp_pa
 
 def save_into_folders_of_their_own(rank, world_size, *, root):
     trainer, told = make("shard 2", seed=0), []
-    saver = saver_of(trainer, "shard 2", Folder.at(f"{root}/machine_{rank}"), on_failed=told.append)
+    saver = saver_of(trainer, "shard 2", Folder.at(f"{root}/machine_{rank}"), run=Complaining(told))
     train(trainer, "shard 2", until=1)
     saver.after_step(TrainState(step=1))
     with pytest.raises(UserError, match="a folder that all ranks reach"):

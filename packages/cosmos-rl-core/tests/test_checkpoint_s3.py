@@ -7,7 +7,7 @@ from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint import restore
 from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.checkpoint.manifest import MANIFEST, TrainState, list_steps, read_state
-from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver, SavingRun
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config
@@ -56,6 +56,14 @@ def root(server, monkeypatch, request):
     bucket = request.node.name.replace("_", "-").removeprefix("test-")[:63].strip("-")
     boto3.client("s3", endpoint_url=server).create_bucket(Bucket=bucket)
     return Folder.at(f"s3://{bucket}/run/checkpoints")
+
+
+class Complaining(SavingRun):
+    """A run that keeps the errors of its saver."""
+
+    def __init__(self, complaints):
+        super().__init__()
+        self.failed = complaints.append
 
 
 def make(*, seed=0):
@@ -115,7 +123,7 @@ def test_a_store_that_refuses_is_a_failed_save_and_training_goes_on(root):
     trainer = make()
     nowhere = Folder.at("s3://no-such-bucket/run")
     section = CheckpointSection(every_steps=1)
-    saver = CheckpointSaver(section, root=nowhere, trainer=trainer, state=TrainState(step=0), on_failed=told.append)
+    saver = CheckpointSaver(section, root=nowhere, trainer=trainer, state=TrainState(step=0), run=Complaining(told))
     trainer.version = 1
     saver.after_step(TrainState(step=1))
     with pytest.raises(UserError, match=r"cannot write the checkpoint s3://no-such-bucket/run/step_1"):

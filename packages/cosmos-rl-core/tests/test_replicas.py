@@ -24,7 +24,7 @@ from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.train import byte_sums, replicas
 from cosmos_rl_core.train.byte_sums import Checksum, packed, unpack
 from cosmos_rl_core.train.learner import Undo
-from cosmos_rl_core.train.replicas import RankWaits, ReplicaGroup
+from cosmos_rl_core.train.replicas import MeshPlace, RankWaits, ReplicaGroup, WaitLimits
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, StepResult
 from cosmos_rl_core.wire.channel import serve
@@ -43,14 +43,11 @@ def alone(data):
 def group(store, place, count, *, is_over=lambda: False, timeout_s=30.0, peer_s=30.0, waiting=None, newcomers=()):
     return ReplicaGroup(
         store,
-        place=place,
-        count=count,
+        MeshPlace(place, count, newcomers),
         device=torch.device("cpu"),
         is_over=is_over,
         agree=alone,
-        timeout_s=timeout_s,
-        peer_s=peer_s,
-        newcomers=newcomers,
+        limits=WaitLimits(timeout_s=timeout_s, peer_s=peer_s),
         waiting=waiting,
     )
 

@@ -14,7 +14,7 @@ from cosmos_rl_core.observe.trace import ROLLOUT_WAITS
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout import following
 from cosmos_rl_core.rollout.following import Publication, WeightFollower
-from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.rollout.rollouter import Requests, Rollouter
 from cosmos_rl_core.rollout.worker import PromptLease, RolloutWorker
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_core.weight_sync import WeightSubscriber
@@ -159,14 +159,15 @@ class Stage:
             self.engine,
             rubric=Rubric([WeightedReward(name="zero", weight=1.0, function=_zero)]),
             rules=GroupRules(advantage=group_mean),
-            group_size=2,
-            sampling=Sampling(max_terms=1),
-            eval_sampling=Sampling(max_terms=1, temperature=0.0),
-            seed=0,
+            requests=Requests(
+                group_size=2,
+                sampling=Sampling(max_terms=1),
+                eval_sampling=Sampling(max_terms=1, temperature=0.0),
+                seed=0,
+            ),
         )
         self.worker = RolloutWorker(
-            self.engine,
-            rollouter=rollouter,
+            rollouter,
             weights=WeightFollower(
                 self.engine, publications=self.publications.get, subscribe=self.subscribe, lineage=0, interval=interval
             ),

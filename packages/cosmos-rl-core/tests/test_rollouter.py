@@ -12,7 +12,7 @@ from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.rules import GroupRules, group_rules, has_signal
 from cosmos_rl_core.errors import PromptError, SampleError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
-from cosmos_rl_core.rollout.rollouter import Rollouter, request_seed
+from cosmos_rl_core.rollout.rollouter import Requests, Rollouter, request_seed
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 
 PROMPT = Prompt(sample_id=5, row={"question": "?"}, origin="train.jsonl:3")
@@ -64,14 +64,9 @@ def rollouter(
     return Rollouter(
         engine,
         rubric=Rubric([WeightedReward(name="length", weight=2.0, function=function)]),
-        rules=GroupRules(**{"advantage": group_mean, **rules}),
-        group_size=group_size,
-        sampling=SAMPLING,
-        eval_sampling=EVAL_SAMPLING,
-        seed=seed,
-        tokens=tokens,
-        recorder=recorder,
-        long=long,
+        rules=GroupRules(**{"advantage": group_mean, "tokens": tokens, **rules}),
+        requests=Requests(group_size=group_size, sampling=SAMPLING, eval_sampling=EVAL_SAMPLING, seed=seed, long=long),
+        recorders=(recorder, None),
         log=log,
     )
 

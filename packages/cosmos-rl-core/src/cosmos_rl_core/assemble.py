@@ -25,7 +25,7 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RewardFunctionSection
 from cosmos_rl_core.reward.processes import ProcessReward, RewardProcesses
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
-from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.rollout.rollouter import Requests, Rollouter
 from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import WeightSync
@@ -228,25 +228,26 @@ def build_rollouter(
     `Rollouter`.
     """
     sampling, logging = config.rollout.sampling, config.logging
-    recorder = eval_recorder = None
+    recorders = None, None
     if run_dir is not None and logging.media_every:
         keep = partial(domain.recorder, name=name, groups=logging.media_groups)
-        recorder = keep(run_dir / "media", every=logging.media_every)
-        eval_recorder = keep(run_dir / "media" / "eval", every=1)
+        recorders = keep(run_dir / "media", every=logging.media_every), keep(run_dir / "media" / "eval", every=1)
+    tokens = domain.term_tokens if domain.has_tokens else None
+    compares = not config.is_taught_alone
     return Rollouter(
         engine,
         rubric=build_rubric(config, domain, rewards, report=report),
-        rules=group_rules(config.algorithm, max_terms=sampling.max_terms, compares=not config.is_taught_alone),
-        group_size=config.rollout.group_size,
-        sampling=sampling.build(),
-        eval_sampling=config.eval.sampling(sampling),
-        seed=config.run.seed,
-        recorder=recorder,
-        eval_recorder=eval_recorder,
+        rules=group_rules(config.algorithm, max_terms=sampling.max_terms, compares=compares, tokens=tokens),
+        requests=Requests(
+            group_size=config.rollout.group_size,
+            sampling=sampling.build(),
+            eval_sampling=config.eval.sampling(sampling),
+            seed=config.run.seed,
+            long=build_long_prompt(config, domain, log=log),
+        ),
+        recorders=recorders,
         timeline=timeline,
         show=partial(with_prompt_media, config, domain),
-        tokens=domain.term_tokens if domain.has_tokens else None,
-        long=build_long_prompt(config, domain, log=log),
         log=log,
     )
 

@@ -21,7 +21,7 @@ from cosmos_rl_core.settings.problems import as_toml
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
-    from cosmos_rl_core.types import Episode
+    from cosmos_rl_core.types import Episode, Rollout
 
 Shaping = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """(rewards [G], lengths [G], truncated [G]) -> rewards [G]."""
@@ -37,6 +37,8 @@ class GroupRules:
     """Penalty on length, before the advantage."""
     mask_prefix_terms: int = 0
     """Shortest prefix that is masked in rollouts that share it and have different rewards; 0 masks none."""
+    tokens: Callable[[Rollout], np.ndarray] | None = None
+    """rollout -> [T] int, the token of each term, for `mask_prefix_terms`."""
     advantage: GroupAdvantage
     of_steps: Callable[[Episode], Episode] | None = None
     """Estimates the advantages of an episode's steps; `advantage` is not called for it."""
@@ -44,15 +46,22 @@ class GroupRules:
     """Whether advantages need all groups of a step, so that a group alone has none yet."""
 
 
-def group_rules(config: AlgorithmConfig, *, max_terms: int, compares: bool = True) -> GroupRules:
+def group_rules(
+    config: AlgorithmConfig,
+    *,
+    max_terms: int,
+    compares: bool = True,
+    tokens: Callable[[Rollout], np.ndarray] | None = None,
+) -> GroupRules:
     """Return the rules of a config. Raises UserError for an overlong buffer longer than `max_terms`.
 
-    compares: false where rewards are not trained on: all advantages are 0.
+    compares: false where rewards are not trained on: all advantages are 0. tokens: as of `GroupRules`.
     """
     return GroupRules(
         keep=build_filter(config),
         shape_reward=_shaping(config, max_terms=max_terms) if config.overlong_buffer_terms else None,
         mask_prefix_terms=config.mask_prefix_terms,
+        tokens=tokens,
         advantage=build_advantage(config) if compares else _no_advantage,
         of_steps=_generalized(config) if config.advantage == "gae" else None,
         waits_for_step=compares and build_step_advantages(config) is not None,

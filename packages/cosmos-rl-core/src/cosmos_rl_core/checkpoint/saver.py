@@ -10,7 +10,7 @@ checkpoints untouched; after [checkpoint] max_failures in a row, and at the end 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,8 +32,33 @@ from cosmos_rl_core.storage.folder import Folder, store_errors
 from cosmos_rl_core.train.trainer import Trainer
 
 
-def _ignore(*_: object) -> None:
-    """No-op."""
+class SavingRun:
+    """The run around a saver: its scores, and the receiver of its reports. The defaults are for a saver that is alone.
+
+    Called in the compute thread and in the writing thread; in rank 0, unless a method says otherwise.
+    """
+
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        """timeline: gets a span "save" for the time in which a save keeps training waiting."""
+        self.timeline = timeline or Timeline("saver")
+
+    def scores(self) -> Mapping[int, float]:
+        """Return step -> metric, higher better, for keep_best."""
+        return {}
+
+    def healthy(self) -> int | None:
+        """Return the last step that the monitor found healthy, whose checkpoint is kept; None: none is kept for it."""
+        return None
+
+    def saved(self, step: int, folder: str) -> None:
+        """Receive each checkpoint that is written during training."""
+
+    def failed(self, text: str) -> None:
+        """Receive an error, for the user."""
+
+    def readable(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return live tensors with values that can be read now. Called in every rank."""
+        return tensors
 
 
 class CheckpointSaver:
@@ -54,31 +79,14 @@ class CheckpointSaver:
         ranks: RankGroup | None = None,
         origin: Origin | None = None,
         resumed_from: str = "",
-        scores: Callable[[], Mapping[int, float]] = dict,
-        healthy: Callable[[], int | None] = lambda: None,
-        readable: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
-        timeline: Timeline | None = None,
-        on_saved: Callable[[int, str], None] = _ignore,
-        on_failed: Callable[[str], None] = _ignore,
+        run: SavingRun | None = None,
     ) -> None:
-        """Start at `state`, which was read from the checkpoint `resumed_from` where that is not empty.
-
-        `scores` returns step -> metric, higher better, for keep_best; `healthy` the last step that the monitor found
-        healthy, whose checkpoint is kept; `readable` the live tensors with values that can be read now. `timeline`
-        gets a span "save" for the time in which a save keeps training waiting. `on_saved` gets the step and the folder
-        of each checkpoint written during training, `on_failed` an error message; both are called in rank 0, in the
-        writing thread.
-        """
+        """Start at `state`, which was read from the checkpoint `resumed_from` where that is not empty."""
         self._section = section
         self._trainer = trainer
         self._state = state
         self._ranks = ranks or RankGroup()
-        self._scores = scores
-        self._healthy = healthy
-        self._readable = readable
-        self._timeline = timeline or Timeline("saver")
-        self._on_saved = on_saved
-        self._on_failed = on_failed
+        self._run = run or SavingRun()
         beside = files_beside(trainer.policy) if self._ranks.leads else {}
         self._writer = CheckpointWriter(root, ranks=self._ranks, origin=origin or Origin(), beside=beside)
         self._planner = SnapshotPlanner(self._ranks, weights_file=f"policy/{weights_name(beside)}.safetensors")
@@ -102,7 +110,7 @@ class CheckpointSaver:
         due = self._section.every_steps > 0 and state.step % self._section.every_steps == 0
         if not leads or not (due or now):
             return
-        with self._timeline.span("save", step=state.step):
+        with self._run.timeline.span("save", step=state.step):
             self.settle()
             self._must_go_on()
             snapshot = self._snapshot(copy=self._section.asynchronous)
@@ -162,19 +170,19 @@ class CheckpointSaver:
 
     def _snapshot(self, *, copy: bool) -> Snapshot:
         tensors = live_tensors(self._trainer.policy, self._trainer.optimizer, rank=self._ranks.rank)
-        return self._planner.take(self._readable(tensors), self._state, copy=copy)
+        return self._planner.take(self._run.readable(tensors), self._state, copy=copy)
 
     def _try_to_write(self, snapshot: Snapshot) -> None:
         step = snapshot.state.step
         try:
             folder = self._write(snapshot)
             if self._ranks.leads:
-                self._on_saved(step, str(folder))
+                self._run.saved(step, str(folder))
         except SaveFailed as error:
             self._failures, self._last_error = self._failures + 1, str(error)
             if self._ranks.leads:
                 row = f", the save before failed too ({self._failures} in a row)" if self._failures > 1 else ""
-                self._on_failed(
+                self._run.failed(
                     f"step {step} could not be saved: {error}{row}; training goes on, earlier checkpoints are untouched"
                 )
 
@@ -188,11 +196,11 @@ class CheckpointSaver:
         if not self._ranks.leads:
             return
         root, section = self._writer.root, self._section
-        scores = self._scores() if section.keep_best else {}
+        scores = self._run.scores() if section.keep_best else {}
         try:
             steps = list_steps(root)
             if gone := sorted((self._kept | {newest}) - set(steps)):
-                self._on_failed(f"somebody has removed {', '.join(f'step_{step}' for step in gone)} from {root}")
+                self._run.failed(f"somebody has removed {', '.join(f'step_{step}' for step in gone)} from {root}")
             dropped = []
             if newest in steps:  # it is not where the run's directory was renamed right after the save
                 dropped = surplus(
@@ -201,13 +209,13 @@ class CheckpointSaver:
                     keep=section.keep,
                     keep_best=section.keep_best,
                     scores=scores,
-                    healthy=self._healthy(),
+                    healthy=self._run.healthy(),
                 )
             for step in dropped:
                 (root / f"step_{step}").remove()
             self._kept = set(steps) - set(dropped)
         except store_errors() as error:
-            self._on_failed(f"an old checkpoint could not be removed: {error}")
+            self._run.failed(f"an old checkpoint could not be removed: {error}")
 
 
 def files_beside(policy: Policy) -> dict[str, bytes]:

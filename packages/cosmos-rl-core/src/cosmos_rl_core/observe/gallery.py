@@ -5,7 +5,6 @@ media/step_000012/grid.png              all groups of the step: one line per rol
 media/step_000012/grid.gif              the same groups as an animation: one line per group, one column per rollout
 media/step_000012/sample_17.mp4         one group as a video (sample_17.png for images)
 media/step_000012/sample_17.json        caption, rewards by name, advantages, policy versions
-media/step_000012/sample_17_0.mp4       rollout 0 alone, with `clips = True`
 
 Of rollouts of text whose prompts show pictures or videos (`AnswerGallery`) sample_17.png has those of the prompt, the
 record the answers, and grid.png all of it side by side.
@@ -34,7 +33,6 @@ from cosmos_rl_core.observe.pages import (
     as_gif,
     beside,
     contact_grid,
-    enlarge,
     fit_clip,
 )
 from cosmos_rl_core.types import Rollout, RolloutGroup
@@ -43,6 +41,14 @@ log = logging.getLogger(__name__)
 
 KEPT_STEPS = 4
 """Number of steps whose grids can still grow: groups of an asynchronous run finish out of order."""
+ROLLOUTS = 8
+"""Most rollouts of a group that are shown."""
+CELL, FRAMES = 96, 48
+"""Longer side of a clip on a page in pixels, and its most frames."""
+PROMPT_CELL, PROMPT_FRAMES = 224, 8
+"""Likewise of a prompt's pictures and videos."""
+FPS = 8.0
+"""Frame rate of clips whose row has no column `fps`."""
 
 
 R = TypeVar("R")
@@ -54,7 +60,10 @@ class _Steps(Generic[R]):
     of_rollouts: bool
     """Whether rollouts themselves are images or videos."""
 
-    def __init__(self, directory: Path, *, groups_per_step: int, every_steps: int, name: str) -> None:
+    def __init__(self, directory: Path, *, groups_per_step: int = 2, every_steps: int = 1, name: str = "") -> None:
+        """name: of the process, for the names of its files."""
+        if min(groups_per_step, every_steps) < 1:
+            raise ValueError("a gallery's counts must be above 0")
         self._directory = directory
         self._groups_per_step = groups_per_step
         self._every_steps = every_steps
@@ -108,29 +117,6 @@ class Gallery(_Steps[PageRow]):
 
     of_rollouts = True
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        groups_per_step: int = 2,
-        rollouts_per_group: int = 8,
-        every_steps: int = 1,
-        cell: int = 96,
-        max_frames: int = 48,
-        fps: float = 8.0,
-        clips: bool = False,
-        name: str = "",
-    ) -> None:
-        """`cell` is the longer side of a clip on a page, in pixels; a row's column `fps` overrides `fps`."""
-        if min(groups_per_step, rollouts_per_group, every_steps, cell, max_frames) < 1 or fps <= 0:
-            raise ValueError("a gallery's counts, cell and fps must be above 0")
-        super().__init__(directory, groups_per_step=groups_per_step, every_steps=every_steps, name=name)
-        self._rollouts_per_group = rollouts_per_group
-        self._cell = cell
-        self._max_frames = max_frames
-        self._fps = fps
-        self._clips = clips
-
     def save(self, step: int, group: RolloutGroup) -> Path | None:
         """Write a scored group and return its video or image; None if the step needs no more groups.
 
@@ -139,20 +125,18 @@ class Gallery(_Steps[PageRow]):
         """
         if not self.wants(step, group):
             return None
-        shown = _best_to_worst(group.rollouts, most=self._rollouts_per_group)
+        shown = _best_to_worst(group.rollouts, most=ROLLOUTS)
         row = PageRow(
             title=_caption(group),
-            clips=tuple(fit_clip(_video(r), cell=self._cell, max_frames=self._max_frames) for _, r in shown),
+            clips=tuple(fit_clip(_video(r), cell=CELL, max_frames=FRAMES) for _, r in shown),
             labels=tuple(_labels(rollout) for _, rollout in shown),
         )
         rows = self._keep(step, group.prompt.sample_id, row)
         folder = self._folder(step)
-        fps = _fps(group, self._fps)
-        if self._clips:
-            for place, rollout in shown:
-                _write_video(folder / f"sample_{group.prompt.sample_id}_{place}", self._alone(rollout), fps=fps)
         frames = max(len(_video(rollout)) for _, rollout in shown)
-        page_fps = fps * max(len(clip) for clip in row.clips) / frames  # same duration as the clips, with fewer frames
+        page_fps = (
+            _fps(group) * max(len(clip) for clip in row.clips) / frames
+        )  # same duration as the clips, with fewer frames
         video = self._write_group(step, folder, group, row, fps=page_fps)
         grid = self._write_grids(step, folder, rows, fps=page_fps)
         self._append_index(step, group, caption=_caption(group), file=video, grid=grid)
@@ -164,7 +148,7 @@ class Gallery(_Steps[PageRow]):
         Raises:
             ValueError: the rollout has no `media["video"]`.
         """
-        return _write_video(stem, _video(group.rollouts[place]), fps=_fps(group, self._fps))
+        return _write_video(stem, _video(group.rollouts[place]), fps=_fps(group))
 
     def _write_group(self, step: int, folder: Path, group: RolloutGroup, row: PageRow, *, fps: float) -> Path:
         sample = group.prompt.sample_id
@@ -172,10 +156,6 @@ class Gallery(_Steps[PageRow]):
         video = _write_video(folder / f"sample_{sample}", np.stack([np.asarray(page) for page in pages]), fps=fps)
         _write_json(folder / f"sample_{sample}.json", _record(step, group, caption=_caption(group)))
         return video
-
-    def _alone(self, rollout: Rollout) -> np.ndarray:
-        video = _video(rollout)
-        return enlarge(video, max(1, round(self._cell / max(video.shape[1:3]))))
 
     def _write_grids(self, step: int, folder: Path, rows: Sequence[PageRow], *, fps: float) -> Path:
         """Write the grids of a step; return the animation, or the still grid for images."""
@@ -203,21 +183,12 @@ class AnswerGallery(_Steps[Question]):
         *,
         question: Callable[[RolloutGroup], str],
         groups_per_step: int = 2,
-        rollouts_per_group: int = 8,
         every_steps: int = 1,
-        cell: int = 224,
-        max_frames: int = 8,
         name: str = "",
     ) -> None:
-        """Show pictures with a longer side of about `cell` pixels, and at most `max_frames` frames of a video.
-
-        question: returns the text of a group's prompt.
-        """
+        """question: returns the text of a group's prompt."""
         super().__init__(directory, groups_per_step=groups_per_step, every_steps=every_steps, name=name)
         self._question = question
-        self._rollouts_per_group = rollouts_per_group
-        self._cell = cell
-        self._max_frames = max_frames
 
     def wants(self, step: int, group: RolloutGroup) -> bool:
         return bool(group.media) and super().wants(step, group)
@@ -234,8 +205,8 @@ class AnswerGallery(_Steps[Question]):
         except MediaError as error:
             log.warning("sample %d is not in the gallery: %s", group.prompt.sample_id, error.reason)
             return None
-        question, shown = self._question(group), _best_to_worst(group.rollouts, most=self._rollouts_per_group)
-        clips = [fit_clip(clip, cell=self._cell, max_frames=self._max_frames) for clip in media]
+        question, shown = self._question(group), _best_to_worst(group.rollouts, most=ROLLOUTS)
+        clips = [fit_clip(clip, cell=PROMPT_CELL, max_frames=PROMPT_FRAMES) for clip in media]
         row = Question(
             text=question,
             pictures=tuple(frame for clip in clips for frame in clip),
@@ -276,9 +247,9 @@ def _caption(group: RolloutGroup) -> str:
     return caption if isinstance(caption, str) and caption else group.prompt_text or "(no caption)"
 
 
-def _fps(group: RolloutGroup, otherwise: float) -> float:
+def _fps(group: RolloutGroup) -> float:
     fps = group.prompt.row.get("fps")
-    return float(fps) if isinstance(fps, int | float) and fps > 0 else otherwise
+    return float(fps) if isinstance(fps, int | float) and fps > 0 else FPS
 
 
 def _labels(rollout: Rollout) -> tuple[str, ...]:

@@ -36,7 +36,30 @@ class RunLabels:
     """Group of runs within the project; empty: none."""
 
 
-class TensorBoard:
+class Sink:
+    """Receives metrics of each step, and images.
+
+    for sink in sinks:
+        sink.log(step, metrics)
+        sink.show(step, "samples/rollout-0", run_dir / "media/step_000012/grid_rollout-0.gif")
+    """
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step."""
+        raise NotImplementedError
+
+    def show(self, step: int, name: str, picture: Path) -> None:
+        """Show a .png or an animated .gif of version `step`; by default not: it is in the run's directory anyway."""
+
+    def roll_back(self, step: int) -> None:
+        """Drop the metrics of this step and later ones, which are done again; by default they are shown too."""
+
+    def close(self) -> None:
+        """Flush all logged values; nothing is logged afterwards."""
+        raise NotImplementedError
+
+
+class TensorBoard(Sink):
     """Curves and images for `tensorboard --logdir`, which plays .gif files. Needs no torch."""
 
     def __init__(self, run_dir: Path, labels: RunLabels) -> None:
@@ -56,9 +79,6 @@ class TensorBoard:
         image = self._summary_pb2.Summary.Image(encoded_image_string=data, width=width, height=height, colorspace=3)
         self._add(step, [self._summary_pb2.Summary.Value(tag=name, image=image)])
 
-    def roll_back(self, step: int) -> None:
-        """Do nothing: the curves show the undone steps too."""
-
     def _add(self, step: int, values: list[Any]) -> None:
         summary = self._summary_pb2.Summary(value=values)
         self._writer.add_event(self._event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
@@ -67,8 +87,8 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """A Weights & Biases run, configured by WANDB_* variables."""
+class Wandb(Sink):
+    """A Weights & Biases run, configured by WANDB_* variables. It ignores steps that are done again."""
 
     package = "wandb"
 
@@ -93,9 +113,6 @@ class Wandb:
         self._run.log({name: media(str(picture), caption=f"step {step}")}, step=max(step, self._step))
         self._step = max(step, self._step)
 
-    def roll_back(self, step: int) -> None:
-        """Do nothing: the service accepts nothing for an earlier step, and ignores the steps that are done again."""
-
     def close(self) -> None:
         self._run.finish()
 
@@ -111,7 +128,7 @@ class Trackio(Wandb):
         )
 
 
-class MLflow:
+class MLflow(Sink):
     """An MLflow run, at MLFLOW_TRACKING_URI or in MLflow's own database of this folder."""
 
     def __init__(self, run_dir: Path, labels: RunLabels) -> None:
@@ -129,9 +146,6 @@ class MLflow:
     def show(self, step: int, name: str, picture: Path) -> None:
         """Keep the file as an artifact of the run, in a folder of its name and step."""
         self._client.log_artifact(self._run, str(picture), f"{name}/step_{step:06d}")
-
-    def roll_back(self, step: int) -> None:
-        """Do nothing: the curves show the undone steps too."""
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

@@ -10,38 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.services import MLflow, RunLabels, TensorBoard, Trackio, Wandb
+from cosmos_rl_core.observe.services import MLflow, RunLabels, Sink, TensorBoard, Trackio, Wandb
 
 
-class Sink(Protocol):
-    """Receives metrics of each step, and images.
-
-    for sink in sinks:
-        sink.log(step, metrics)
-        sink.show(step, "samples/rollout-0", run_dir / "media/step_000012/grid_rollout-0.gif")
-    """
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step."""
-        ...
-
-    def show(self, step: int, name: str, picture: Path) -> None:
-        """Show a .png or an animated .gif of version `step`."""
-        ...
-
-    def roll_back(self, step: int) -> None:
-        """Drop the metrics of this step and later ones, which are done again, if the sink can."""
-        ...
-
-    def close(self) -> None:
-        """Flush all logged values; nothing is logged afterwards."""
-        ...
-
-
-class JsonLines:
+class JsonLines(Sink):
     """metrics.jsonl: one object per step, written before the next step starts.
 
     A resumed run appends, after dropping earlier lines of `first_step` and later. A number that is not finite is
@@ -67,9 +42,6 @@ class JsonLines:
         self._file.close()
         keep_earlier(self._path, step)
         self._file = self._path.open("a", encoding="utf-8")
-
-    def show(self, step: int, name: str, picture: Path) -> None:
-        """Do nothing: the image is already in the run's directory."""
 
     def close(self) -> None:
         self._file.close()

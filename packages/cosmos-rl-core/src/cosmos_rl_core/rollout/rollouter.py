@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,21 @@ COMPARED = 4
 """Rollouts of the long prompt: several, since one may end at once."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """The requests of a replica to its engine."""
+
+    group_size: int
+    sampling: Any
+    """Built by the domain's [rollout.sampling]."""
+    eval_sampling: Any
+    """Likewise, of evaluations."""
+    seed: int
+    """Of the run."""
+    long: tuple[Prompt, Any] | None = None
+    """Prompt and sampling parameters of the rollouts that the policy compares with its own log-probabilities."""
+
+
 class Rollouter:
     """Runs prompts through one engine.
 
@@ -35,49 +50,37 @@ class Rollouter:
         *,
         rubric: Rubric,
         rules: GroupRules,
-        group_size: int,
-        sampling: Any,
-        eval_sampling: Any,
-        seed: int,
-        recorder: Recorder | None = None,
-        eval_recorder: Recorder | None = None,
+        requests: Requests,
+        recorders: tuple[Recorder | None, Recorder | None] = (None, None),
         timeline: Timeline | None = None,
         show: Callable[[RolloutGroup], RolloutGroup] = lambda group: group,
-        tokens: Callable[[Rollout], np.ndarray] | None = None,
-        long: tuple[Prompt, Any] | None = None,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """recorder, eval_recorder: save training and evaluation samples to a gallery. show: adds the prompt's media.
-
-        tokens: rollout -> [T] int, the token of each term, which the rule `mask_prefix_terms` needs. long: prompt and
-        sampling parameters of the rollouts that the policy compares with its own log-probabilities. log: receives the
-        reason if there are none.
+        """recorders: of training and of evaluation samples. show: adds the prompt's media. log: receives the reason if
+        no rollouts can be compared.
         """
-        self._engine = engine
+        self.engine = engine
         self._rubric = rubric
         self._rules = rules
-        self._group_size = group_size
-        self._sampling = sampling
-        self._eval_sampling = eval_sampling
-        self._seed = seed
-        self._recorder, self._eval_recorder = recorder, eval_recorder
+        self._requests = requests
+        self._recorder, self._eval_recorder = recorders
         self._recording = asyncio.Lock()
         self._timeline = timeline or Timeline("rollout")
         self._show = show
-        self._tokens = tokens
-        self._long = long
+        self._long = requests.long
         self._log = log
         self._compared: RolloutGroup | None = None
         self._comparing = asyncio.Lock()
 
     async def run(self, prompt: Prompt) -> RolloutGroup:
-        scored = await self._scored(prompt, num_samples=self._group_size, sampling=self._sampling, stream=0)
+        requests = self._requests
+        scored = await self._scored(prompt, num_samples=requests.group_size, sampling=requests.sampling, stream=0)
         group = self._with_advantages(scored)
         await self._record(self._recorder, group)
         return group
 
     async def evaluate(self, prompt: Prompt) -> RolloutGroup:
-        group = await self._scored(prompt, num_samples=1, sampling=self._eval_sampling, stream=1)
+        group = await self._scored(prompt, num_samples=1, sampling=self._requests.eval_sampling, stream=1)
         await self._record(self._eval_recorder, group)
         return group
 
@@ -101,15 +104,15 @@ class Rollouter:
             if self._long is not None:
                 self._compared = await self._generate_long(*self._long)
                 self._long = None
-            if self._compared is not None and self._compared.min_policy_version != self._engine.version:
+            if self._compared is not None and self._compared.min_policy_version != self.engine.version:
                 self._compared = None
             return self._compared
 
     async def _generate_long(self, prompt: Prompt, sampling: Any) -> RolloutGroup | None:
-        seed = request_seed(self._seed, stream=2, sample_id=prompt.sample_id)
+        seed = request_seed(self._requests.seed, stream=2, sample_id=prompt.sample_id)
         try:
             with self._timeline.span("generate", sample=prompt.sample_id):
-                _, rollouts = await self._engine.generate(prompt, num_samples=COMPARED, sampling=sampling, seed=seed)
+                _, rollouts = await self.engine.generate(prompt, num_samples=COMPARED, sampling=sampling, seed=seed)
         except Exception as error:  # any: an engine of others may want columns that this row has not
             self._log(f"engine and policy are not compared at the start: {type(error).__name__}: {error}")
             return None
@@ -117,9 +120,9 @@ class Rollouter:
         return group if group.num_terms else None
 
     async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Any, stream: int) -> RolloutGroup:
-        seed = request_seed(self._seed, stream=stream, sample_id=prompt.sample_id)
+        seed = request_seed(self._requests.seed, stream=stream, sample_id=prompt.sample_id)
         with self._timeline.span("generate", sample=prompt.sample_id):
-            text, rollouts = await self._engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+            text, rollouts = await self.engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
         with self._timeline.span("score", sample=prompt.sample_id):
             group = self._show(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
             return await self._rubric.score(group)
@@ -144,8 +147,8 @@ class Rollouter:
         return replace(group, rollouts=rollouts)
 
     def _without_prefixes(self, group: RolloutGroup, rewards: np.ndarray) -> RolloutGroup:
-        assert self._tokens is not None, "look_up_parts refuses mask_prefix_terms for a domain without tokens"
-        tokens = [self._tokens(rollout) for rollout in group.rollouts]
+        assert self._rules.tokens is not None, "the checks refuse mask_prefix_terms for a domain without tokens"
+        tokens = [self._rules.tokens(rollout) for rollout in group.rollouts]
         masks = [rollout.loss_mask for rollout in group.rollouts]
         masks = mask_prefixes(tokens, masks, rewards, at_least=self._rules.mask_prefix_terms)
         pairs = zip(group.rollouts, masks, strict=True)

@@ -20,7 +20,6 @@ from itertools import count
 from typing import Any, Protocol
 
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.observe.trace import WAITS, Timeline, row
 from cosmos_rl_core.rollout.following import WeightFollower
 from cosmos_rl_core.rollout.rollouter import FILTERED, Rollouter
@@ -71,9 +70,8 @@ class RolloutWorker:
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        *,
         rollouter: Rollouter,
+        *,
         weights: WeightFollower,
         leases: LeaseSource,
         max_groups: int,
@@ -86,7 +84,7 @@ class RolloutWorker:
         and run until its end; their errors are its own. log: receives the reason of a group that fails, once a minute.
         """
         self._complain = SeldomLog(log)
-        self._engine = engine
+        self._engine = rollouter.engine
         self._rollouter = rollouter
         self._weights = weights
         self._leases = leases

@@ -1,6 +1,6 @@
 """Sums over the policy replicas that train together: rank i of each replica with rank i of the others.
 
-    group = ReplicaGroup(store, place=0, count=2, device=device, is_over=is_over, agree=ranks.gather, timeout_s=600)
+    group = ReplicaGroup(store, MeshPlace(0, count=2), device=device, is_over=is_over, agree=ranks.gather, limits=...)
     totals = group.sum([gradient, ...])              # new tensors; the same call in every replica
 
 A member that dies or hangs must not block the others, and a gloo operation cannot be aborted. So every wait polls, and
@@ -182,43 +182,63 @@ class RankWaits:
         return time.monotonic() - self.polled_at < POLLED_S
 
 
+@dataclass(frozen=True, slots=True)
+class MeshPlace:
+    """The place of a replica in a mesh."""
+
+    place: int
+    count: int
+    newcomers: Collection[int] = ()
+    """Places of replicas for which the others must not wait for long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitLimits:
+    """Limits of the waits for other replicas, in seconds."""
+
+    timeout_s: float
+    """For something to be completed."""
+    peer_s: float = PEER_S
+    """For the connection to a replica that is there."""
+
+    def to_connect(self, at: MeshPlace) -> dict[int, float]:
+        """Return the limit of the connection to each place."""
+        short_s = min(NEWCOMER_S, self.peer_s)
+        return {place: short_s if place in at.newcomers else self.peer_s for place in range(at.count)}
+
+
 class ReplicaGroup:
     """One rank's group with the same rank of all other replicas. Every call is made in all of them, in one order."""
 
     def __init__(
         self,
         store: dist.Store,
+        at: MeshPlace,
         *,
-        place: int,
-        count: int,
         device: torch.device,
         is_over: Callable[[], bool],
         agree: Callable[[bytes], list[bytes]],
-        timeout_s: float,
-        peer_s: float = PEER_S,
-        newcomers: Collection[int] = (),
+        limits: WaitLimits,
         waiting: RankWaits | None = None,
         address: str = "",
     ) -> None:
         """Connect to the others. Raises EpochOver if one of them is lost meanwhile, PeersUnreachable if the connection
-        to one that is there takes longer than `peer_s`.
+        to one that is there takes longer than `limits.peer_s`.
 
-        store: shared by the ranks of this group alone. place: of this replica among `count`. is_over: whether the
-        controller has formed another mesh. agree: exchanges bytes between the ranks of this replica, so that all of
-        them see the same outcome. newcomers: places of those for which the others must not wait for long. waiting:
-        updated in every wait. address: of this machine, to listen on.
+        store: shared by the ranks of this group alone. is_over: whether the controller has formed another mesh. agree:
+        exchanges bytes between the ranks of this replica, so that all of them see the same outcome. waiting: updated in
+        every wait. address: of this machine, to listen on.
         """
-        self.place, self.count = place, count
+        self.place, self.count = at.place, at.count
         self._device = device
-        self._is_over, self._agree, self._timeout_s = is_over, agree, timeout_s
+        self._is_over, self._agree, self._timeout_s = is_over, agree, limits.timeout_s
         self._waiting = waiting or RankWaits()
         self._group: Any = None
         _abandoned[:] = [each for each in _abandoned if not all(work.is_completed() for work, _ in each[1])]
         try:
-            limits = {place: min(NEWCOMER_S, peer_s) if place in newcomers else peer_s for place in range(count)}
-            pairs = self._meet_all(store, address=address, limits=limits)
-            connect = partial(_connect, store, device=device, address=address, timeout_s=timeout_s)
-            connecting = _InThread(partial(connect, place=place, count=count))
+            pairs = self._meet_all(store, address=address, limits=limits.to_connect(at))
+            connect = partial(_connect, store, device=device, address=address, timeout_s=limits.timeout_s)
+            connecting = _InThread(partial(connect, place=at.place, count=at.count))
             self._finish([(connecting, store)])
         except PeersUnreachable:
             raise

@@ -32,7 +32,7 @@ from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.byte_sums import digest
-from cosmos_rl_core.train.replicas import RankWaits, ReplicaGroup
+from cosmos_rl_core.train.replicas import MeshPlace, RankWaits, ReplicaGroup, WaitLimits
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
@@ -106,20 +106,18 @@ class PolicyMesh:
             self._has_trained = True
             return False
         is_over = partial(self._is_over, message.epoch)
+        newcomers = [place for place, name in enumerate(self.members) if earlier and name not in earlier]
         store = ChannelStore(self._connect, epoch=message.epoch, is_over=is_over, timeout_s=self._timeout_s)
         try:
             self.group = ReplicaGroup(
                 dist.PrefixStore(str(self._ranks.rank), store),
-                place=self.place,
-                count=self.count,
+                MeshPlace(self.place, self.count, newcomers),
                 device=self._device,
                 is_over=is_over,
                 agree=self._ranks.gather,
                 waiting=self._waiting,
                 address=self._context.address,
-                timeout_s=self._timeout_s,
-                peer_s=self._peer_s,
-                newcomers=[place for place, name in enumerate(self.members) if earlier and name not in earlier],
+                limits=WaitLimits(timeout_s=self._timeout_s, peer_s=self._peer_s),
             )
         finally:
             store.close()

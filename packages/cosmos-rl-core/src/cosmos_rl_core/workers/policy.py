@@ -6,14 +6,17 @@ All ranks of a replica run the same code, each with its share of every batch; ra
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
+
+from torch import Tensor
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint import restore
 from cosmos_rl_core.checkpoint.manifest import Origin, TrainState
 from cosmos_rl_core.checkpoint.resume import checkpoint_root, recipe_of
 from cosmos_rl_core.checkpoint.retention import read_scores
-from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver, SavingRun
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpu_turn import RankTurn
@@ -149,34 +152,20 @@ class PolicyRole:
             return mesh, trainer, frozen, state
 
     def _saver(self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState) -> CheckpointSaver:
-        """Build the saver, in all ranks at the same time. Its callbacks run in its own thread."""
+        """Build the saver, in all ranks at the same time. It calls its run in its own thread."""
         at = self._at
-        section = at.config.checkpoint
         ranks = RankGroup() if mesh is None else RankGroup.of_all()
         layout = "one rank" if mesh is None else mesh.dims.describe()
         return CheckpointSaver(
-            section,
+            at.config.checkpoint,
             root=checkpoint_root(at.config, at.run_dir),
             trainer=trainer,
             state=state,
             ranks=ranks,
             origin=Origin(num_ranks=ranks.size, layout=layout, recipe=recipe_of(at.config)),
             resumed_from=at.welcome.resume_from,
-            scores=partial(read_scores, at.run_dir, section.best_metric),
-            healthy=partial(read_healthy, at.run_dir) if at.config.monitor.rolls_back else lambda: None,
-            readable=self._residence.readable,
-            timeline=at.context.timeline,
-            on_saved=self._saved,
-            on_failed=self._failed,
+            run=_SavingReplica(at, self._residence, self._link),
         )
-
-    def _saved(self, step: int, path: str) -> None:
-        self._at.context.log(f"saved step {step} in {path}")
-        self._link.post_from_thread(p.CheckpointDone(step=step, path=path, lineage=self._at.welcome.lineage))
-
-    def _failed(self, text: str) -> None:
-        self._at.context.log(text)
-        self._link.post_from_thread(p.Alarm(message=text))
 
     def _replicas(self, trainer: Trainer, mesh: ReplicaMesh | None, frozen: FrozenModels) -> PolicyMesh:
         at = self._at
@@ -234,3 +223,28 @@ def _check_directory(at: Assignment) -> None:
         f"{use} need the run's directory {config.run.output_dir}, which the machine of {at.context.name} does not "
         f"share: mount it there at the same path{instead}"
     )
+
+
+class _SavingReplica(SavingRun):
+    """A policy replica whose saver reports to the controller."""
+
+    def __init__(self, at: Assignment, residence: Residence, link: PolicyLink) -> None:
+        super().__init__(at.context.timeline)
+        self._at, self._residence, self._link = at, residence, link
+
+    def scores(self) -> Mapping[int, float]:
+        return read_scores(self._at.run_dir, self._at.config.checkpoint.best_metric)
+
+    def healthy(self) -> int | None:
+        return read_healthy(self._at.run_dir) if self._at.config.monitor.rolls_back else None
+
+    def saved(self, step: int, folder: str) -> None:
+        self._at.context.log(f"saved step {step} in {folder}")
+        self._link.post_from_thread(p.CheckpointDone(step=step, path=folder, lineage=self._at.welcome.lineage))
+
+    def failed(self, text: str) -> None:
+        self._at.context.log(text)
+        self._link.post_from_thread(p.Alarm(message=text))
+
+    def readable(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self._residence.readable(tensors)

@@ -75,8 +75,7 @@ class RolloutRole:
             await self._score_real_rows(rollouter)
             leases = RemoteLeases(self._client, spool, shared_by=partial(self._share, spool))
             self._worker = RolloutWorker(
-                engine,
-                rollouter=rollouter,
+                rollouter,
                 weights=WeightFollower(
                     engine,
                     publications=self._client.publications.get,
