@@ -183,7 +183,7 @@ def test_a_reward_whose_worker_cannot_start_again_fails_what_waits(folder):
         ({"name": "not_here:glow"}, "cannot be imported: ModuleNotFoundError"),
         ({"name": "glow"}, "no reward is called 'glow'"),
         ({"name": "cosmos_rl_core.testing.tiny:TINY:glow"}, "has no reward called 'glow'; known: hits"),
-        ({"name": "my_rewards:Fragile", "options": {"size": 1}}, "does not accept options {'size': 1}"),
+        ({"name": "my_rewards:Fragile", "options": {"size": 1}}, "does not take options {'size': 1}"),
         ({"python": "no-such-python"}, "cannot run no-such-python: No such file or directory"),
         (
             {"name": "my_rewards:Fragile", "options": {"path": __file__}},

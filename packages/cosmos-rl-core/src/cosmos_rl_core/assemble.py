@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import ValidationError
-
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource, UsableRows
@@ -23,10 +21,10 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RewardFunctionSection
+from cosmos_rl_core.reward.build import build
 from cosmos_rl_core.reward.processes import ProcessReward, RewardProcesses
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
-from cosmos_rl_core.rollout.rollouter import Requests, Rollouter
-from cosmos_rl_core.settings.problems import known_tables, problems
+from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import WeightSync
 
@@ -130,23 +128,10 @@ def build_rubric(
 def build_reward(name: str, domain: DomainBase, *, options: Mapping[str, Any], given: Any = None) -> RewardFn:
     """A reward by name: one of the domain's, an installed plug-in, or "module:attribute", which may be `given`.
 
-    The first two are factories that take the options. An attribute is a factory when it is a class, and otherwise
-    the reward itself, which then gets the options as keyword arguments.
+    options: as of `reward.build.build`.
     """
     factory: Any = given or domain.reward(name) or plugins.load("cosmos_rl.rewards", name)
-    if not callable(factory):
-        raise UserError(f"[reward] {name} is {factory!r}, not a function")
-    if not inspect.isclass(factory) and ":" in name:
-        return cast(RewardFn, partial(factory, **options) if options else factory)
-    try:
-        return cast(RewardFn, factory(**options))
-    except ValidationError as error:
-        option_problems = problems(error, tables=known_tables(cast(Any, factory), at="options"), at="options")
-        raise UserError(f"[reward] {name}: {', and '.join(map(str, option_problems))}") from error
-    except (TypeError, ValueError) as error:
-        raise UserError(f"[reward] {name} does not take options {dict(options)}: {error}") from error
-    except OSError as error:  # a file it loads
-        raise UserError(f"[reward] {name} cannot be built: {error}") from error
+    return build(factory, options, where=f"[reward] {name}", is_attribute=":" in name)
 
 
 def build_engine(config: RunConfig, domain: DomainBase, *, processes_per_gpu: int = 1) -> RolloutEngine:

@@ -40,7 +40,7 @@ class RewardProcesses:
         self._starting = asyncio.Lock()
 
     def reward(self, name: str, *, label: str, options: Mapping[str, Any]) -> ProcessReward:
-        """Return a reward that runs in these processes. name: as in `pool.worker.build`."""
+        """Return a reward that runs in these processes. name: as of `build_by_name`."""
         return ProcessReward(self, Build(name=name, label=label, options=dict(options)))
 
     async def started(self) -> RewardPool:

@@ -207,8 +207,9 @@ def _of_one_length(videos: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
     return {"video": padded, NUM_FRAMES: [np.array(length, np.int32) for length in lengths]}
 
 
-def _first(variables: tuple[str, ...]) -> str:
-    return next((os.environ[name] for name in variables if os.environ.get(name)), "")
+def _first(variables: tuple[str, ...], environ: Mapping[str, str] = os.environ) -> str:
+    """Return the value of the first variable that is set; empty if none is."""
+    return next((environ[name] for name in variables if environ.get(name)), "")
 
 
 TOKEN_VARIABLES = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
@@ -217,7 +218,7 @@ TOKEN_VARIABLES = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
 
 def server_token(file: str, *, environ: Mapping[str, str] = os.environ) -> str:
     """Return the server's token; a missing file is created (mode 0600). Raises UserError without variable and file."""
-    if token := _from_environment(environ):
+    if token := _first(TOKEN_VARIABLES, environ):
         return checked_token(token, origin="the environment's")
     if not file:
         raise UserError(
@@ -237,7 +238,7 @@ def client_token(file: str, *, environ: Mapping[str, str] = os.environ) -> str:
     """Return the client's token from the named file, or from the environment. Raises UserError without either."""
     if file:
         return checked_token(read_secret(Path(file)), origin=f"{file}'s")
-    token = _from_environment(environ)
+    token = _first(TOKEN_VARIABLES, environ)
     if not token:
         raise UserError(f"the reward service needs a token: set {TOKEN_VARIABLES[0]}, or the option token_file")
     return checked_token(token, origin="the environment's")
@@ -248,7 +249,3 @@ def checked_token(token: str, *, origin: str) -> str:
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise UserError(f"{origin} token of the reward service must be one word of printable ASCII")
     return token
-
-
-def _from_environment(environ: Mapping[str, str]) -> str:
-    return next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), "")

@@ -23,7 +23,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.reward.wire_format import ArrayLocation, Buffer, MalformedBody, find_arrays, safetensors_parts
+from cosmos_rl_core.reward.wire_format import (
+    NPY_NAME,
+    ArrayLocation,
+    Buffer,
+    MalformedBody,
+    find_arrays,
+    safetensors_parts,
+)
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 MediaKind = Literal["video", "image", "latent", "none"]
@@ -289,12 +296,12 @@ def _read_theirs(line: bytes, keys: dict[str, Any], places: dict[str, ArrayLocat
         metadata = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedBody(f"header: {error}") from error
-    if set(places) != {"array"}:
+    if set(places) != {NPY_NAME}:
         raise MalformedBody("the metadata line of cosmos-rl must be followed by one .npy file")
     rewards = [RewardSpec(name, weight) for name, weight in metadata.reward_fn.items() if weight > 0]
     if not rewards:
         raise MalformedBody("header: no reward has a weight above 0 - at `$.reward_fn`")
-    kind = _kind(metadata.media_type, places["array"])
+    kind = _kind(metadata.media_type, places[NPY_NAME])
     header = Header(
         groups=_groups(_rows(metadata.prompts, keys)),
         rewards=rewards,
@@ -302,7 +309,7 @@ def _read_theirs(line: bytes, keys: dict[str, Any], places: dict[str, ArrayLocat
         fps=metadata.video_infos[0].video_fps if metadata.video_infos else None,
         client="cosmos-rl",
     )
-    return checked(header, {kind: places["array"]})
+    return checked(header, {kind: places[NPY_NAME]})
 
 
 def _kind(media_type: str | None, place: ArrayLocation) -> MediaKind:

@@ -40,6 +40,7 @@ _NPY_HEADER = re.compile(
     rb"\s*'shape':\s*\(([\d, ]*)\),?\s*\}\s*"
 )
 _MAX_NPY_DIGITS = 18
+NPY_NAME = "array"
 _NPY_DTYPES = {dtype.str: dtype for known in _NAMES for dtype in (known, known.newbyteorder(">"))}
 _MAX_INDEX_BYTES = 2**20
 _MAX_DIMS = 8
@@ -83,15 +84,15 @@ _decode_index = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_entry = msgspec.json.Decoder(_Entry).decode
 
 
-def find_arrays(buffer: Buffer, start: int, *, npy_name: str = "array") -> dict[str, ArrayLocation]:
-    """Return the arrays from byte `start` on, by name; a .npy file has a single one, with the name `npy_name`.
+def find_arrays(buffer: Buffer, start: int) -> dict[str, ArrayLocation]:
+    """Return the arrays from byte `start` on, by name; a .npy file has a single one, with the name `NPY_NAME`.
 
     Raises MalformedBody for another format, for Python objects, for an unsupported dtype and for an incomplete array.
     """
     if start == len(buffer):
         return {}
     if buffer[start : start + len(_NPY_MAGIC)] == _NPY_MAGIC:
-        return {npy_name: _npy_place(buffer, start)}
+        return {NPY_NAME: _npy_place(buffer, start)}
     return _safetensors_places(buffer, start)
 
 

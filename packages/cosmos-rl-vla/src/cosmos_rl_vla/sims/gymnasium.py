@@ -47,9 +47,9 @@ class Gymnasium:
         self._tasks = dict(tasks or {id: instruction})
         self._optional = tasks is not None
         self._success, self._render = success, render
-        given: dict[str, Any] = {**(kwargs or {}), **({"render_mode": "rgb_array"} if render else {})}
+        arguments: dict[str, Any] = {**(kwargs or {}), **({"render_mode": "rgb_array"} if render else {})}
         try:
-            self._env = gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **given)
+            self._env = gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **arguments)
             self._observation: Any = self._env.reset(seed=0)[0]
             cameras = {name: image.shape[:2] for name, image in self._images().items()}
         except (gymnasium.error.Error, ImportError, TypeError) as error:

@@ -155,15 +155,15 @@ def _configuration(root: Path, config: str) -> Mapping[str, Any]:
     if not (folder / f"{config}.yml").is_file():
         known = ", ".join(sorted(file.stem for file in folder.glob("[!_]*.yml")))
         raise UserError(f"RoboTwin at {root} has no configuration {config!r}; it has: {known}")
-    given = dict(_yaml(folder / f"{config}.yml"))
+    keys = dict(_yaml(folder / f"{config}.yml"))
     robots, cameras = _yaml(folder / "_embodiment_config.yml"), _yaml(folder / "_camera_config.yml")
-    robot = given["embodiment"]
+    robot = keys["embodiment"]
     if len(robot) != 1:
         raise UserError(f"RoboTwin's {config} has the robots {robot}; this adapter supports one robot with two arms")
     file = robots[robot[0]]["file_path"]
     described = _yaml(root / file / "config.yml")
-    camera = cameras[given["camera"]["head_camera_type"]]
-    return given | {
+    camera = cameras[keys["camera"]["head_camera_type"]]
+    return keys | {
         "left_robot_file": file,
         "right_robot_file": file,
         "left_embodiment_config": described,

@@ -34,18 +34,12 @@ class Backend:
     """
 
     def __init__(
-        self,
-        settings: ServerSettings,
-        *,
-        log: Callable[[str], None],
-        python_path: Sequence[str] = (),
-        clock: Callable[[], float] = time.monotonic,
+        self, settings: ServerSettings, *, log: Callable[[str], None], python_path: Sequence[str] = ()
     ) -> None:
         self.settings = settings
-        self._clock = clock
         self._stack = AsyncExitStack()
-        self.jobs = Jobs(settings, clock=clock)
-        self.metrics = ServerMetrics(clock=clock)
+        self.jobs = Jobs(settings, clock=time.monotonic)
+        self.metrics = ServerMetrics()
         self.pools = {
             name: RewardPool(served, RewardMetrics(self.metrics, name), log=log, python_path=tuple(python_path))
             for served in settings.rewards
@@ -81,7 +75,7 @@ class Backend:
             self._check(reward, at=f"$.rewards[{i}]")
         job, is_new = self.jobs.add(header, spool)
         if is_new:
-            now, loop = self._clock(), asyncio.get_running_loop()
+            now, loop = time.monotonic(), asyncio.get_running_loop()
             job.results = [loop.create_future() for _ in header.rewards]
             for i, (reward, result) in enumerate(zip(header.rewards, job.results, strict=True)):
                 result.add_done_callback(partial(self._take, job, i))

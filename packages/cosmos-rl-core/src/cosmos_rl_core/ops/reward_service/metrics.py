@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -17,9 +18,8 @@ Kind = TypeVar("Kind", Counter, Gauge)
 class ServerMetrics:
     """Metrics of one server, in a separate registry."""
 
-    def __init__(self, *, clock: Callable[[], float]) -> None:
+    def __init__(self) -> None:
         disable_created_metrics()  # omits an unused line per counter
-        self.clock = clock
         self.registry = CollectorRegistry()
         self.answers = self.add(Counter, "http_answers", "HTTP answers by status.", ["status"])
         self.depths = self.add(Gauge, "queue_depth", "Requests that wait for a worker.")
@@ -50,7 +50,6 @@ class RewardMetrics(PoolMetrics):
     """Metrics of one reward."""
 
     def __init__(self, metrics: ServerMetrics, name: str) -> None:
-        self._clock = metrics.clock
         self._batches = metrics.batches.labels(name)
         self._restarts = metrics.restarts.labels(name)
         self._busy = metrics.busy.labels(name)
@@ -68,4 +67,4 @@ class RewardMetrics(PoolMetrics):
     def settled(self, *, since: float, failed: bool) -> None:
         self._requests.inc()
         self._failures.inc(failed)
-        self._seconds.observe(self._clock() - since)
+        self._seconds.observe(time.monotonic() - since)

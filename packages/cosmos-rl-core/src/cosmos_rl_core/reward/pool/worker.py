@@ -15,22 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import inspect
 import mmap
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from cosmos_rl_core import plugins
 from cosmos_rl_core.connected_process import ChildFailed, receive_descriptors
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.processes import GRACE_S, end_with, inherited_socket
+from cosmos_rl_core.reward.build import build_by_name
 from cosmos_rl_core.reward.request import read_request
 from cosmos_rl_core.reward.values import checked_steps, checked_values, failure, is_async, place
 from cosmos_rl_core.types import RolloutGroup
@@ -102,57 +100,16 @@ Scores = dict[str, list[float]]
 """Scores by the reward's name, or by "reward.part"; one finite float per rollout."""
 
 
-@runtime_checkable
-class BatchReward(Protocol):
-    """A reward that scores a batch of groups in one call, as a network does. A class, constructed with the options.
-
-    Called once per batch instead of `__call__`; the groups may differ in sizes and shapes.
-    """
-
-    def score_groups(self, groups: Sequence[RolloutGroup]) -> Sequence[Any]:
-        """Return for each group the result of a RewardFn: one float per rollout, or a mapping of parts."""
-        ...
-
-
-def build(name: str, options: Mapping[str, Any]) -> Any:
-    """Return a reward by its name in recipes: an installed one, "domain:reward", or "module:attribute".
-
-    The first two, and classes, are called with the options; any other attribute is the reward itself. Raises UserError
-    for an unknown name, and for options that the reward does not accept.
-    """
-    domain_name, _, own = name.rpartition(":")
-    is_domains = ":" in domain_name or domain_name in plugins.names("cosmos_rl.domains")
-    factory = _of_domain(domain_name, own) if is_domains else plugins.load("cosmos_rl.rewards", name)
-    if not callable(factory):
-        raise UserError(f"reward {name} is {factory!r}, not a function")
-    if ":" in name and not is_domains and not inspect.isclass(factory):
-        return partial(factory, **options) if options else factory
-    try:
-        return factory(**options)
-    except (TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
-        raise UserError(f"reward {name} does not accept options {dict(options)}: {error}") from error
-
-
-def _of_domain(name: str, reward: str) -> Callable[..., Any]:
-    plugin: Any = plugins.load("cosmos_rl.domains", name)
-    domain: Any = plugin() if inspect.isclass(plugin) else plugin
-    factory = domain.reward(reward)
-    if factory is None:
-        known = ", ".join(domain.rewards)
-        raise UserError(f"domain {name} has no reward called {reward!r}; known: {known}")
-    return factory
-
-
 class Served:
     """A reward with its options, and an event loop for async rewards.
 
     scores = served.score([group, group, ...])          # one Scores per group, or the error as text
     """
 
-    def __init__(self, name: str, *, label: str, options: Mapping[str, Any]) -> None:
-        """Build the reward. Raises UserError like `build`."""
-        self._label = label
-        self._reward = build(name, options)
+    def __init__(self, build: Build) -> None:
+        """Build the reward. Raises UserError like `build_by_name`."""
+        self._label = build.label
+        self._reward = build_by_name(build.name, build.options)
         self._runner = asyncio.Runner()
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[Scores | str]:
@@ -164,7 +121,7 @@ class Served:
         except Exception as error:  # user code may raise anything; it is reported as an error
             if len(groups) > 1:
                 return [scored for group in groups for scored in self.score([group])]
-            return [self._reason(error)]
+            return [(error if isinstance(error, SampleError) else failure(error, where=self._label)).reason]
         return [self._checked(value, group) for value, group in zip(values, groups, strict=True)]
 
     def steps(self, group: RolloutGroup) -> list[list[float]]:
@@ -177,8 +134,10 @@ class Served:
         return [steps.tolist() for steps in checked_steps(values, rollouts=group.rollouts, where=where)]
 
     def _values(self, groups: Sequence[RolloutGroup]) -> Sequence[Any]:
-        if isinstance(self._reward, BatchReward):
-            return self._reward.score_groups(groups)
+        if (score_groups := getattr(self._reward, "score_groups", None)) is not None:
+            return score_groups(
+                groups
+            )  # one call for the batch, as of a network; groups may differ in sizes and shapes
         if is_async(self._reward):
             return self._runner.run(_gathered(self._reward, groups))
         return [self._reward(group) for group in groups]
@@ -191,11 +150,6 @@ class Served:
             return {name: checked_values(column, expected=size, where=name) for name, column in named.items()}
         except SampleError as error:
             return error.reason
-
-    def _reason(self, error: Exception) -> str:
-        if isinstance(error, SampleError):
-            return error.reason
-        return f"{self._label} raised {type(error).__name__}: {error}"
 
 
 async def _gathered(reward: Any, groups: Sequence[RolloutGroup]) -> Sequence[Any]:
@@ -216,7 +170,7 @@ class Worker:
     def __init__(self, build: Build) -> None:
         """Build the reward. Raises UserError if that fails."""
         self._build = build
-        self._served = None if build.name == OF_ITEMS else _served(build)
+        self._served = None if build.name == OF_ITEMS else Served(build)
         self._variants: dict[bytes, Served] = {}
 
     def answer(self, ask: Ask, descriptors: Sequence[int]) -> RewardAnswer:
@@ -264,12 +218,8 @@ class Worker:
         if key not in self._variants:
             while len(self._variants) >= _MAX_VARIANTS:
                 del self._variants[next(iter(self._variants))]
-            self._variants[key] = _served(build)
+            self._variants[key] = Served(build)
         return self._variants[key]
-
-
-def _served(build: Build) -> Served:
-    return Served(build.name, label=build.label, options=build.options)
 
 
 def _mapped(item: RewardItem, descriptor: int) -> mmap.mmap:

@@ -144,7 +144,9 @@ class SimulatorProcess:
         self._send(ExecuteChunk(slots=local, horizon=actions.shape[1], actions=actions.tobytes()))
 
     def _expect(self, slots: Sequence[int]) -> None:
-        if not self._unanswered:
+        busy = {slot for earlier in self._unanswered for slot in earlier}
+        assert busy.isdisjoint(slots), f"slots {sorted(busy.intersection(slots))} are running"
+        if not busy:
             self._moved_at = time.monotonic()
         self._unanswered.append(slots)
 

@@ -68,7 +68,6 @@ class SimulatorPool:
         self._slots_per_group = slots_per_group
         self._limits = limits or SimulatorLimits()
         self._events: list[SlotReady | Lost] = []
-        self._pending: set[int] = set()
         self.restarts = 0
         """Number of processes replaced."""
         self._descriptor = unnamed_memory()
@@ -115,7 +114,6 @@ class SimulatorPool:
 
     def start(self, slot: int, *, task: str, init: int) -> None:
         """Begin an episode in a slot that is not running."""
-        self._claim([slot])
         self._groups[self.group_of(slot)].start(slot, task=task, init=init)
 
     def submit(self, slots: Sequence[int], actions: NDArray[np.float32]) -> None:
@@ -129,15 +127,10 @@ class SimulatorPool:
         bad = [slot for slot, chunk in zip(slots, actions) if not np.isfinite(chunk).all()]
         if bad:
             raise ValueError(f"the policy's actions are not finite for slots {bad}")
-        self._claim(slots)
         actions = np.asarray(actions, np.float32)
         for number, rows in groupby(range(len(slots)), key=lambda row: self.group_of(slots[row])):
             chosen = list(rows)
             self._groups[number].run([slots[row] for row in chosen], actions[chosen])
-
-    def _claim(self, slots: Sequence[int]) -> None:
-        assert self._pending.isdisjoint(slots), f"slots {sorted(self._pending.intersection(slots))} are running"
-        self._pending.update(slots)
 
     def wait(self, timeout_s: float | None = None, *, beside: Connection | None = None) -> list[SlotReady | Lost]:
         """Return the events since the last call; waits for the first event if a reply is due.
@@ -177,21 +170,17 @@ class SimulatorPool:
 
     def _receive(self, group: SimulatorProcess) -> None:
         try:
-            self._note(group.receive())
+            self._events += group.receive()
         except ProcessDied as death:
             self._replace(group, death)
         else:
             self._check(group)
 
     def _replace(self, group: SimulatorProcess, death: ProcessDied) -> None:
-        self._note(group.discard(death))
+        self._events += group.discard(death)
         self._check(group)
         group.spawn()
         self.restarts += 1
-
-    def _note(self, events: Sequence[SlotReady | Lost]) -> None:
-        self._pending.difference_update(event.slot for event in events)
-        self._events += events
 
     def _check(self, group: SimulatorProcess) -> None:
         if group.faults > self._limits.max_faults:
