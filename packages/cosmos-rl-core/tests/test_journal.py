@@ -18,8 +18,7 @@ from cosmos_rl_core.control.durable import DurableLedger, Pace
 from cosmos_rl_core.control.journal import DiskFile, Journal, JournalError
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.events import Join, Tick
-from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.ledger.state import LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 from cosmos_rl_core.errors import TakenOver, UserError
 
 WRITTEN = [records.Leased(sample, f"rollout-{sample % 2}", 1, 7) for sample in range(5)]
@@ -271,11 +270,21 @@ def test_a_long_run_replays_its_last_records_alone(tmp_path, monkeypatch):
         assert Ledger.restore(config, again.snapshot, tail) == ledger
 
 
+def owned(check):
+    """Return the class of journals whose owner is checked by a function."""
+
+    class Owned(Journal):
+        def check_owner(self):
+            check()
+
+    return Owned
+
+
 def test_another_owner_s_journal_gets_no_snapshot(tmp_path):
     def taken_over():
         raise JournalError("another controller has taken over")
 
-    with closing(Journal(tmp_path, check=taken_over)) as journal:
+    with closing(owned(taken_over)(tmp_path)) as journal:
         with pytest.raises(JournalError, match="taken over"):
             journal.take_snapshot(b"state")
         assert not list(tmp_path.glob("*.snapshot"))
@@ -288,7 +297,7 @@ def test_records_that_were_written_during_a_takeover_are_not_acknowledged(tmp_pa
         if next(is_taken_over):
             raise TakenOver("another controller has taken over")
 
-    with pytest.raises(TakenOver), closing(Journal(tmp_path, check=check)) as journal:
+    with pytest.raises(TakenOver), closing(owned(check)(tmp_path)) as journal:
         journal.append(WRITTEN[0])
         with pytest.raises(TakenOver):
             journal.sync()
@@ -316,7 +325,7 @@ def test_an_error_of_a_write_whose_flush_was_cancelled_is_raised_by_close_and_no
         with pytest.raises(TakenOver):
             await journal.flush()
 
-    journal = Journal(tmp_path, check=check)
+    journal = owned(check)(tmp_path)
     asyncio.run(flush_and_cancel(journal))
     with pytest.raises(TakenOver):
         journal.close()
@@ -350,7 +359,7 @@ def test_an_owner_that_was_replaced_finds_out_at_every_look(tmp_path):
         looks.append(1)
         raise TakenOver("another controller has taken over")
 
-    with closing(Journal(tmp_path, check=check)) as journal:
+    with closing(owned(check)(tmp_path)) as journal:
         durable = DurableLedger(Ledger(LedgerConfig(groups_per_step=1)), journal=journal, clock=lambda: 0.0)
         for _ in range(3):
             with pytest.raises(TakenOver):

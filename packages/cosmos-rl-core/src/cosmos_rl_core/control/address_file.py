@@ -1,9 +1,6 @@
 """controller.json in a run's directory: the address of its controller, for workers and for `cosmos-rl scale`.
 
 It is written when the controller listens, replaced by rename, and removed when the run has ended.
-
-A controller that takes over from a dead one claims the next generation first, by an empty file in the journal's folder
-that only one process can create. From then on an earlier one cannot write its journal any more.
 """
 
 from __future__ import annotations
@@ -15,11 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from cosmos_rl_core.errors import TakenOver, UserError
+from cosmos_rl_core.errors import UserError
 
 NAME = "controller.json"
 RETRY_S = 0.2
-_CLAIM = "generation-"
 
 
 class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,19 +82,3 @@ def present_address(run_dir: Path, *, start: str) -> str:
         return read_controller_file(run_dir).address
     except UserError:  # the controller has not started again, or the run has ended
         return start
-
-
-def claim_generation(journal: Path, *, after: int) -> int:
-    """Return the number of a generation after this one that no other controller has. Raises UserError, OSError."""
-    generation = max([after, *(int(path.name.partition("-")[2]) for path in journal.glob(f"{_CLAIM}*"))]) + 1
-    try:
-        (journal / f"{_CLAIM}{generation}").touch(exist_ok=False)
-    except FileExistsError as error:
-        raise UserError(f"another controller has just taken over the run of {journal.parent}") from error
-    return generation
-
-
-def check_generation(journal: Path, generation: int) -> None:
-    """Raise TakenOver if a later controller has taken over."""
-    if (journal / f"{_CLAIM}{generation + 1}").exists():
-        raise TakenOver(f"another controller has taken over the run of {journal.parent}: this one ends")

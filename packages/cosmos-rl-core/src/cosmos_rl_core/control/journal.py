@@ -17,6 +17,9 @@ Segments are sequences of frames, a snapshot is one frame: the state after the f
 The body's checksum is seeded with the frame's sequence number, which detects moved, repeated and missing frames as
 well as flipped bits. The header's is not, so that frames after a damaged one can be recognised. Both are zlib's
 CRC-32: the standard library has no CRC-32C.
+
+A controller that takes over from a dead one claims the next generation first, by an empty file in the folder that only
+one process can create. From then on an earlier one cannot write the journal any more.
 """
 
 from __future__ import annotations
@@ -34,10 +37,11 @@ from pathlib import Path
 import msgspec
 
 from cosmos_rl_core.control.ledger.records import AnyRecord, Record
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import TakenOver, UserError
 
 _HEADER = struct.Struct("<III")
 _CHECKED = struct.Struct("<II")
+_CLAIM = "generation-"
 KEPT = 2
 """Number of snapshots kept: if the newest is damaged, the one before and the records since are used."""
 
@@ -175,6 +179,16 @@ def _numbers(directory: Path) -> list[int]:
     return sorted(int(path.stem) for path in directory.glob("*.snapshot"))
 
 
+def claim_generation(journal: Path, *, after: int) -> int:
+    """Return the number of a generation after this one that no other controller has. Raises UserError, OSError."""
+    generation = max([after, *(int(path.name.partition("-")[2]) for path in journal.glob(f"{_CLAIM}*"))]) + 1
+    try:
+        (journal / f"{_CLAIM}{generation}").touch(exist_ok=False)
+    except FileExistsError as error:
+        raise UserError(f"another controller has just taken over the run of {journal.parent}") from error
+    return generation
+
+
 class DiskFile:
     """A segment on disk, to which data is appended."""
 
@@ -204,18 +218,17 @@ class Journal:
         *,
         segment_bytes: int = 64 * 2**20,
         open_file: Callable[[Path], DiskFile] = DiskFile,
-        check: Callable[[], None] = lambda: None,
+        generation: int = 0,
         takes_over: bool = False,
     ) -> None:
         """Open or create the journal in `directory`. Raises JournalError if it is damaged.
 
-        check: called before and after each write, in the writing thread, and before each snapshot; raises where another
-        process has taken over. takes_over: whether an earlier process may still have the last segment open.
+        generation: of the process that writes. takes_over: whether an earlier one may still have the last segment open.
         """
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._open_file = open_file
-        self.check_owner = check
+        self._next_claim = directory / f"{_CLAIM}{generation + 1}"
         self._encoder = msgspec.msgpack.Encoder()
         directory.mkdir(parents=True, exist_ok=True)
         self._snapshot_number, self.snapshot = latest_snapshot(directory)
@@ -231,6 +244,14 @@ class Journal:
         self._pending: list[bytes] = []
         self._write: Future[None] | None = None  # the newest write; the single thread runs writes in order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+
+    def check_owner(self) -> None:
+        """Raise TakenOver if a later process has claimed the journal.
+
+        Called before and after each write, in the writing thread, and before each snapshot.
+        """
+        if self._next_claim.exists():
+            raise TakenOver(f"another controller has taken over the run of {self._directory.parent}: this one ends")
 
     def append(self, record: Record) -> int:
         """Queue a record for the next flush and return its number."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.ledger.state import FILTERED
+from cosmos_rl_core.control.ledger.ledger import FILTERED
 from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.listening import SeldomLog
@@ -65,9 +65,13 @@ class OncePerStep(Generic[M]):
         return self._take(max(self._kept, default=self._last), ())
 
     def _take(self, newest: int, mesh: tuple[str, ...]) -> list[M]:
+        """Return the report of each step up to `newest`: that of the oldest member which has sent one."""
         self._last = newest
-        steps = sorted(step for step in self._kept if step <= newest)
-        return [_of_first(self._kept.pop(step), mesh) for step in steps]
+        taken = []
+        for step in sorted(step for step in self._kept if step <= newest):
+            reports = self._kept.pop(step)
+            taken.append(reports[next((name for name in mesh if name in reports), min(reports))])
+        return taken
 
     def resume(self, last: int) -> None:
         """Continue after the report of this step."""
@@ -77,10 +81,6 @@ class OncePerStep(Generic[M]):
         """Forget this step and the later ones, which are done again."""
         self._last = min(self._last, step - 1)
         self._kept = {kept: reports for kept, reports in self._kept.items() if kept < step}
-
-
-def _of_first(reports: Mapping[str, M], mesh: tuple[str, ...]) -> M:
-    return reports[next((name for name in mesh if name in reports), min(reports))]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,17 +39,15 @@ class Scheduler:
     """After a restart of the controller it awaits groups: no batch is assigned meanwhile."""
     stop_reason: str = ""
     """Why the run ends early; then no batch is assigned any more."""
+    ledger: Ledger = field(init=False)
     _first: int = field(init=False)
     """Version at the start."""
     _has_begun: bool = False
     """Whether a rollout replica has asked for prompts to train on."""
 
     def __post_init__(self) -> None:
+        self.ledger = self.durable.ledger
         self._first = self.ledger.version
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.durable.ledger
 
     @property
     def is_over(self) -> bool:

@@ -22,7 +22,6 @@ from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.lifecycle import Lifecycle, Recovery, RunOutcome
 from cosmos_rl_core.control.peers import Peers, WorkerPeer
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
@@ -165,7 +164,7 @@ class Controller:
         match message:
             case p.Heartbeat():
                 peer.beat(message, now=self.clock())
-                self._feed(peer, message)
+                self.durable.feed(peer.event(message))
             case p.RequestLeases():
                 self.scheduler.request_leases(peer, message)
             case p.Deliver() | p.Failed():
@@ -174,10 +173,10 @@ class Controller:
                 peer.wants_batch = message.step
                 self.scheduler.request_batch(peer)
             case p.PayloadsUnreadable():
-                if lost := self._batches.lose(self._feed(peer, message)):
+                if lost := self._batches.lose(self.durable.feed(peer.event(message))):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
             case p.Return() | p.Vote() | p.PeersLost() | p.Leaving():
-                self._feed(peer, message)
+                self.durable.feed(peer.event(message))
             case p.Phase() | p.Ready():
                 self.lifecycle.starts(peer, message)
             case p.Goodbye() if not peer.leaving:
@@ -197,7 +196,7 @@ class Controller:
             case p.CheckpointDone():
                 if message.lineage == self.ledger.lineage:
                     self.recovery.checkpoint = message.path
-                self._feed(peer, message)
+                self.durable.feed(peer.event(message))
 
     def _finish(self, peer: WorkerPeer, message: p.Deliver | p.Failed) -> None:
         key = (message.sample, message.attempt)
@@ -207,15 +206,12 @@ class Controller:
             if (finished := self._evaluator.finish(message)) is not None:
                 self.scheduler.evaluated(finished)
         elif isinstance(message, p.Failed):
-            self._feed(peer, message)
+            self.durable.feed(peer.event(message))
             peer.post(p.Release([], groups=(key,)))
         else:
-            decided, entry = self._feed(peer, message), self.ledger.samples.active.get(message.sample)
+            decided, entry = self.durable.feed(peer.event(message)), self.ledger.samples.active.get(message.sample)
             if self._batches.deliver(message, replica=peer.name, decided=decided, entry=entry):
                 self.scheduler.request_batches()
-
-    def _feed(self, peer: WorkerPeer, message: p.ToLedger) -> list[Record]:
-        return self.durable.feed(peer.event(message))
 
     # -- outputs of the ledger
 

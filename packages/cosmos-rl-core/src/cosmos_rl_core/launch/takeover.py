@@ -11,18 +11,16 @@ import os
 import re
 import socket
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from cosmos_rl_core.checkpoint.manifest import TrainState
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.address_file import check_generation, claim_generation, read_controller_file
-from cosmos_rl_core.control.journal import Journal, JournalError
-from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.address_file import read_controller_file
+from cosmos_rl_core.control.journal import Journal, JournalError, claim_generation
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 from cosmos_rl_core.control.ledger.records import Position
-from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.lifecycle import Predecessor
 from cosmos_rl_core.control.server import SECOND
 from cosmos_rl_core.errors import UserError
@@ -121,7 +119,7 @@ def open_journal(directory: Path, takeover: Takeover | None) -> Journal:
     generation = 0 if takeover is None else takeover.generation
     return Journal(
         directory / "journal",
-        check=partial(check_generation, directory / "journal", generation),
+        generation=generation,
         takes_over=takeover is not None,
     )
 

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 from cosmos_rl_core.control.ledger.membership import MemberState
-from cosmos_rl_core.control.ledger.state import LedgerConfig
 from ledger_simulation.payloads import content_of
 
 
@@ -222,7 +221,7 @@ class Invariants:
         for sample in self._acknowledged:
             entry = ledger.samples.active.get(sample)
             is_lost = entry is not None and entry.state in ("pending", "leased")
-            assert ledger.samples.is_issued(sample) and not is_lost, (
+            assert 0 <= sample < ledger.samples.next_sample and not is_lost, (
                 f"acknowledged sample {sample} was lost in the crash"
             )
 

@@ -89,25 +89,20 @@ class Samples:
         self.attempts_before = 0
         """Highest attempt of any sample before the last reset; later attempts have higher numbers."""
         self._highest_attempt = 0
-        self._counts = dict.fromkeys(SampleState, 0)
+        self.by_state = dict.fromkeys(SampleState, 0)
+        """Number of samples in each state."""
         self._pending: list[int] = []  # heap; may hold ids that are no longer PENDING
 
     def counts(self) -> dict[str, int]:
         """Return the number of samples issued and in each state."""
-        return {"issued": self.next_sample} | {state.value: n for state, n in self._counts.items()}
-
-    def count(self, state: SampleState) -> int:
-        return self._counts[state]
+        return {"issued": self.next_sample} | {state.value: n for state, n in self.by_state.items()}
 
     def all_ready(self) -> set[int]:
         return {sample for samples in self.ready.values() for sample in samples}
 
     @property
     def num_outstanding(self) -> int:
-        return self._counts[LEASED] + self._counts[READY]
-
-    def is_issued(self, sample: int) -> bool:
-        return 0 <= sample < self.next_sample
+        return self.by_state[LEASED] + self.by_state[READY]
 
     def first_pending(self) -> int | None:
         """Return the lowest PENDING id."""
@@ -129,19 +124,15 @@ class Samples:
             heapq.heappush(self._pending, sample)
         return ids
 
-    def position(self, version: int) -> Position:
-        """Return the present stream position, for a checkpoint of `version`, the newest one."""
-        return Position(version, self.next_sample, tuple(sorted(self.active)))
-
     def dump(self) -> SampleTable:
         """Return the complete state in canonical order."""
         return SampleTable(
             self.next_sample,
             dict(sorted(self.active.items())),
-            self._counts[COMMITTED],
+            self.by_state[COMMITTED],
             dict(sorted(self.drop_reasons.items())),
-            self._counts[CHECKPOINTED],
-            self._counts[DROPPED],
+            self.by_state[CHECKPOINTED],
+            self.by_state[DROPPED],
             self._highest_attempt,
             self.attempts_before,
         )
@@ -153,16 +144,16 @@ class Samples:
         samples.next_sample, samples.drop_reasons = table.next_sample, Counter(table.drop_reasons)
         samples.attempts_before, samples._highest_attempt = table.attempts_before, table.highest_attempt
         num_dropped = samples.drop_reasons.total() if table.num_dropped is None else table.num_dropped
-        samples._counts |= {CHECKPOINTED: table.num_checkpointed, DROPPED: num_dropped}
+        samples.by_state |= {CHECKPOINTED: table.num_checkpointed, DROPPED: num_dropped}
         for sample, entry in table.active.items():
             samples._enter(sample, entry, entry.state)
         if isinstance(table.committed, int):  # else they were among the active ones
-            samples._counts[COMMITTED] = table.committed
+            samples.by_state[COMMITTED] = table.committed
         return samples
 
     def resume(self, position: Position) -> None:
         self.next_sample = position.next_sample
-        self._counts[CHECKPOINTED] = position.next_sample - len(position.unfinished)
+        self.by_state[CHECKPOINTED] = position.next_sample - len(position.unfinished)
         for sample in position.unfinished:
             self._add(sample)
 
@@ -215,8 +206,8 @@ class Samples:
 
     def cover(self, num: int) -> None:
         """A checkpoint contains the first `num` COMMITTED samples."""
-        self._counts[COMMITTED] -= num
-        self._counts[CHECKPOINTED] += num
+        self.by_state[COMMITTED] -= num
+        self.by_state[CHECKPOINTED] += num
 
     def reset(self, position: Position, *, num_undone: int) -> None:
         """Return to a position: the last `num_undone` COMMITTED samples are undone, the unfinished ones PENDING.
@@ -224,11 +215,11 @@ class Samples:
         Samples that were dropped or issued after it are issued again. Attempts go on counting: a late message of an
         attempt from before must not be taken for one of an attempt from now.
         """
-        num_trained = self._counts[CHECKPOINTED] + self._counts[COMMITTED] - num_undone
+        num_trained = self.by_state[CHECKPOINTED] + self.by_state[COMMITTED] - num_undone
         num_dropped = position.next_sample - len(position.unfinished) - num_trained
-        assert 0 <= num_dropped <= self._counts[DROPPED], f"{num_dropped} dropped samples at {position}"
-        counts = {CHECKPOINTED: self._counts[CHECKPOINTED], COMMITTED: self._counts[COMMITTED] - num_undone}
-        self._counts = dict.fromkeys(SampleState, 0) | counts | {DROPPED: num_dropped}
+        assert 0 <= num_dropped <= self.by_state[DROPPED], f"{num_dropped} dropped samples at {position}"
+        counts = {CHECKPOINTED: self.by_state[CHECKPOINTED], COMMITTED: self.by_state[COMMITTED] - num_undone}
+        self.by_state = dict.fromkeys(SampleState, 0) | counts | {DROPPED: num_dropped}
         for index in (self.active, self.outstanding, self.ready, self.leased, self._pending):
             index.clear()
         self.attempts_before, self.next_sample = self._highest_attempt, position.next_sample
@@ -251,7 +242,7 @@ class Samples:
     def _enter(self, sample: int, entry: Sample, state: SampleState) -> None:
         """Add a sample to the counts and indices of a state."""
         entry.state = state
-        self._counts[state] += 1
+        self.by_state[state] += 1
         if state is COMMITTED or state is DROPPED:  # counted only, so that memory does not grow
             self.active.pop(sample, None)
             return
@@ -269,7 +260,7 @@ class Samples:
         """Remove a sample from the counts and indices of its state."""
         entry = self.active[sample]
         assert entry.state in expected, f"sample {sample} is {entry.state}, expected one of {expected}"
-        self._counts[entry.state] -= 1
+        self.by_state[entry.state] -= 1
         if entry.state is LEASED:
             self.leased[entry.replica].discard(sample)
             if not self.leased[entry.replica]:
