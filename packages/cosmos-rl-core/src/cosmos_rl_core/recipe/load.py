@@ -108,7 +108,7 @@ def load(
     file = None if isinstance(source, Mapping) else Path(source)
     text = "" if file is None else _read_text(file)
     written = dict(source) if isinstance(source, Mapping) else _parsed(text, name=str(source))
-    raw, all_problems = _with_overrides(written, overrides, values)
+    raw, all_problems = apply_overrides(written, overrides, values)
     _name_after_file(raw, "" if file is None else str(file))
     domain, domain_problems = _find_domain(raw)
     all_problems += domain_problems
@@ -128,7 +128,7 @@ def load(
     )
 
 
-def _with_overrides(
+def apply_overrides(
     raw: Mapping[str, Any], overrides: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """Return a copy of a config with each "section.key=value" applied, and the problems found.
