@@ -37,13 +37,13 @@ def recipe(tmp_path, name, **policy):
 
 def weights_of(checkpoint):
     """The bandit's weights out of a checkpoint of any layout."""
-    from cosmos_rl_core.checkpoint.restore import load_policy
+    from cosmos_rl_core.checkpoint.restore import load_weights
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.testing.tiny_model import TinyPolicy
     from cosmos_rl_core.testing.tiny_task import TinyModel
 
     policy = TinyPolicy(TinyModel(), temperature=1.0, setup=ModelSetup())
-    load_policy(checkpoint, policy)
+    load_weights(checkpoint, policy.weights())
     return {name: tensor.detach().numpy() for name, tensor in policy.weights().items()}
 
 

@@ -145,7 +145,7 @@ def test_an_export_loads_with_transformers(tmp_path, family, dims):
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     trainer, _ = make(family, ONE, fresh=True)
-    restore.load_policy(f"{root}/step_2", trainer.policy)
+    restore.load_weights(f"{root}/step_2", trainer.policy.weights())
     ours = trainer.policy.weights()
     loaded = model.state_dict()
     assert saved

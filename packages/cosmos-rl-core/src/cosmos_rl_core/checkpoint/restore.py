@@ -59,11 +59,6 @@ def load(location: str | Path | Folder, *, policy: Policy, optimizer: Optimizer,
     return train_state(folder)
 
 
-def load_policy(location: str | Path | Folder, policy: Policy, *, averaged: bool = False) -> None:
-    """Read the weights alone, as `load_weights`."""
-    load_weights(location, policy.weights(), averaged=averaged)
-
-
 def load_weights(location: str | Path | Folder, weights: Mapping[str, Tensor], *, averaged: bool = False) -> None:
     """Fill live tensors by checkpoint name, such as an engine's. Nothing else of the checkpoint is read.
 

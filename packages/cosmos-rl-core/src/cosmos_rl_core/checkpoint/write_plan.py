@@ -1,9 +1,9 @@
-"""Assigns every box of every tensor to one rank that writes it, as DCP's planner does.
+"""Assigns every box of every tensor to one rank that writes it.
 
-    held = local_pieces(tensors)                     # this rank's boxes, of plain tensors and DTensors
-    written = assign([held of rank 0, held of rank 1, ...])   # each box once, the work spread evenly
+    pieces = local_pieces(tensors)                       # this rank's boxes, of plain tensors and DTensors
+    written = assign([pieces of rank 0, of rank 1, ...])   # each box once, the work spread evenly
 
-Only the planner of torch.distributed.checkpoint is used: DCP's own driver exchanges plans as pickled objects.
+The boxes are those of torch.distributed.checkpoint's planner; its own driver exchanges plans as pickled objects.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 
 class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -63,16 +60,20 @@ def local_pieces(tensors: Mapping[str, Tensor]) -> list[TensorPiece]:
 
 
 def assign(pieces_of_ranks: Sequence[Sequence[TensorPiece]]) -> list[list[TensorPiece]]:
-    """Boxes held by each rank -> boxes written by each rank: every box once."""
-    plans = dedup_save_plans([SavePlan([_write_item(piece) for piece in pieces]) for pieces in pieces_of_ranks])
-    chosen = [{(item.index.fqn, item.index.offset) for item in plan.items} for plan in plans]
-    return [
-        [piece for piece in pieces if (piece.name, torch.Size(piece.offset)) in mine]
-        for pieces, mine in zip(pieces_of_ranks, chosen)
-    ]
+    """Boxes held by each rank -> boxes written by each rank: every box once, and about as many bytes a rank.
 
-
-def _write_item(piece: TensorPiece) -> WriteItem:
-    box = ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
-    data = TensorWriteData(chunk=box, properties=TensorProperties(dtype=piece.torch_dtype), size=torch.Size(piece.size))
-    return WriteItem(MetadataIndex(piece.name, box.offsets), WriteItemType.SHARD, tensor_data=data)
+    Every rank calls it with the same lists and gets the same result, so that nothing is sent back.
+    """
+    # Copies of a replicated tensor are equal pieces, which several ranks hold; shards are held by one rank each.
+    holders: dict[TensorPiece, list[int]] = {}
+    for rank, pieces in enumerate(pieces_of_ranks):
+        for piece in pieces:
+            holders.setdefault(piece, []).append(rank)
+    # Greedy: each box goes to that one of its holders with the fewest bytes so far. Shards cannot move, and come as
+    # they do; a large replicated tensor after them evens the ranks out again.
+    num_bytes = [0] * len(pieces_of_ranks)
+    writers: dict[TensorPiece, int] = {}
+    for piece, ranks in holders.items():
+        writers[piece] = min(ranks, key=num_bytes.__getitem__)
+        num_bytes[writers[piece]] += piece.num_bytes
+    return [[piece for piece in pieces if writers[piece] == rank] for rank, pieces in enumerate(pieces_of_ranks)]

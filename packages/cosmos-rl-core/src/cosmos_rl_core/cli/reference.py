@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-PACKAGES = ("cosmos-rl-core", "cosmos-rl-transfer", "cosmos-rl-llm", "cosmos-rl-vla", "cosmos-rl-wfm")
 Domain = Annotated[
     str, typer.Option("--domain", metavar="DOMAIN", help="Domain whose keys of [model], [data], ... are shown.")
 ]
@@ -18,6 +17,8 @@ def version(show: bool) -> None:
     if not show:
         return
     from importlib import metadata
+
+    from cosmos_rl_core.launch.versions import PACKAGES
 
     for name in PACKAGES:
         try:

@@ -191,7 +191,7 @@ def _estimates(lines: Sequence[Line]) -> dict[str, Estimate]:
 
 def _loss(config: RunConfig, request: Request) -> Evaluated:
     """Measure the loss on [eval.data]. Raises UserError for options of rollouts."""
-    from cosmos_rl_core.checkpoint.restore import load_policy
+    from cosmos_rl_core.checkpoint.restore import load_weights
     from cosmos_rl_core.parallel.setup import ModelSetup
 
     if request.prompts or request.num_samples > 1 or request.instances != Instances():
@@ -203,7 +203,7 @@ def _loss(config: RunConfig, request: Request) -> Evaluated:
     setup = ModelSetup(memory=config.policy.memory, precision=config.policy.precision)
     policy = domain.build_policy(config.model, data=config.data, sampling=None, seed=config.run.seed, setup=setup)
     if weights.folder:
-        load_policy(weights.folder, policy, averaged=request.averaged)
+        load_weights(weights.folder, policy.weights(), averaged=request.averaged)
     validation = assemble.build_validation(config, domain, policy, share=Share())
     assert validation is not None
     metrics = validation.measure()

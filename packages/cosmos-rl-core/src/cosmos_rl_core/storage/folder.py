@@ -90,8 +90,10 @@ class Folder:
         """Names of the folders in it, sorted; none where it does not exist."""
         if not self._files.isdir(self._path):
             return []
-        found = self._files.ls(self._path, detail=True)
-        return sorted(posixpath.basename(entry["name"].rstrip("/")) for entry in found if entry["type"] == "directory")
+        entries = self._files.ls(self._path, detail=True)
+        return sorted(
+            posixpath.basename(entry["name"].rstrip("/")) for entry in entries if entry["type"] == "directory"
+        )
 
     def walk(self) -> list[str]:
         """Names of all files in it and below, sorted."""

@@ -67,10 +67,10 @@ def cached_model(name: str, revision: str | None, *, files: Sequence[str] = CONF
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = [try_to_load_from_cache(name, file, revision=revision) for file in files]
+        cached = [try_to_load_from_cache(name, file, revision=revision) for file in files]
     except HFValidationError:
         return None
-    return next((Path(file).parent for file in found if isinstance(file, str)), None)
+    return next((Path(file).parent for file in cached if isinstance(file, str)), None)
 
 
 def must_be_quiet() -> None:

@@ -108,16 +108,16 @@ def read_json_object(path: Path, *, hint: str = "") -> dict[str, Any]:
     """
     data = _read(path, hint=hint)
     try:
-        held = parse_json(data, where=str(path), finite=False)
+        content = parse_json(data, where=str(path), finite=False)
     except UserError as error:
         raise UserError(f"{error}{hint and f'; {hint}'}") from None
-    if not isinstance(held, dict):
-        raise UserError(f"{path}: must hold an object, not {shown(held)}{hint and f'; {hint}'}")
-    return held
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold an object, not {shown(content)}{hint and f'; {hint}'}")
+    return content
 
 
 def check_fields(
-    held: Mapping[str, Any],
+    fields: Mapping[str, Any],
     *,
     used: Collection[str] = (),
     fixed: Mapping[str, Collection[Any]] | None = None,
@@ -132,7 +132,7 @@ def check_fields(
         without_effect: fields that change nothing here, whatever their value.
     """
     fixed = fixed or {}
-    for name, value in held.items():
+    for name, value in fields.items():
         if name in fixed and value not in fixed[name]:
             allowed = " or ".join(json.dumps(one) for one in fixed[name])
             raise UserError(f"{where}: {name} = {json.dumps(value)} is not supported; only {allowed} is")
@@ -172,8 +172,8 @@ def _finite(text: str) -> float:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        level = [held for held in level if isinstance(held, dict | list)]
+        level = [value for value in level if isinstance(value, dict | list)]
         if not level:
             return False
-        level = [inner for held in level for inner in (held.values() if isinstance(held, dict) else held)]
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
     return True

@@ -25,9 +25,9 @@ def rows_of(name: str) -> Iterator[Located]:
 
     Raises UserError for a name that cannot be imported, a function that fails, and a row that is not JSON.
     """
-    found = plugins.attribute(name, kind="[data] rows =")
+    source = plugins.attribute(name, kind="[data] rows =")
     try:
-        rows = found() if callable(found) else found
+        rows = source() if callable(source) else source
     except Exception as error:  # the user's own code may raise anything
         raise UserError(f"[data] rows = {name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(rows, Iterable):

@@ -30,8 +30,8 @@ def s3_options(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 60
     """
     key, secret = environ.get(ACCESS_KEY_ID), environ.get(SECRET_ACCESS_KEY)
     if bool(key) != bool(secret):
-        there, missing = (ACCESS_KEY_ID, SECRET_ACCESS_KEY) if key else (SECRET_ACCESS_KEY, ACCESS_KEY_ID)
-        raise UserError(f"{there} is set and {missing} is not; set both, or neither to use those of AWS")
+        present, missing = (ACCESS_KEY_ID, SECRET_ACCESS_KEY) if key else (SECRET_ACCESS_KEY, ACCESS_KEY_ID)
+        raise UserError(f"{present} is set and {missing} is not; set both, or neither to use those of AWS")
     quick = min(timeout_s, 10.0)
     client = {"endpoint_url": environ.get(ENDPOINT_URL), "region_name": environ.get(REGION_NAME)}
     options: dict[str, Any] = {

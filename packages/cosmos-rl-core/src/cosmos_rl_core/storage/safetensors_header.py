@@ -70,32 +70,32 @@ def read_header(file: BufferedIOBase | BinaryIO, *, name: str, alone: bool = Fal
         UserError: it is not a safetensors file, or its header refers to bytes that the file does not have.
     """
     try:
-        whole = file.seek(0, os.SEEK_END)
+        file_size = file.seek(0, os.SEEK_END)
         file.seek(0)
         (size,) = struct.unpack("<Q", file.read(8))
-        if size > min(MAX_HEADER_BYTES, whole - 8):
-            raise ValueError(f"its header claims {size:,} bytes; the file has {whole:,}")
+        if size > min(MAX_HEADER_BYTES, file_size - 8):
+            raise ValueError(f"its header claims {size:,} bytes; the file has {file_size:,}")
         entries = parse_json(file.read(size), where="its header")
         if not isinstance(entries, dict):
             raise ValueError("its header is not an object")
         data = 8 + size
-        room = sys.maxsize if alone and whole == data else whole - data
-        return {key: _place(key, held, data, room) for key, held in entries.items() if key != "__metadata__"}
+        room = sys.maxsize if alone and file_size == data else file_size - data
+        return {key: _place(key, entry, data, room) for key, entry in entries.items() if key != "__metadata__"}
     except (ValueError, struct.error) as error:
         raise UserError(f"{name} is not a safetensors file ({error})") from error
 
 
-def _place(key: str, held: Any, data: int, room: int) -> TensorPosition:
-    match held:
+def _place(key: str, entry: Any, data: int, room: int) -> TensorPosition:
+    match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if _is_shape(shape):
             pass
         case _:
             raise ValueError(f"{key[:200]} has no valid dtype, shape or data_offsets")
     if not 0 <= start <= end <= room:
         raise ValueError(f"{key[:200]} is at bytes {start:,} to {end:,} of {room:,}")
-    wanted = prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - start
-    if end - start != wanted:
-        raise ValueError(f"{key[:200]} has {end - start:,} bytes, but its shape {shape[:8]} of {dtype} {wanted:,}")
+    expected = prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - start
+    if end - start != expected:
+        raise ValueError(f"{key[:200]} has {end - start:,} bytes, but its shape {shape[:8]} of {dtype} {expected:,}")
     return TensorPosition(data + start, dtype, tuple(shape))
 
 

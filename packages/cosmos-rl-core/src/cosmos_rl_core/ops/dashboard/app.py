@@ -42,18 +42,18 @@ class Runs:
     def __init__(self, paths: Sequence[Path]) -> None:
         """Find the runs. Raises UserError as `find_runs`."""
         self._paths = tuple(paths)
-        self._found = find_runs(self._paths)
+        self._runs = find_runs(self._paths)
         self._due = time.monotonic() + RESCAN_S
 
     def all(self) -> dict[str, RecordedRun]:
         if time.monotonic() >= self._due:
             self._scan()
-        return self._found
+        return self._runs
 
     def get(self, name: str) -> RecordedRun | None:
-        if name not in self._found:
+        if name not in self._runs:
             self._scan()
-        return self._found.get(name)
+        return self._runs.get(name)
 
     def read_ahead(self) -> None:
         """Read the metrics of all runs, so that the first view need not wait for it."""
@@ -62,7 +62,7 @@ class Runs:
 
     def _scan(self) -> None:
         with suppress(UserError):  # a directory was removed: its runs stay as they were last seen
-            self._found = find_runs(self._paths, self._found)
+            self._runs = find_runs(self._paths, self._runs)
         self._due = time.monotonic() + RESCAN_S
 
 
@@ -115,12 +115,12 @@ def _answer(view: Callable[[RecordedRun, Request], Any], runs: Runs, request: Re
     if run is None:
         return PlainTextResponse("no such run", 404)
     try:
-        found = view(run, request)
+        content = view(run, request)
     except PageError as error:
         return PlainTextResponse(str(error), error.code)
     except FileNotFoundError:
         return PlainTextResponse("there is no such file in the run's directory", 404)
-    return found if isinstance(found, Response) else _json(found)
+    return content if isinstance(content, Response) else _json(content)
 
 
 async def _changes(run: RecordedRun, over: asyncio.Event) -> AsyncIterator[str]:
@@ -154,7 +154,7 @@ def _curves(run: RecordedRun, request: Request) -> Any:
     return run.curves.points(
         axis=axis,
         names=names,
-        most=_whole(request, "points", 400, most=MOST_POINTS),
+        most=_integer(request, "points", 400, most=MOST_POINTS),
         low=_number(request, "low", -math.inf),
         high=_number(request, "high", math.inf),
     )
@@ -165,18 +165,18 @@ def _rollouts(run: RecordedRun, request: Request) -> Any:
     sort = query.get("sort", "file")
     if sort not in SORTS:
         raise PageError(400, f"sort must be one of {', '.join(SORTS)}")
-    file = run.rollouts.file(query.get("kind", "step"), _whole(request, "step", 0, most=10**9))
+    file = run.rollouts.file(query.get("kind", "step"), _integer(request, "step", 0, most=10**9))
     keep = file.matching(
         low=_number(request, "low", -math.inf), high=_number(request, "high", math.inf), text=query.get("text", "")
     )
-    at, count = _whole(request, "at", 0, most=10**9), _whole(request, "count", 20, most=MOST_GROUPS)
+    at, count = _integer(request, "at", 0, most=10**9), _integer(request, "count", 20, most=MOST_GROUPS)
     return {"histogram": file.histogram(), **file.page(keep=keep, sort=sort, at=at, count=count)}
 
 
 def _prompt(run: RecordedRun, request: Request) -> Any:
     """The prompt is named by a place where it is: its text can be longer than an address may be."""
-    file = run.rollouts.file(request.query_params.get("kind", "step"), _whole(request, "step", 0, most=10**9))
-    sample = _whole(request, "sample", 0, most=2**63)
+    file = run.rollouts.file(request.query_params.get("kind", "step"), _integer(request, "step", 0, most=10**9))
+    sample = _integer(request, "sample", 0, most=2**63)
     group = next((group for group in file.groups if group.sample == sample), None)
     if group is None:
         raise PageError(404, f"this step has no group of sample {sample}")
@@ -190,7 +190,7 @@ def _timeline(run: RecordedRun, request: Request) -> Any:
     return run.timeline.window(
         start=None if math.isnan(start) else start,
         length=None if math.isnan(length) else max(length, 1e-6),
-        pixels=_whole(request, "pixels", 1000, most=MOST_PIXELS),
+        pixels=_integer(request, "pixels", 1000, most=MOST_PIXELS),
         end=run.now(),
     )
 
@@ -240,7 +240,7 @@ def _number(request: Request, name: str, default: float) -> float:
         raise PageError(400, f"{name} must be a number") from None
 
 
-def _whole(request: Request, name: str, default: int, *, most: int) -> int:
+def _integer(request: Request, name: str, default: int, *, most: int) -> int:
     try:
         number = int(request.query_params.get(name, default))
     except ValueError:

@@ -62,8 +62,8 @@ class Curves:
         """Return the mean over the last or first lines that have the metric; None without any."""
         column = self.column(name)
         part = column[-last:] if last else column[:first]
-        found = part[np.isfinite(part)]
-        return float(found.mean()) if found.size else None
+        finite = part[np.isfinite(part)]
+        return float(finite.mean()) if finite.size else None
 
     def axis(self, name: str) -> np.ndarray:
         """Return the values of one of AXES, which never fall."""

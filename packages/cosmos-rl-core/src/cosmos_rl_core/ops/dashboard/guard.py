@@ -65,16 +65,16 @@ class Guard:
         name = host_name(headers.get("host", ""))
         if name not in self._hosts and not (self._any_address and _is_address(name)):
             return PlainTextResponse("this host name is not served", 403)
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if scope["path"] == "/" and self._is_token(given):
+        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if scope["path"] == "/" and self._is_token(token):
             cookie = f"{self._cookie}={self._token.decode()}; HttpOnly; SameSite=Strict; Path=/"
             return Response(status_code=303, headers={"Location": "/", "Set-Cookie": cookie})
         if not self._is_token(_cookie(headers.get("cookie", ""), self._cookie)):
             return PlainTextResponse("open the address that the command has printed, with its token", 401)
         return None
 
-    def _is_token(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self._token)
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode(), self._token)
 
 
 def host_name(host: str) -> str:
@@ -93,10 +93,10 @@ def _is_address(name: str) -> bool:
 
 def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(name)
+        morsel = SimpleCookie(header).get(name)
     except CookieError:
         return ""
-    return "" if found is None else found.value
+    return "" if morsel is None else morsel.value
 
 
 def _with_headers(send: Send) -> Send:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -48,11 +48,15 @@ def health(
     shares: of the time of the last steps by span: `Timeline.recent_shares`.
     recipe: as in resolved.toml. resume: the command that continues the run.
     """
-    found = [*_life(status, outcome, live=live, resume=resume), *_monitored(monitor), *diverged(curves, recipe or {})]
+    findings = [
+        *_life(status, outcome, live=live, resume=resume),
+        *_monitored(monitor),
+        *diverged(curves, recipe or {}),
+    ]
     if curves.steps >= LAST:
-        found += [*_waits(shares or {}), *_learning(curves, recipe or {}), *_policy(curves)]
-    found += _reward(curves)
-    return sorted(found, key=lambda finding: ORDER.index(finding.level))[:MOST]
+        findings += [*_waits(shares or {}), *_learning(curves, recipe or {}), *_policy(curves)]
+    findings += _reward(curves)
+    return sorted(findings, key=lambda finding: ORDER.index(finding.level))[:MOST]
 
 
 def _life(status: Mapping[str, Any], outcome: Mapping[str, Any], *, live: bool, resume: str) -> list[HealthFinding]:
@@ -110,24 +114,20 @@ def _waits(shares: Mapping[str, float]) -> list[HealthFinding]:
     return []
 
 
-def _learning(curves: Curves, recipe: Mapping[str, Any]) -> list[HealthFinding]:
-    found = []
+def _learning(curves: Curves, recipe: Mapping[str, Any]) -> Iterator[HealthFinding]:
     equal = curves.mean("zero_variance_fraction", last=LAST)
     is_alone = recipe.get("rollout", {}).get("group_size") == 1  # its rollouts are compared with the critic
     if equal is not None and equal > 0.5 and not is_alone and not diverged(curves, recipe):
         text = f"{equal:.0%} of the groups have equal rewards and train nothing."
-        found.append(
-            HealthFinding("warn", text, "algorithm.filter_zero_variance, harder prompts, or a higher temperature")
-        )
+        yield HealthFinding("warn", text, "algorithm.filter_zero_variance, harder prompts, or a higher temperature")
     cut = curves.mean("truncated_fraction", last=LAST)
     if cut is not None and cut > 0.2:
         key = LENGTHS.get(recipe.get("run", {}).get("domain", ""), "rollout.sampling")
-        found.append(HealthFinding("warn", f"{cut:.0%} of the rollouts are cut off.", key))
+        yield HealthFinding("warn", f"{cut:.0%} of the rollouts are cut off.", key)
     skipped = int((~np.isfinite(curves.column("grad_norm")[-LAST:])).sum())
     if skipped:
         text = f"{skipped} of the last {LAST} steps were skipped: their gradient was not finite."
-        found.append(HealthFinding("bad", text, "policy.optimizer.learning_rate"))
-    return found
+        yield HealthFinding("bad", text, "policy.optimizer.learning_rate")
 
 
 def diverged(curves: Curves, recipe: Mapping[str, Any]) -> list[HealthFinding]:
@@ -151,21 +151,19 @@ def diverged(curves: Curves, recipe: Mapping[str, Any]) -> list[HealthFinding]:
     return [HealthFinding("bad", f"{text}: the weights diverged.", f"{key}; policy.max_grad_norm")]
 
 
-def _policy(curves: Curves) -> list[HealthFinding]:
-    found = []
+def _policy(curves: Curves) -> Iterator[HealthFinding]:
     before, now = curves.mean("entropy", first=LAST), curves.mean("entropy", last=LAST)
     if before and now is not None and now < 0.25 * before:
         text = f"Entropy fell from {before:.3g} to {now:.3g}: rollouts of a group become equal."
-        found.append(HealthFinding("warn", text, "algorithm.entropy_coef, or a smaller policy.optimizer.learning_rate"))
+        yield HealthFinding("warn", text, "algorithm.entropy_coef, or a smaller policy.optimizer.learning_rate")
     mismatch = curves.mean("mismatch_kl", last=LAST)
     if mismatch is not None and mismatch > 0.05:
         text = f"Engine and policy compute different log-probabilities (KL {mismatch:.3g})."
-        found.append(HealthFinding("warn", text, "algorithm.correction, or the same model.dtype on both sides"))
+        yield HealthFinding("warn", text, "algorithm.correction, or the same model.dtype on both sides")
     clipped = curves.mean("clip_fraction", last=LAST)
     if clipped is not None and clipped > 0.3:
         text = f"{clipped:.0%} of the terms are clipped."
-        found.append(HealthFinding("warn", text, "policy.optimizer.learning_rate, or a smaller sync.max_staleness"))
-    return found
+        yield HealthFinding("warn", text, "policy.optimizer.learning_rate, or a smaller sync.max_staleness")
 
 
 def _reward(curves: Curves) -> list[HealthFinding]:

@@ -46,11 +46,11 @@ class GrowingFile:
         except OSError:  # not there yet, or removed
             self.restarted, self._inode, self._offset = self._inode != -1, -1, 0
             return []
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = whole.splitlines()
+        complete = data[: data.rfind(b"\n") + 1]
+        lines = complete.splitlines()
         if self.restarted and self._offset:
             lines = lines[1:]  # it began in the middle of a line
-        self._offset += len(whole)
+        self._offset += len(complete)
         return lines
 
     def _begin(self, size: int) -> int:
@@ -78,10 +78,10 @@ class FileRows:
 def as_object(line: bytes) -> dict[str, Any] | None:
     """Return the object in a line, or None."""
     try:
-        found = msgspec.json.decode(line)
+        value = msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -26,14 +26,14 @@ class MachineHistory:
         """Return `machines` and `processes`, each over time, in seconds since the first sample."""
         for path in sorted(self._folder.glob("*.jsonl"))[:MOST_FILES]:
             self._files.setdefault(path, FileRows(path, most_bytes=2**20))
-        found = [rows for file in list(self._files.values()) if (rows := file.read())]
-        start = min((rows[0].get("time", 0.0) for rows in found), default=0.0)
+        samples = [rows for file in list(self._files.values()) if (rows := file.read())]
+        start = min((rows[0].get("time", 0.0) for rows in samples), default=0.0)
         by_host: dict[str, list[Mapping[str, Any]]] = {}
-        for row in sorted((row for rows in found for row in rows if row.get("machine")), key=lambda row: row["time"]):
+        for row in sorted((row for rows in samples for row in rows if row.get("machine")), key=lambda row: row["time"]):
             by_host.setdefault(str(row.get("host")), []).append(row)
         return {
             "machines": [_machine(host, rows, start=start) for host, rows in sorted(by_host.items())],
-            "processes": [_process(rows, start=start) for rows in found],
+            "processes": [_process(rows, start=start) for rows in samples],
         }
 
 

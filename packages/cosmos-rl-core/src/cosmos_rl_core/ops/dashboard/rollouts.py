@@ -62,17 +62,17 @@ class RolloutFile:
         for line in data.splitlines(keepends=True):
             begin, at = at, at + len(line)
             try:
-                found = _decode(line)
+                rollout = _decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 continue  # the end of a file that is being written
-            if not self.groups or self.groups[-1].sample != found.sample:
-                self.groups.append(StoredGroup(found.sample))
+            if not self.groups or self.groups[-1].sample != rollout.sample:
+                self.groups.append(StoredGroup(rollout.sample))
             self.groups[-1].rollouts.append(len(offsets))
             offsets.append(begin)
-            rewards.append(np.nan if found.reward is None else found.reward)
-            advantages.append(np.nan if found.advantage is None else found.advantage)
-            terms.append(found.num_terms)
-            truncated.append(found.finish_reason == "length")
+            rewards.append(np.nan if rollout.reward is None else rollout.reward)
+            advantages.append(np.nan if rollout.advantage is None else rollout.advantage)
+            terms.append(rollout.num_terms)
+            truncated.append(rollout.finish_reason == "length")
         self._offsets = np.array([*offsets, at], np.int64)
         self.rewards = np.array(rewards, np.float64)
         self.advantages = np.array(advantages, np.float64)
@@ -81,13 +81,13 @@ class RolloutFile:
 
     def lines(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
         """Return these rollouts, as they are in the file."""
-        found = []
+        rows = []
         with self._path.open("rb") as file:
             for number in numbers:
                 file.seek(self._offsets[number])
                 row = as_object(file.read(self._offsets[number + 1] - self._offsets[number]).splitlines()[0])
-                found.append(row or {})
-        return found
+                rows.append(row or {})
+        return rows
 
     def histogram(self) -> dict[str, Any]:
         """Return the counts of rewards in BINS equal bins between the lowest and the highest."""
@@ -168,12 +168,12 @@ class Rollouts:
 
     def files(self) -> dict[str, list[int]]:
         """Return the steps by kind: "step" for training, "eval" for evaluations."""
-        found: dict[str, list[int]] = {}
+        steps_of: dict[str, list[int]] = {}
         if self._directory.is_dir():
             for path in self._directory.iterdir():
                 if match := NAME.fullmatch(path.name):
-                    found.setdefault(match["kind"], []).append(int(match["step"]))
-        return {kind: sorted(steps) for kind, steps in sorted(found.items(), reverse=True)}
+                    steps_of.setdefault(match["kind"], []).append(int(match["step"]))
+        return {kind: sorted(steps) for kind, steps in sorted(steps_of.items(), reverse=True)}
 
     def file(self, kind: str, step: int) -> RolloutFile:
         """Return the index of a file. Raises FileNotFoundError."""
@@ -200,11 +200,11 @@ class Rollouts:
         self._index_prompts()
         places = self._prompts.get(_digest(prompt, media or {}), [])
         places = sorted(places, key=lambda place: (int(place[0].rpartition("_")[2][:-6]), place[0]))
-        found = []
+        groups = []
         for name, offset in places[:: -(-len(places) // MOST_POINTS) or 1]:
             with suppress(FileNotFoundError):  # removed since it was read
-                found.append(self._group_at(name, offset))
-        return found
+                groups.append(self._group_at(name, offset))
+        return groups
 
     def _group_at(self, name: str, offset: int) -> dict[str, Any]:
         kind, _, step = name.removesuffix(".jsonl").rpartition("_")
@@ -236,7 +236,7 @@ class Rollouts:
 
 def _groups_of(path: Path) -> list[tuple[bytes, int]]:
     """Return the digest of the prompt and the offset of each group in a file."""
-    found, at, sample = [], 0, None
+    groups, at, sample = [], 0, None
     for line in path.read_bytes().splitlines(keepends=True):
         begin, at = at, at + len(line)
         try:
@@ -244,9 +244,9 @@ def _groups_of(path: Path) -> list[tuple[bytes, int]]:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
         if row.sample != sample and row.prompt is not None:
-            found.append((_digest(row.prompt, row.prompt_media), begin))
+            groups.append((_digest(row.prompt, row.prompt_media), begin))
         sample = row.sample
-    return found
+    return groups
 
 
 def _digest(prompt: str, media: Mapping[str, str]) -> bytes:

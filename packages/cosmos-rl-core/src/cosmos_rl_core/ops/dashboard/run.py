@@ -112,7 +112,7 @@ class RecordedRun:
         live = status["life"] in ("live", "silent")
         checks, recipe = self._monitor.read(), self.recipe()
         resume = resume_command(self.path, checkpoint=last_checkpoint(self.path))
-        found = health(
+        findings = health(
             self.curves,
             status=status,
             outcome=outcome,
@@ -127,7 +127,7 @@ class RecordedRun:
             "status": status,
             "outcome": outcome,
             "start": _start(read_object(self.path / RUN)),
-            "health": [finding._asdict() for finding in found],
+            "health": [finding._asdict() for finding in findings],
             "evaluations": self._evaluations.read(),
             "names": self.curves.names,
             "notes": notes(self.curves.names),
@@ -168,15 +168,15 @@ class RecordedRun:
 
     def logs(self) -> list[dict[str, Any]]:
         """Return name, size and end of each log."""
-        found = []
+        logs = []
         for path in [*sorted((self.path / "logs").glob("*.log")), *sorted((self.path / "launch").glob("*.log"))]:
             with path.open("rb") as file:
                 size = path.stat().st_size
                 file.seek(max(0, size - LOG_BYTES))
                 text = file.read().decode(errors="replace")
             name = path.name if path.parent.name == "logs" else f"launch/{path.name}"
-            found.append({"name": name, "bytes": size, "text": text})
-        return found
+            logs.append({"name": name, "bytes": size, "text": text})
+        return logs
 
     def gallery(self) -> list[dict[str, Any]]:
         """Return the samples with pictures, videos or episodes, the newest first."""
@@ -230,9 +230,9 @@ def _word(word: str) -> str:
 def without_secrets(value: Any, key: str = "") -> Any:
     """Return a recipe with *** in place of the values of secret keys."""
     if isinstance(value, dict):
-        return {name: without_secrets(held, name) for name, held in value.items()}
+        return {name: without_secrets(inner, name) for name, inner in value.items()}
     if isinstance(value, list):
-        return [without_secrets(held, key) for held in value]
+        return [without_secrets(inner, key) for inner in value]
     return "***" if key.lower().endswith(SECRET) and value else value
 
 
@@ -243,19 +243,19 @@ def find_runs(paths: Iterable[Path], known: Mapping[str, RecordedRun] | None = N
 
     Raises UserError if a directory does not exist.
     """
-    found = dict(known or {})
-    held = {run.path for run in found.values()}
+    runs = dict(known or {})
+    paths_of_runs = {run.path for run in runs.values()}
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path}: no such directory")
         folders = [path] if _is_run(path) else sorted(d for d in (*path.glob("*"), *path.glob("*/*")) if _is_run(d))
         for folder in folders:
             folder = folder.resolve()
-            if folder not in held:
-                held.add(folder)
-                name = _free_name(folder, found)
-                found[name] = RecordedRun(folder, name)
-    return found
+            if folder not in paths_of_runs:
+                paths_of_runs.add(folder)
+                name = _free_name(folder, runs)
+                runs[name] = RecordedRun(folder, name)
+    return runs
 
 
 def _free_name(folder: Path, taken: Mapping[str, RecordedRun]) -> str:
@@ -282,7 +282,7 @@ def as_json(value: Any) -> bytes:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(held) for key, held in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(held) for held in value]
+        return [_finite(inner) for inner in value]
     return short(value) if isinstance(value, float) else value

@@ -46,8 +46,8 @@ def serve(
     everywhere = host in ("0.0.0.0", "::")
     shown = socket.gethostname() if everywhere else f"[{host}]" if ":" in host else host
     number = len(runs.all())
-    found = "1 run" if number == 1 else f"{number} runs"
-    say(f"dashboard of {found}: http://{shown}:{bound}/?token={token}")
+    runs_text = "1 run" if number == 1 else f"{number} runs"
+    say(f"dashboard of {runs_text}: http://{shown}:{bound}/?token={token}")
     say("Ctrl-C ends the dashboard; the runs are not affected.")
     hosts = LOOPBACK if _is_loopback(host) else LOOPBACK | {shown, socket.gethostname(), socket.getfqdn()}
     threading.Thread(target=runs.read_ahead, daemon=True).start()
@@ -70,9 +70,9 @@ def listen(host: str, port: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    for wanted in (PORT, 0) if port is None else (port,):
+    for number in (PORT, 0) if port is None else (port,):
         try:
-            listener.bind((host, wanted))
+            listener.bind((host, number))
             listener.listen(128)
             return listener
         except OSError as error:

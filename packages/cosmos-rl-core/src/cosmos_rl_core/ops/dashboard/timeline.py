@@ -69,7 +69,7 @@ class ProcessSpans:
             del self.spans[: len(self.spans) - MOST_SPANS]
             self.is_cut = True
 
-    def whole(self, *, end: float) -> list[TimelineSpan]:
+    def all_spans(self, *, end: float) -> list[TimelineSpan]:
         """Return all spans by start; the open ones end at `end`."""
         last = [
             TimelineSpan(
@@ -99,7 +99,7 @@ class RunTimeline:
     def processes(self, *, end: float) -> dict[str, list[TimelineSpan]]:
         """Return the spans by process. end: of those that are open, in Unix seconds."""
         with self._lock:
-            return {name: process.whole(end=end) for name, process in self._processes.items()}
+            return {name: process.all_spans(end=end) for name, process in self._processes.items()}
 
     def window(self, *, start: float | None, length: float | None, pixels: int, end: float) -> dict[str, Any]:
         """Return the lanes of a window; neighbours smaller than a pixel are merged.
@@ -134,7 +134,7 @@ class RunTimeline:
 
         now_s: seconds of the wait that is open; None without. share: of the time since its first span that is known.
         """
-        found = []
+        waits = []
         for name, spans in self.processes(end=end).items():
             begin = spans[0].at if spans else end
             for wait, share in _shares(spans, begin, end).items():
@@ -143,18 +143,18 @@ class RunTimeline:
                 begun = [span.at for span in spans if span.name == wait and abs(span.at + span.dur - end) < _ROUNDING_S]
                 now_s = round(end - min(begun), 3) if begun else None
                 total_s = round(share * (end - begin), 3)
-                found.append({"process": name, "wait": wait, "now_s": now_s, "total_s": total_s, "share": share})
-        return sorted(found, key=lambda wait: -wait["total_s"])
+                waits.append({"process": name, "wait": wait, "now_s": now_s, "total_s": total_s, "share": share})
+        return sorted(waits, key=lambda wait: -wait["total_s"])
 
     def recent_shares(self, *, length: float, end: float) -> dict[str, float]:
         """Return the share of the last `length` seconds by span, mean over the processes that have it."""
-        found: dict[str, list[float]] = defaultdict(list)
+        shares_of: dict[str, list[float]] = defaultdict(list)
         for spans in self.processes(end=end).values():
             begin = max(end - length, spans[0].at) if spans else end
             shares = _shares(spans, begin, end)
             for name in {span.name for span in spans}:
-                found[name].append(shares.get(name, 0.0))
-        return {name: fmean(shares) for name, shares in found.items()}
+                shares_of[name].append(shares.get(name, 0.0))
+        return {name: fmean(shares) for name, shares in shares_of.items()}
 
     def pulls(self, *, end: float) -> list[dict[str, Any]]:
         """Return a record for each version that a rollout replica received: source, bytes, seconds, delay."""
@@ -164,7 +164,7 @@ class RunTimeline:
             for span in spans:
                 if span.name == "publish":
                     published[msgspec.json.decode(span.args).get("step")] = span.at + span.dur
-        found = []
+        pulls = []
         for name, spans in processes.items():
             switched = {}
             for span in spans:
@@ -177,7 +177,7 @@ class RunTimeline:
                 switch = switched.get(args["version"])
                 live = span.at + span.dur if switch is None else switch.at + switch.dur
                 since = published.get(args["version"])
-                found.append(
+                pulls.append(
                     {
                         **args,
                         "to": name,
@@ -186,7 +186,7 @@ class RunTimeline:
                         "delay_s": None if since is None or live < since else round(live - since, 6),
                     }
                 )
-        return sorted(found, key=lambda pull: pull["at"])
+        return sorted(pulls, key=lambda pull: pull["at"])
 
 
 @cache
@@ -216,15 +216,15 @@ def _lanes(process: str, spans: list[TimelineSpan], begin: float, stop: float, p
 
 def _merged(spans: list[TimelineSpan], begin: float, pixel: float) -> list[list[Any]]:
     """Return [start, seconds, name, args, number of spans] of each rectangle, start from the window's begin."""
-    found: list[list[Any]] = []
+    merged: list[list[Any]] = []
     for span in spans:
         at = span.at - begin
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last and last[2] == span.name and at - last[0] - last[1] < pixel and span.dur < 2 * pixel:
             last[1], last[4] = max(last[1], at + span.dur - last[0]), last[4] + 1
         else:
-            found.append([at, span.dur, span.name, span.args, 1])
-    return [[round(at, 5), round(dur, 5), *rest] for at, dur, *rest in found]
+            merged.append([at, span.dur, span.name, span.args, 1])
+    return [[round(at, 5), round(dur, 5), *rest] for at, dur, *rest in merged]
 
 
 def _depth(spans: list[TimelineSpan], begin: float, pixel: float) -> list[list[float]]:
@@ -250,7 +250,7 @@ def _shares(spans: list[TimelineSpan], begin: float, stop: float) -> dict[str, f
         low, high = max(begin, span.at), min(stop, span.at + span.dur)
         if high > low:
             parts[span.name].append((low, high))
-    return {name: round(_union(found) / max(stop - begin, 1e-9), 4) for name, found in sorted(parts.items())}
+    return {name: round(_union(intervals) / max(stop - begin, 1e-9), 4) for name, intervals in sorted(parts.items())}
 
 
 def _union(intervals: list[tuple[float, float]]) -> float:
