@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,8 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cosmos_rl_core.types import Prompt, Sampling
-from cosmos_rl_core.weight_sync import SyncSection
-from cosmos_rl_llm.data.chat import Encoded
+from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
@@ -64,7 +64,7 @@ class Engine:
             cache_bytes=256 << 20, extra={"worker_extension_cls": "_vllm_worker.TakesWholeTensors"}
         )
         self._llm = start(str(model), options=options, dtype="bfloat16", max_length=MAX_LENGTH)
-        self.engine = VllmEngine(self._llm, encode=_tokens, decode=str, decode_prompt=str, stop_ids=[])
+        self.engine = VllmEngine(self._llm, TokenChat())
 
     async def rpc(self, method: str, **arguments: Any) -> None:
         """Call a method of the worker."""
@@ -182,8 +182,21 @@ def train(weights: Mapping[str, Tensor], *, seed: int) -> None:
         tensor.mul_(1 + 1e-3 * torch.randn_like(tensor))
 
 
-def _tokens(prompt: Prompt) -> Encoded:
-    return Encoded(text="", tokens=np.array(prompt.row["tokens"], np.int32))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChat(Chat):
+    """Rows with tokens; responses have no text."""
+
+    tokenizer: Any = None
+    end_ids: frozenset[int] = frozenset()
+
+    def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
+        return Encoded(text="", tokens=np.array(row["tokens"], np.int32))
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        return str(tokens)
+
+    def decode_prompt(self, tokens: Sequence[int] | np.ndarray) -> str:
+        return str(tokens)
 
 
 def metrics(times: Mapping[str, Sequence[Taken]], *, differ: int, size: int) -> list[Figure]:

@@ -6,10 +6,11 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tiny_engine import TokenChat
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
-from cosmos_rl_llm.data.chat import Encoded
+from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import make_model
@@ -167,14 +168,8 @@ def prompts_of(*lengths):
 
 def generate(model, prompts, *, sampling, batch_invariant=False):
     async def whole():
-        engine = TorchEngine(
-            model,
-            encode=lambda prompt: Encoded(text="", tokens=prompt.row["tokens"].astype(np.int32)),
-            decode=lambda tokens: " ".join(map(str, tokens)),
-            stop_ids=[1],
-            max_sequences=16,
-            batch_invariant=batch_invariant,
-        )
+        options = LLMTorchOptions(max_sequences=16, batch_invariant=batch_invariant)
+        engine = TorchEngine(model, TokenChat(end_ids=frozenset({1})), options)
         try:
             calls = (engine.generate(p, num_samples=2, sampling=sampling, seed=p.sample_id) for p in prompts)
             return [rollouts for _, rollouts in await asyncio.gather(*calls)]

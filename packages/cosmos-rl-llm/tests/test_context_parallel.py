@@ -15,6 +15,7 @@ from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.context import check_heads
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermOptions
 from cosmos_rl_llm.policy.truncation import Truncation
 from doubles.ranks import run_ranks
 
@@ -89,7 +90,7 @@ def rollout_of(prompt, tokens):
 
 def metrics_of(family, setup, truncation=None):
     """Log-probabilities, entropies and whole gradients of one microbatch."""
-    policy = CausalLMPolicy(tiny(family), setup=setup, truncation=truncation)
+    policy = CausalLMPolicy(tiny(family), TermOptions(truncation=truncation), setup=setup)
     outputs = policy.forward(ragged_microbatch(), with_entropy=True)
     slopes = torch.linspace(-1, 1, len(outputs.logprobs))
     assert outputs.entropy is not None

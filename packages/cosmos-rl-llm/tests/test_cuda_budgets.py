@@ -19,6 +19,7 @@ from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.types import Sampling, Share
+from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.domain import _recommend_vllm
 from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
@@ -27,7 +28,7 @@ from cosmos_rl_llm.policy import probe
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import probe_samples
-from cosmos_rl_llm.policy.token_model import TermModel
+from cosmos_rl_llm.policy.token_model import TermModel, TermOptions
 from doubles.pretend_cuda import pretend_cuda
 from doubles.pretend_record import Record
 
@@ -80,7 +81,7 @@ def test_mixed_precision_computes_in_bfloat16(kind, monkeypatch):
     multiplied, grouped_mm = set(), F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: multiplied.add(a.dtype) or grouped_mm(a, b, offs=offs))
     with pretend_cuda() as record:
-        policy = CausalLMPolicy(small(kind).to("cuda"), compute_dtype=torch.bfloat16)
+        policy = CausalLMPolicy(small(kind).to("cuda"), TermOptions(compute_dtype=torch.bfloat16))
         multiplied.clear()
         record.clear()
         gradients = trained(policy, one_microbatch())
@@ -88,7 +89,7 @@ def test_mixed_precision_computes_in_bfloat16(kind, monkeypatch):
     assert multiplied == (set() if kind == "qwen3" else {torch.bfloat16})
     layers = policy.module.config.num_hidden_layers
     assert record.varlen.total() == (0 if kind == "gpt_oss" else layers), record  # one call a layer, none with sinks
-    wanted = trained(CausalLMPolicy(small(kind), compute_dtype=torch.bfloat16), one_microbatch())
+    wanted = trained(CausalLMPolicy(small(kind), TermOptions(compute_dtype=torch.bfloat16)), one_microbatch())
     for mine, right in zip(gradients, wanted, strict=True):
         assert mine.dtype == torch.float32
         assert (mine.held - right).norm() <= 0.2 * right.norm() + 1e-3  # experts round on the GPU alone
@@ -177,7 +178,7 @@ def engine_requests(**sampling):
 def generated(device, record, *, sampling, budget):
     """Sampled tokens and their log-probabilities; each pass keeps to its budget and sends from pinned memory alone."""
     model = small("qwen3").to(device)
-    batch = RunningBatch(model, decode=lambda _: "", stop_ids=(), max_sequences=8, cache_terms=2**12)
+    batch = RunningBatch(model, LLMTorchOptions(max_sequences=8))
     requests = engine_requests(**sampling)
     record.clear()
     batch.admit(requests, version=0)
@@ -259,7 +260,7 @@ def test_experts_in_float32_are_not_compiled_on_a_gpu():
 
 def test_the_load_of_experts_is_read_at_once():
     with pretend_cuda() as record:
-        policy = CausalLMPolicy(small("qwen3_moe").to("cuda"), compute_dtype=torch.bfloat16)
+        policy = CausalLMPolicy(small("qwen3_moe").to("cuda"), TermOptions(compute_dtype=torch.bfloat16))
         trained(policy, one_microbatch())
         record.clear()
         assert policy.metrics()["expert_load_max"] >= 1

@@ -9,9 +9,11 @@ import pytest
 import torch
 from llm_parity import differences, train, train_rank
 from small_families import gradients, one_at_a_time, packed, sample, small
+from tiny_engine import TokenChat
 from transformers import AutoConfig, LlamaForCausalLM, LlamaModel
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
 from cosmos_rl_llm.policy import packing
@@ -121,7 +123,7 @@ def test_a_state_that_no_configuration_tells_of_is_found():
 
 def test_the_torch_engine_refuses_a_family_with_a_state():
     async def start():
-        await TorchEngine(small("lfm2", **UNPACKED["lfm2"]), encode=None, decode=None, stop_ids=[]).close()
+        await TorchEngine(small("lfm2", **UNPACKED["lfm2"]), TokenChat(), LLMTorchOptions()).close()
 
     with pytest.raises(UserError, match=r'engine = "torch" .* Lfm2ForCausalLM .* set rollout.engine = "vllm"'):
         asyncio.run(start())

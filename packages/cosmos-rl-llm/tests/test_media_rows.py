@@ -24,7 +24,7 @@ from cosmos_rl_llm.data.reading import Ahead
 from cosmos_rl_llm.data.rows import load_rows, normalise
 from cosmos_rl_llm.media.source import LIMITS, PromptMedia
 from cosmos_rl_llm.media.vision import Vision, find_family
-from cosmos_rl_llm.policy.token_model import TermModel
+from cosmos_rl_llm.policy.token_model import TermModel, TermOptions
 from doubles.ranks import run_ranks
 
 Image = pytest.importorskip("PIL.Image")
@@ -98,7 +98,7 @@ def test_every_answer_of_a_chat_with_pictures_is_learnt(chat, model):
     assert np.array_equal(sample.view.index_of(sample.length) >= 0, tokens == PAD)
     wanted = plain_logprobs(model, chat.vision.family, sample.prompt_tokens, sample.tokens, sample.view.items)
     other = encode_row({"messages": CHAT[:2]}, chat=chat)
-    module = TermModel(model, vision=chat.vision.family)
+    module = TermModel(model, TermOptions(vision=chat.vision.family))
     batch = pack_batch([sample, other], microbatch_terms=10_000, share=Share(), metrics={})
     found, *_ = module(None, module.row(batch.microbatches[0].inputs))
     mask = torch.from_numpy(sample.loss_mask)

@@ -24,6 +24,7 @@ from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermOptions
 from doubles.ranks import run_ranks
 
 LAYERS = 2
@@ -74,7 +75,7 @@ def measure(
     if lora:
         add_adapters(model, LLMLoraSection.model_validate(lora), base=family)
     kind = PipelinedPolicy if section.pp > 1 else CausalLMPolicy
-    policy = kind(model, setup=setup, compute_dtype=torch.bfloat16 if dtype == "bfloat16" else None)
+    policy = kind(model, TermOptions(compute_dtype=torch.bfloat16 if dtype == "bfloat16" else None), setup=setup)
     optimizer = build_optimizer(
         "adamw", policy.module, learning_rate=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0
     )

@@ -13,6 +13,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Microbatch, TermBatch
 from cosmos_rl_llm.model.causal_lm import load_model, load_tokenizer, make_model, named_weights
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermOptions
 
 VOCAB = 70
 BASE = {
@@ -116,7 +117,7 @@ def weighted(logprobs, entropy):
 def test_packed_sequences_equal_separate_ones(kind, further):
     model, pairs = tiny(kind), sequences(SIZES + further)
     expected = plain(copy.deepcopy(model).eval(), pairs, 0.8)
-    outputs = CausalLMPolicy(model, temperature=0.8).forward(packed(pairs), with_entropy=True)
+    outputs = CausalLMPolicy(model, TermOptions(temperature=0.8)).forward(packed(pairs), with_entropy=True)
     torch.testing.assert_close(outputs.logprobs, expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(outputs.entropy, expected[1], rtol=1e-5, atol=1e-5)
 
@@ -126,7 +127,7 @@ def test_gradients_equal_those_of_separate_sequences(kind):
     model, pairs = tiny(kind), sequences(SIZES)
     reference = copy.deepcopy(model).eval()
     weighted(*plain(reference, pairs, 1.3)).backward()
-    outputs = CausalLMPolicy(model, temperature=1.3).forward(packed(pairs), with_entropy=True)
+    outputs = CausalLMPolicy(model, TermOptions(temperature=1.3)).forward(packed(pairs), with_entropy=True)
     weighted(outputs.logprobs, outputs.entropy).backward()
     expected, found = gradients(reference), gradients(model)
     assert found.keys() == expected.keys()
@@ -164,7 +165,7 @@ def test_chunks_of_terms_change_nothing(kind, with_entropy):
     results = []
     for terms_at_a_time in (1000, 7, 1):
         model = tiny(kind)
-        policy = CausalLMPolicy(model, logits_bytes=4 * VOCAB * terms_at_a_time)
+        policy = CausalLMPolicy(model, TermOptions(logits_bytes=4 * VOCAB * terms_at_a_time))
         outputs = policy.forward(packed(sequences(SIZES)), with_entropy=with_entropy)
         entropy = outputs.entropy if with_entropy else torch.zeros(1)
         weighted(outputs.logprobs, entropy.expand_as(outputs.logprobs)).backward()
@@ -208,7 +209,7 @@ def test_a_sequence_does_not_see_its_neighbours():
 def test_compute_dtype_runs_in_bfloat16_and_trains_float32_weights():
     model, pairs = tiny(), sequences(SIZES)
     exact = CausalLMPolicy(copy.deepcopy(model)).forward(packed(pairs)).logprobs
-    outputs = CausalLMPolicy(model, compute_dtype=torch.bfloat16).forward(packed(pairs))
+    outputs = CausalLMPolicy(model, TermOptions(compute_dtype=torch.bfloat16)).forward(packed(pairs))
     outputs.logprobs.sum().backward()
     assert outputs.logprobs.dtype == torch.float32
     assert model.get_input_embeddings().weight.grad.dtype == torch.float32

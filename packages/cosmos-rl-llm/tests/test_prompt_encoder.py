@@ -5,11 +5,13 @@ import threading
 
 import numpy as np
 import pytest
+from tiny_engine import TokenChat, tiny_model
 
 from cosmos_rl_core.errors import MediaError
 from cosmos_rl_core.types import Prompt, Sampling
+from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.chat import Encoded
-from cosmos_rl_llm.engines.encoding import PromptEncoder
+from cosmos_rl_llm.engines.prompts import encode
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 
 SHOWN = Prompt(sample_id=0, row={"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]})
@@ -22,9 +24,9 @@ class Slow:
     def __init__(self):
         self.loop_ran, self.begun, self.threads = threading.Event(), threading.Event(), []
 
-    def __call__(self, prompt):
+    def __call__(self, row):
         self.threads.append(threading.current_thread())
-        if prompt is SHOWN:
+        if row is SHOWN.row:
             self.begun.set()
             if not self.loop_ran.wait(20):
                 raise AssertionError("the event loop waits for the picture")
@@ -38,34 +40,32 @@ class Slow:
 def test_the_loop_goes_on_while_a_picture_is_read():
     async def main():
         slow = Slow()
-        encoder = PromptEncoder(slow)
-        found, _ = await asyncio.gather(encoder(SHOWN), slow.beat())
+        chat = TokenChat(encoded=slow)
+        found, _ = await asyncio.gather(encode(chat, SHOWN), slow.beat())
         assert found.tokens.tolist() == [3, 4, 5]
         assert slow.threads[0] is not threading.current_thread()
-        await encoder(TEXT)
+        await encode(chat, TEXT)
         assert slow.threads[1] is threading.current_thread()
-        encoder.close()
 
     asyncio.run(main())
 
 
 def test_an_error_of_the_row_is_raised():
-    def damaged(prompt):
+    def damaged(row):
         raise MediaError("a.png: damaged")
 
     async def main():
         with pytest.raises(MediaError, match=r"a\.png: damaged"):
-            await PromptEncoder(damaged)(SHOWN)
+            await encode(TokenChat(encoded=damaged), SHOWN)
 
     asyncio.run(main())
 
 
 def test_the_engine_generates_for_others_while_a_picture_is_read():
-    from tiny_engine import tiny_model
 
     async def main():
         slow = Slow()
-        engine = TorchEngine(tiny_model(), encode=slow, decode=str, stop_ids=[1], max_sequences=8)
+        engine = TorchEngine(tiny_model(), TokenChat(encoded=slow), LLMTorchOptions(max_sequences=8))
         sampling = Sampling(max_terms=3)
 
         async def others():

@@ -37,6 +37,7 @@ from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.model.weights import find_weights, specs_of_config
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy, TermStage
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermOptions
 from doubles.fake_ranks import Collectives, fake_rank, faked
 
 COMMON = {"max_position_embeddings": 8192, "tie_word_embeddings": False}
@@ -102,7 +103,7 @@ def policy_of(name, mesh, *, layers=None, checkpointing="full", tied=False, **se
     section = ParallelSection(**{**dict(mesh.dims), "ep": mesh.dims.ep, **section})
     setup = ModelSetup(mesh=mesh, parallel=section, memory=MemorySection(activation_checkpointing=checkpointing))
     kind = PipelinedPolicy if mesh.dims.pp > 1 else CausalLMPolicy
-    return kind(model, compute_dtype=torch.bfloat16, setup=setup), config
+    return kind(model, TermOptions(compute_dtype=torch.bfloat16), setup=setup), config
 
 
 def planned(config, folder, dims):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from small_families import gradients, one_at_a_time, packed, sample, small
+from tiny_engine import TokenChat
 from torch import nn
 from transformers import AutoConfig
 
@@ -15,6 +16,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, Sampling
+from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.engines.torch.engine import TorchEngine, check_generation
 from cosmos_rl_llm.engines.vllm.start import check_rope
@@ -82,12 +84,8 @@ def test_a_part_of_a_row_knows_the_length_of_its_sequences(axis):
 
 
 def engine_of(model: nn.Module, prompts: dict[int, np.ndarray]) -> TorchEngine:
-    return TorchEngine(
-        model,  # pyright: ignore[reportArgumentType]
-        encode=lambda prompt: Encoded(tokens=prompts[prompt.sample_id], text=""),
-        decode=lambda _: "",
-        stop_ids=[],
-    )
+    chat = TokenChat(encoded=lambda row: Encoded(tokens=prompts[row["number"]], text=""))
+    return TorchEngine(model, chat, LLMTorchOptions())  # pyright: ignore[reportArgumentType]
 
 
 def test_the_torch_engine_generates_short_and_long_sequences_beside_each_other():
@@ -101,7 +99,7 @@ def test_a_response_that_could_grow_past_the_original_length_is_refused():
     async def generate(sample_id, most):
         engine = engine_of(small("phi3", **PHI3), prompts)
         try:
-            prompt = Prompt(sample_id=sample_id, row={})
+            prompt = Prompt(sample_id=sample_id, row={"number": sample_id})
             await engine.generate(prompt, num_samples=1, sampling=Sampling(max_terms=most), seed=0)
         finally:
             await engine.close()

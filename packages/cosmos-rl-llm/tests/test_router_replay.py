@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_engine import TokenChat
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.remat import checkpoint_activations
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
+from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
@@ -123,14 +125,8 @@ def test_choices_flip_near_ties_and_replay_holds_them():
 
 def generate(model: PreTrainedModel, lengths: list[int], **options: Any) -> RolloutGroup:
     """Two rollouts for each of some prompts, all at the same time, in one group."""
-    engine = TorchEngine(
-        model,
-        encode=lambda prompt: Encoded(text="", tokens=np.arange(prompt.row["length"], dtype=np.int32) % 32),
-        decode=str,
-        stop_ids=(),
-        max_sequences=8,
-        **options,
-    )
+    chat = TokenChat(encoded=lambda row: Encoded(text="", tokens=np.arange(row["length"], dtype=np.int32) % 32))
+    engine = TorchEngine(model, chat, LLMTorchOptions(max_sequences=8, **options))
     prompts = [Prompt(sample_id=i, row={"length": length}) for i, length in enumerate(lengths)]
 
     async def work() -> list[Rollout]:

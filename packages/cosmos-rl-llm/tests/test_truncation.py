@@ -10,13 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
-from cosmos_rl_llm.data.chat import Chat, Encoded
+from cosmos_rl_llm.config import LLMTorchOptions
+from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.collate import collate, collate_sft
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import load_model, load_tokenizer
 from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary
 from cosmos_rl_llm.policy.logprobs import term_logprobs
-from cosmos_rl_llm.policy.policy import TextPolicy
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermOptions
 from cosmos_rl_llm.policy.truncation import Repeats, Truncation
 from cosmos_rl_llm.tiny import write_tiny_model
 from doubles.ranks import run_ranks
@@ -39,24 +41,15 @@ def folder(tmp_path_factory):
 
 def build(folder, sampling):
     chat = Chat(tokenizer=load_tokenizer(folder), end_ids=frozenset({1}))
-    return TextPolicy(
-        load_model(folder, dtype=torch.float32),
-        chat=chat,
-        temperature=sampling.temperature,
-        truncation=Truncation.of(sampling),
-    )
+    options = TermOptions(temperature=sampling.temperature, truncation=Truncation.of(sampling))
+    return CausalLMPolicy(load_model(folder, dtype=torch.float32), options, chat=chat)
 
 
 def generate(folder, sampling):
     chat = Chat(tokenizer=load_tokenizer(folder), end_ids=frozenset({1}))
 
-    def encode(prompt: Prompt) -> Encoded:
-        return chat.encode_prompt(prompt.row)
-
     async def rollouts():
-        engine = TorchEngine(
-            load_model(folder, dtype=torch.float32), encode=encode, decode=chat.decode, stop_ids=chat.end_ids
-        )
+        engine = TorchEngine(load_model(folder, dtype=torch.float32), chat, LLMTorchOptions())
         prompt = Prompt(sample_id=0, row={"prompt": "12+34="})
         _, found = await engine.generate(prompt, num_samples=16, sampling=sampling, seed=3)
         await engine.close()

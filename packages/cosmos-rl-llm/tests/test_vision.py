@@ -13,12 +13,13 @@ from cosmos_rl_core import run
 from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_core.wire.payload import decode_group, encode_group
+from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
 from cosmos_rl_llm.media.item import KINDS, MediaItem, View
 from cosmos_rl_llm.media.packed import add_blanks
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.policy.token_model import TermModel
+from cosmos_rl_llm.policy.token_model import TermModel, TermOptions
 from cosmos_rl_llm.teacher.teacher import LLMTeacher
 
 pytest.importorskip("PIL")
@@ -87,7 +88,7 @@ def test_a_packed_row_equals_each_sequence_alone(model, family, shown, tmp_path)
     plain, made = copy.deepcopy(model), samples(shown, family, tmp_path)
     wanted = torch.cat([plain_logprobs(plain, family, s.prompt_tokens, s.tokens, s.view.items) for s in made])
     wanted.sum().backward()
-    module = TermModel(model, vision=family)
+    module = TermModel(model, TermOptions(vision=family))
     row = module.row(pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0].inputs)
     found, *_ = module(None, row)
     found.sum().backward()
@@ -106,11 +107,15 @@ def test_a_teacher_sees_the_pictures(model, family, shown, tmp_path):
     plain = make(name, seed=1)
     wanted = [plain_logprobs(plain, family, s.prompt_tokens, s.tokens, s.view.items) for s in made]
     microbatch = pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0]
-    policy = CausalLMPolicy(model, vision=family)
-    teacher = LLMTeacher(CausalLMPolicy(plain, vision=family), policy, TeacherSection(path="t", loss="advantage"))
+    policy = CausalLMPolicy(model, TermOptions(vision=family))
+    teacher = LLMTeacher(
+        CausalLMPolicy(plain, TermOptions(vision=family)), policy, TeacherSection(path="t", loss="advantage")
+    )
     torch.testing.assert_close(teacher.forward(microbatch)["logprobs"], torch.cat(wanted).detach(), rtol=0, atol=1e-5)
     for seed, distance in ((0, 0.0), (1, 0.1)):
-        teacher = LLMTeacher(CausalLMPolicy(make(name, seed=seed), vision=family), policy, TeacherSection(path="t"))
+        teacher = LLMTeacher(
+            CausalLMPolicy(make(name, seed=seed), TermOptions(vision=family)), policy, TeacherSection(path="t")
+        )
         terms = replace(microbatch.terms, teacher=teacher.forward(microbatch))
         found = policy.forward(replace(microbatch, terms=terms)).metrics
         assert found["teacher_kl"].mean().item() >= distance
@@ -120,7 +125,7 @@ def test_a_teacher_sees_the_pictures(model, family, shown, tmp_path):
 
 def test_equal_prompts_are_computed_once_with_their_pictures(model, family, shown, tmp_path):
     made = samples(shown[:2], family, tmp_path)
-    row = TermModel(model, vision=family).row(
+    row = TermModel(model, TermOptions(vision=family)).row(
         pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0].inputs
     )
     assert row.tokens.shape[1] == len(made[0].prompt_tokens) + sum(len(s.tokens) - 1 for s in made)
@@ -141,7 +146,7 @@ def test_a_groups_picture_passes_the_tower_once_where_its_rollouts_fit_into_a_mi
 def test_equal_texts_with_other_pictures_are_not_shared(model, family, shown, tmp_path):
     made = samples(shown[4:6], family, tmp_path)
     assert np.array_equal(made[0].prompt_tokens, made[1].prompt_tokens)
-    row = TermModel(model, vision=family).row(
+    row = TermModel(model, TermOptions(vision=family)).row(
         pack_batch(made, microbatch_terms=10_000, share=Share(), metrics={}).microbatches[0].inputs
     )
     assert num_pixels(row) == sum(item.pixels.size for s in made for item in s.view.items)
@@ -151,7 +156,7 @@ def test_a_blank_item_changes_nothing(model, family, shown, tmp_path):
     """A rank without pictures shows one, so that it runs the tower as often as others."""
     inputs = pack_batch(samples([[]], family, tmp_path), microbatch_terms=100, share=Share(), metrics={})
     inputs = inputs.microbatches[0].inputs
-    module = TermModel(model, vision=family)
+    module = TermModel(model, TermOptions(vision=family))
     wanted, *_ = module(None, module.row(inputs))
     for kind in family.token_ids:
         blank = add_blanks({**inputs, "batch_kinds": torch.tensor([KINDS.index(kind)])}, family, always=False)
@@ -178,7 +183,7 @@ def test_the_torch_engine_samples_with_the_log_probabilities_of_transformers(mod
                 view=view,
             )
         )
-    batch = RunningBatch(model, decode=lambda _: "", stop_ids=(), max_sequences=16, cache_terms=4000, vision=family)
+    batch = RunningBatch(model, LLMTorchOptions(max_sequences=16), vision=family)
     batch.admit(requests, version=0)
     while batch.sequences:
         batch.step(version=0)

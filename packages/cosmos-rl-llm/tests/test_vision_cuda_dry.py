@@ -8,6 +8,7 @@ from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermOptions
 from doubles.pretend_cuda import pretend_cuda
 
 pytest.importorskip("PIL")
@@ -56,10 +57,10 @@ def test_a_microbatch_with_pictures(name, tmp_path, monkeypatch):
     with pretend_cuda() as record:
         model = make(name).to("cuda")
         model.tie_weights()  # the pretend GPU's `to` makes two of a tied matrix
-        policy = CausalLMPolicy(model, vision=family)
+        policy = CausalLMPolicy(model, TermOptions(vision=family))
         record.clear()
         found, gradients = trained(policy, rows)
-    wanted, right = trained(CausalLMPolicy(make(name), vision=family), rows)
+    wanted, right = trained(CausalLMPolicy(make(name), TermOptions(vision=family)), rows)
     torch.testing.assert_close(found.held, wanted, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(gradients, right, strict=True):
         torch.testing.assert_close(mine.held, theirs, rtol=1e-3, atol=1e-5)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sent_weights import TOKEN, sent_weights
+from sent_weights import sent_weights
+from tiny_engine import TokenChat
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero, is_seeded, wakes_as_it_was
 from cosmos_rl_core.types import Prompt, Sampling
-from cosmos_rl_core.weight_sync import OwnsSubscriber, SyncSection
-from cosmos_rl_llm.data.chat import Encoded
+from cosmos_rl_core.weight_sync import OwnsSubscriber
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
@@ -73,14 +73,8 @@ def llm(runner, tmp_path_factory):
     llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves that to the garbage collector, which warns
 
 
-def decode(tokens):
-    return "".join(f"<{token}>" for token in tokens)
-
-
-def engine_of(llm, **options):
-    options = {"stop_ids": [], "version": 0, **options}
-    encode = lambda prompt: Encoded(text="", tokens=np.array(prompt.row["tokens"], np.int32))  # noqa: E731
-    return VllmEngine(llm, encode=encode, decode=decode, decode_prompt=decode, **options)
+def engine_of(llm, *, stop_ids=(), **options):
+    return VllmEngine(llm, TokenChat(end_ids=frozenset(stop_ids)), **{"version": 0, **options})
 
 
 async def draw(engine, prompt=PROMPT, *, num_samples=2, max_terms=24, seed=3, **sampling):
@@ -209,7 +203,7 @@ def test_a_stop_string_ends_the_rollout_and_is_cut_from_its_text(llm, runner):
     assert stopped.arrays["tokens"].tolist() == tokens[:7]
     assert len(stopped.versions) == len(stopped.rollout_logprobs) == 7
     assert stopped.finish_reason == "stop"
-    assert stopped.text == decode(tokens[:5]) + "<"
+    assert stopped.text == TokenChat().decode(tokens[:5]) + "<"
 
 
 def test_new_weights_arrive_from_a_publisher(llm, runner):

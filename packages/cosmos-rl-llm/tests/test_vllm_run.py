@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import torch
+from tiny_engine import TokenChat
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cosmos_rl_core import run
@@ -19,7 +20,6 @@ from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_llm.config import LLMLoraSection
-from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine, refusal
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
@@ -283,8 +283,7 @@ async def started(path, **options):
     llm = start(
         str(path), options=VllmEngineOptions(cache_bytes=CACHE_BYTES, **options), dtype="float32", max_length=None
     )
-    encode = lambda prompt: Encoded(text="", tokens=np.array(prompt.row["tokens"], np.int32))  # noqa: E731
-    engine = VllmEngine(llm, encode=encode, decode=str, decode_prompt=str, stop_ids=[])
+    engine = VllmEngine(llm, TokenChat())
     try:
         yield engine
     finally:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from sent_weights import sent_weights
+from tiny_engine import TokenChat
 from transformers import PreTrainedTokenizerFast
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Prompt, Sampling
-from cosmos_rl_core.weight_sync import SyncSection
+from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
@@ -25,6 +26,7 @@ from cosmos_rl_llm.engines.vllm.media import placeholders
 from cosmos_rl_llm.engines.vllm.options import PICTURES, VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.media.item import MediaItem, View
+from cosmos_rl_llm.media.vision import Vision
 from cosmos_rl_llm.model.vision_parts import freeze
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")
@@ -119,16 +121,9 @@ def prompts(family, directory):
 
 
 def engine_of(llm, family, encoded, **options):
-    return VllmEngine(
-        llm,
-        encode=lambda given: encoded[given.row["number"]],
-        decode=str,
-        decode_prompt=str,
-        stop_ids=[],
-        vision=family,
-        version=0,
-        **options,
-    )
+    vision = None if family is None else Vision(family=family, limits=MediaSection())
+    chat = TokenChat(encoded=lambda row: encoded[row["number"]], vision=vision)
+    return VllmEngine(llm, chat, version=0, **options)
 
 
 async def draw(engine, number, *, num_samples=2, **sampling):

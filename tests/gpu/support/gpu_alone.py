@@ -186,13 +186,14 @@ def _trainer(hour: Hour, *, compiled: bool, fp8: str):
     from cosmos_rl_llm.data.collate import collate
     from cosmos_rl_llm.model.causal_lm import make_model
     from cosmos_rl_llm.policy.policy import CausalLMPolicy
+    from cosmos_rl_llm.policy.token_model import TermOptions
 
     config = hour.size(QWEN2_5_1_5B, TINY)
     model = make_model(config, dtype=torch.float32, seed=0).to(hour.device)
     remat = "none" if compiled else "full"  # torch.compile chooses for itself
     memory = MemorySection.model_validate({"compile": compiled, "activation_checkpointing": remat})
     setup = ModelSetup(memory=memory, precision=PrecisionSection.model_validate({"fp8": fp8}))
-    policy = CausalLMPolicy(model, compute_dtype=BF16, setup=setup)
+    policy = CausalLMPolicy(model, TermOptions(compute_dtype=BF16), setup=setup)
     length, rng = hour.size(2048, 16), np.random.default_rng(0)
 
     def rollout() -> Rollout:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import pip_install, quiet_torchao
+from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
-from cosmos_rl_core.observe.startup import READING, phase
 from cosmos_rl_core.plan.needs import MemoryPart
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
@@ -24,12 +23,11 @@ from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, LLMTorchOptions
 from cosmos_rl_llm.data.message_parts import attach_files
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.long_prompt import engine_tolerance, prompt_beyond_window
-from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, no_pictures, shared, spread
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
 from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import (
     checkpoint_of,
     fetch,
-    legacy_template,
     read_shape,
     read_specs,
     resolve,
@@ -43,7 +41,6 @@ from cosmos_rl_llm.teacher.check import check_teacher, held_by_teacher
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.parallel.setup import ModelSetup
@@ -51,11 +48,9 @@ if TYPE_CHECKING:
     from cosmos_rl_core.plan.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
-    from cosmos_rl_llm.data.chat import Chat, Encoded
     from cosmos_rl_llm.media.source import PromptRecorder
-    from cosmos_rl_llm.media.vision import Vision
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
-    from cosmos_rl_llm.policy.policy import TextPolicy
+    from cosmos_rl_llm.policy.policy import CausalLMPolicy
     from cosmos_rl_llm.teacher.teacher import LLMTeacher
 
 
@@ -117,34 +112,19 @@ class LLMDomain(DomainBase):
 
     def build_policy(
         self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int, setup: ModelSetup
-    ) -> TextPolicy | PipelinedPolicy:
+    ) -> CausalLMPolicy | PipelinedPolicy:
         """Load the model to train, with log-probabilities of the distribution that engines sample from.
 
-        `model.dtype` is the compute dtype, [policy.precision] sets that of the weights. They come from a checkpoint, so
-        `seed` determines only the initial values of adapters.
+        `model.dtype` is the compute dtype, [policy.precision] sets that of the weights.
         """
-        quiet_torchao()
-        from cosmos_rl_llm.build import build_policy
-        from cosmos_rl_llm.policy.truncation import Truncation
-
-        phase(READING)
-        source = checkpoint_of(model)
-        return build_policy(
-            model,
-            source=source,
-            chat=lambda module: _module_chat(source, module, data, max_length=model.max_length),
-            temperature=1.0 if sampling is None else sampling.temperature,
-            truncation=Truncation.of(sampling),
-            seed=seed,
-            setup=setup,
-        )
+        return _builders().build_policy(model, data=data, sampling=sampling, seed=seed, setup=setup)
 
     def check_teacher(self, config: RunConfig) -> None:
         """Compare tokenizers of local directories."""
         check_teacher(config)
 
     def build_teacher(
-        self, teacher: TeacherSection, *, config: RunConfig, policy: TextPolicy | PipelinedPolicy, setup: ModelSetup
+        self, teacher: TeacherSection, *, config: RunConfig, policy: CausalLMPolicy | PipelinedPolicy, setup: ModelSetup
     ) -> LLMTeacher:
         """Load the teacher like the model."""
         from cosmos_rl_llm.teacher.teacher import build_teacher
@@ -162,9 +142,11 @@ class LLMDomain(DomainBase):
             UserError: no engine of that name, or an option it does not have.
         """
         if name == "torch":
-            return _torch_engine(model, data, engine_options(LLMTorchOptions, options))
+            chosen = engine_options(LLMTorchOptions, options)
+            return _builders().build_torch_engine(model, data=data, options=chosen)
         if name == "vllm":
-            return _vllm_engine(model, data, engine_options(VllmEngineOptions, options))
+            chosen = engine_options(VllmEngineOptions, options)
+            return _builders().build_vllm_engine(model, data=data, options=chosen)
         known = ", ".join(self.engines)
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
@@ -266,21 +248,29 @@ class LLMDomain(DomainBase):
         return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
     def collate_sft(
-        self, prompts: Sequence[Prompt], *, data: LLMDataConfig, policy: TextPolicy, microbatch_terms: int, share: Share
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        data: LLMDataConfig,
+        policy: CausalLMPolicy,
+        microbatch_terms: int,
+        share: Share,
     ) -> TrainBatch:
         """Pack rows with their wanted responses; the loss covers the assistant's turns and the end of each."""
         from cosmos_rl_llm.data.collate import collate_sft
 
+        assert policy.chat is not None
         return collate_sft(prompts, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)
 
     def reads_slowly(self, row: Mapping[str, Any]) -> bool:
         """Whether it shows pictures or videos."""
         return shows_media(row["prompt"] if "prompt" in row else row.get("messages"))
 
-    def read_ahead(self, prompts: Sequence[Prompt], *, policy: TextPolicy) -> None:
+    def read_ahead(self, prompts: Sequence[Prompt], *, policy: CausalLMPolicy) -> None:
         """Decode pictures and videos beside the step."""
         from cosmos_rl_llm.data.items import begin_reading
 
+        assert policy.chat is not None
         begin_reading(prompts, policy.chat)
 
     def export_weights(
@@ -294,6 +284,14 @@ class LLMDomain(DomainBase):
         return merged(_directory(model), tensors, scaling=model.lora.scaling)
 
 
+def _builders() -> ModuleType:
+    """The module that builds policies and engines, with torch and transformers."""
+    quiet_torchao()
+    from cosmos_rl_llm import build
+
+    return build
+
+
 def _specs(directory: Path) -> Sequence[WeightSpec]:
     """The weights of a directory; of one with config.json alone by a model on meta, which loads transformers."""
     if specs := read_specs(directory):
@@ -303,95 +301,6 @@ def _specs(directory: Path) -> Sequence[WeightSpec]:
     return specs_of_config(directory)
 
 
-def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: LLMTorchOptions) -> RolloutEngine:
-    quiet_torchao()
-    import torch
-
-    from cosmos_rl_core.parallel.device import own_device
-    from cosmos_rl_llm.engines.torch.engine import TorchEngine
-    from cosmos_rl_llm.model.causal_lm import load_model
-    from cosmos_rl_llm.model.vision_parts import freeze
-    from cosmos_rl_llm.policy.kernels import log_kernels
-    from cosmos_rl_llm.policy.lora import add_adapters
-
-    phase(READING)
-    source, device = checkpoint_of(model), own_device()
-    _recommend_vllm(device.type, installed=find_spec("vllm") is not None)
-    module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
-    module.to(device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
-    log_kernels(module, device=device, dtype=module.dtype)
-    freeze(module, model.freeze)
-    if model.lora is not None:
-        add_adapters(module, model.lora, base=model.path, without=model.freeze)
-    chat = _module_chat(source, module, data, max_length=model.max_length)
-
-    def encode(prompt: Prompt) -> Encoded:
-        return chat.encode_prompt(prompt.row, where=prompt.origin)
-
-    return TorchEngine(
-        module,
-        encode=encode,
-        decode=chat.decode,
-        decode_prompt=chat.decode_prompt,
-        stop_ids=chat.end_ids,
-        max_sequences=options.max_sequences,
-        max_length=chat.max_length,
-        cache_bytes=options.cache_bytes,
-        record_routes=options.record_routes,
-        batch_invariant=options.batch_invariant,
-        vision=None if chat.vision is None else chat.vision.family,
-        version=-1,  # nothing is served before the policy's weights have arrived
-    )
-
-
-def _recommend_vllm(device: str, *, installed: bool) -> None:
-    """Log once that "torch" is the slow engine of a GPU."""
-    from cosmos_rl_core.hardware_log import log_choice
-
-    if device == "cuda":
-        how = "which is installed here" if installed else pip_install("cosmos-rl-llm[vllm]")
-        log_choice(f'engine: torch, several times slower than vLLM, {how}: rollout.engine = "vllm"')
-
-
-def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngineOptions) -> RolloutEngine:
-    if model.lora is not None:
-        raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
-    quiet_torchao()
-    from cosmos_rl_llm.engines.vllm.engine import VllmEngine
-    from cosmos_rl_llm.engines.vllm.start import check_rope, read_config, start
-    from cosmos_rl_llm.model.causal_lm import sees
-
-    source = resolve(checkpoint_of(model))
-    config, generation = read_config(source)
-    pictures = sees(config)
-    if pictures and (why := no_pictures(config.model_type)):
-        raise UserError(f'rollout.engine = "vllm" {why}; set it to "torch"')
-    chat = _chat(
-        source,
-        data,
-        generation=generation,
-        limit=getattr(config.get_text_config(), "max_position_embeddings", None),
-        max_length=options.max_model_len or model.max_length,
-        seeing=config if pictures else None,
-    )
-    check_rope(config, chat.max_length)
-
-    def encode(prompt: Prompt) -> Encoded:
-        return chat.encode_prompt(prompt.row, where=prompt.origin)
-
-    phase("starting vLLM")
-    return VllmEngine(
-        start(source, options=options, dtype=model.dtype, max_length=chat.max_length, pictures=pictures),
-        encode=encode,
-        decode=chat.decode,
-        decode_prompt=chat.decode_prompt,
-        stop_ids=chat.end_ids,
-        vision=None if chat.vision is None else chat.vision.family,
-        recompute_kv=options.recompute_kv,
-        version=-1,  # nothing is served before the policy's weights have arrived
-    )
-
-
 @cache
 def _text_of(path_or_id: str) -> Callable[[int], str]:
     """Return a function from a token to its text, which keeps the texts, since tokens recur."""
@@ -399,61 +308,6 @@ def _text_of(path_or_id: str) -> Callable[[int], str]:
 
     tokenizer = load_tokenizer(resolve(path_or_id))
     return cache(lambda token: str(tokenizer.decode([token])))
-
-
-def _module_chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_length: int | None) -> Chat:
-    from cosmos_rl_llm.model.causal_lm import context_length, sees
-
-    return _chat(
-        source,
-        data,
-        generation=module.generation_config,
-        limit=context_length(module),
-        max_length=max_length,
-        seeing=module.config if sees(module.config) else None,
-    )
-
-
-def _chat(
-    source: str,
-    data: LLMDataConfig,
-    *,
-    generation: GenerationConfig | None,
-    limit: int | None,
-    max_length: int | None,
-    seeing: PreTrainedConfig | None = None,
-) -> Chat:
-    """The tokenizer beside the model, with the template of [data] and the context limit: at most the model's own."""
-    from cosmos_rl_llm.data.chat import Chat, find_end_ids, set_chat_template
-    from cosmos_rl_llm.model.causal_lm import load_tokenizer
-
-    tokenizer = load_tokenizer(source)
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = legacy_template(Path(resolve(source)))
-    set_chat_template(tokenizer, data.chat_template)
-    if max_length is not None and limit is not None and max_length > limit:
-        raise UserError(f"model.max_length = {max_length} is above the model's own limit of {limit} tokens")
-    return Chat(
-        tokenizer=tokenizer,
-        end_ids=find_end_ids(tokenizer, None if generation is None else generation.eos_token_id),
-        max_length=max_length or limit,
-        overlong=data.overlong,
-        vision=_vision(source, seeing, data),
-    )
-
-
-def _vision(source: str, config: PreTrainedConfig | None, data: LLMDataConfig) -> Vision | None:
-    """Read the processing of a vision-language model. Raises UserError for columns that the model cannot take."""
-    from cosmos_rl_llm.media.vision import Vision, find_family
-
-    family = None if config is None else find_family(resolve(source), config)
-    for kind, column in (("image", data.image_column), ("video", data.video_column)):
-        if column is not None and (family is None or kind not in family.token_ids):
-            raise UserError(
-                f"data.{kind}_column = {column!r}: the model of model.path = {source!r} takes no {kind}s; choose "
-                "another model (docs/vision.md), or remove the column"
-            )
-    return None if family is None else Vision(family=family, limits=data.media)
 
 
 def _directory(model: LLMModelConfig) -> Path:

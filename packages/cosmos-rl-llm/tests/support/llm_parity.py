@@ -40,6 +40,7 @@ from cosmos_rl_llm.model.vision_parts import freeze
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermOptions
 from doubles.ranks import largest_difference
 
 Results = dict[str, np.ndarray]
@@ -131,7 +132,7 @@ def train(
         add_adapters(model, lora, base=family, without=frozen)
     pipelined = mesh is not None and mesh.dims.pp > 1
     kind = PipelinedPolicy if pipelined else CausalLMPolicy
-    policy = kind(model, setup=setup, vision=vision)
+    policy = kind(model, TermOptions(vision=vision), setup=setup)
     trainer = _trainer(policy, algorithm, mesh)
     metrics: Results = {}
     results = []

@@ -1,10 +1,15 @@
 """A torch engine with a tiny random model and a prompt for it."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import torch
 
 from cosmos_rl_core.types import Prompt
-from cosmos_rl_llm.data.chat import Encoded
+from cosmos_rl_llm.config import LLMTorchOptions
+from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import make_model
 
@@ -24,15 +29,32 @@ CONFIG = {
 PROMPT = Prompt(sample_id=0, row={"tokens": [3, 4, 5, 6]})
 
 
+def tokens_of(row: Mapping[str, Any]) -> Encoded:
+    return Encoded(text="", tokens=np.array(row["tokens"], np.int32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChat(Chat):
+    """Prompts whose rows have tokens, and responses as numbers of tokens: "<3><1>"."""
+
+    tokenizer: Any = None
+    end_ids: frozenset[int] = frozenset()
+    encoded: Callable[[Mapping[str, Any]], Encoded] = tokens_of
+    """Encodes a row."""
+
+    def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
+        return self.encoded(row)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        return "".join(f"<{token}>" for token in tokens)
+
+    def decode_prompt(self, tokens: Sequence[int] | np.ndarray) -> str:
+        return self.decode(tokens)
+
+
 def tiny_model():
     return make_model(CONFIG, dtype=torch.float32, seed=0)
 
 
 def make_engine(model=None):
-    return TorchEngine(
-        model or tiny_model(),
-        encode=lambda prompt: Encoded(text="", tokens=np.array(prompt.row["tokens"], np.int32)),
-        decode=lambda tokens: " ".join(map(str, tokens)),
-        stop_ids=[1],
-        max_sequences=8,
-    )
+    return TorchEngine(model or tiny_model(), TokenChat(end_ids=frozenset({1})), LLMTorchOptions(max_sequences=8))

@@ -12,21 +12,27 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from threading import Thread
 from typing import Any, TypeVar
 
 from cosmos_rl_core.types import Prompt
 
 THREADS = 8
-"""Maximum number of rows that a rank reads at once, or as many as there are cores."""
+"""Maximum number of rows or prompts that a process reads at once, or as many as there are cores."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
+@cache
+def readers() -> ThreadPoolExecutor:
+    """The process's threads that read prompts and rows with pictures or videos."""
+    return ThreadPoolExecutor(_num_threads(), thread_name_prefix="media")
+
+
 def side_by_side(read: Callable[[T], R], rows: Sequence[T]) -> list[R]:
     """Return the results of reading rows, several at a time."""
-    with ThreadPoolExecutor(_num_threads(), thread_name_prefix="row-media") as pool:
-        return list(pool.map(read, rows))
+    return list(readers().map(read, rows))
 
 
 class Ahead:

@@ -38,8 +38,7 @@ _LONGEST = 8192 + _BEYOND
 
 def prompt_beyond_window(config: RunConfig) -> tuple[Prompt, Sampling]:
     """Return the long prompt of a recipe. Imports no torch before it is called. Raises as `long_prompt`."""
-    from cosmos_rl_llm.engines.vllm.start import read_config
-    from cosmos_rl_llm.model.causal_lm import load_tokenizer
+    from cosmos_rl_llm.model.causal_lm import load_tokenizer, read_config
     from cosmos_rl_llm.model.checkpoint import checkpoint_of, resolve
 
     source = resolve(checkpoint_of(config.model))

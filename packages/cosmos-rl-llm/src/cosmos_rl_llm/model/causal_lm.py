@@ -90,6 +90,24 @@ def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype) -> Pr
     return model
 
 
+def read_config(source: str) -> tuple[PreTrainedConfig, GenerationConfig]:
+    """Return the configurations of the model of `source` and of its generation, without loading the model.
+
+    Raises UserError if there is no such model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path = {source!r}: no model could be read: {error}") from error
+    try:
+        generation = GenerationConfig.from_pretrained(source)
+    except OSError:  # no such file: transformers reads the model's own config instead
+        generation = GenerationConfig.from_model_config(config)
+    except ValueError as error:
+        raise UserError(f"{source}/generation_config.json: {error}; mend or remove the file") from error
+    return config, generation
+
+
 def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """Make a randomly initialised model from config values like {"model_type": "qwen3", "hidden_size": 128}.
 

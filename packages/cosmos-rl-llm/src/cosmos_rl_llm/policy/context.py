@@ -1,4 +1,4 @@
-"""Context parallelism of a packed row over `cp`: the tokens and terms of a rank, and its attention.
+"""A packed row of a microbatch, and context parallelism over `cp`: the tokens and terms of a rank, and its attention.
 
 row   | 0 .. l-1 | l .. 2l-1 | ...      rank r has rows r*l .. (r+1)*l - 1, and the terms predicted there
 attention over the whole row by heads/cp heads (`parallel.context`): sequences, shared prefixes, windows and sinks
@@ -16,8 +16,8 @@ runs on every rank of cp and tp. Over cp each rank has the gradient of its own r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.context import heads_to_rows, place_terms, rows_to_heads
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis
 from cosmos_rl_llm.policy.attention import Scoring
-from cosmos_rl_llm.policy.packing import PackedLayout
+from cosmos_rl_llm.policy.packing import PackedLayout, SequenceLayout
+from cosmos_rl_llm.policy.truncation import Repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,58 +61,83 @@ class ContextLayout:
         return replace(scoring, sinks=scoring.sinks.chunk(self.axis.size())[self.axis.get_local_rank()])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextPart:
-    """One rank's part of a row of L tokens and T terms: l = L / cp tokens and t terms."""
+@dataclass(frozen=True, slots=True)
+class OwnTerms:
+    """The terms of a row that one rank along cp computes: those predicted from its rows."""
 
-    tokens: Tensor
-    """[1, l] int64."""
-    positions: Tensor
-    """[1, l] int64, or [3, 1, l]."""
-    layout: ContextLayout
-    rows: slice
-    """Indices of this part among the L rows."""
-    term_rows: Tensor
-    """[t] int64: index among the l rows of the hidden state that predicts a term."""
-    labels: Tensor
-    """[t] int64."""
-    terms: Tensor
-    """[t] int64: indices among the T terms."""
+    places: Tensor
+    """[t] int64: indices among the T terms, ascending."""
     num_terms: int
     """T."""
+    axis: DeviceMesh
 
-    def all_terms(self, values: Tensor) -> Tensor:
+    def gather(self, values: Tensor) -> Tensor:
         """Gather values of terms [t, ...] into [T, ...] on every rank. Differentiable; collective over the axis."""
-        return place_terms(values, self.terms, self.num_terms, self.layout.axis)
+        return place_terms(values, self.places, self.num_terms, self.axis)
 
 
-def cut(
-    *, tokens: Tensor, positions: Tensor, layout: PackedLayout, term_rows: Tensor, labels: Tensor, axis: DeviceMesh
-) -> ContextPart:
-    """Return this rank's part of a packed row, without communication.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShard:
+    """One rank's part of a microbatch: l of its tokens, t of its T terms."""
 
-    Args:
-        tokens: [L] int64; cp divides L.
-        positions: [L] int64, or [3, L].
-        layout: of all L rows.
-        term_rows: [T] int64: index in the row of the hidden state that predicts a term.
-        labels: [T] int64.
-        axis: the ranks along cp.
+    tokens: Tensor
+    """[1, l] int64; [1, L] with `own_rows`."""
+    positions: Tensor
+    """[1, l] int64; [3, 1, l] where a family counts along time, height and width."""
+    layout: SequenceLayout
+    """Attention layout of the tokens."""
+    term_rows: Tensor
+    """[t] int64: index among the l tokens of the hidden state that predicts a term."""
+    labels: Tensor
+    """[t] int64: the terms' tokens."""
+    routes: Tensor | None = None
+    """[l, layers, k] int64: replayed experts, if the microbatch has any."""
+    own_terms: OwnTerms | None = None
+    """With cp: gathers the terms of all ranks."""
+    media: Mapping[str, Tensor] | None = None
+    """Keywords of the model's forward pass with the pictures of the row."""
+    own_rows: slice | None = None
+    """This rank's part of a row that is cut at the decoder's entrance, after its pictures are in it."""
+    sampled: bool = True
+    """Whether an engine sampled the terms; those of supervised rows are among all tokens."""
+    repeats: Repeats | None = None
+    """With a repetition penalty: the tokens before each of the t terms."""
+    lengths: Tensor | None = None
+    """[1, l] int64: see `SequenceRope.lengths`."""
+    teacher: Mapping[str, Tensor] = field(default_factory=dict)
+    """[t, ...]: outputs of the teacher for the terms, if there are any."""
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        """Keywords of the model's forward pass."""
+        return {**(self.media or {}), **({} if self.own_rows is None else {"own_rows": self.own_rows})}
+
+
+def cut(row: TokenShard, axis: DeviceMesh) -> TokenShard:
+    """Return this rank's part of a packed row over cp, which divides its L tokens. Nothing is sent.
+
+    Terms go with the row of the hidden state that predicts them, so that ranks have different numbers of terms. Tokens
+    and `media` stay whole where the row is cut at the decoder's entrance.
     """
-    length, rest = divmod(len(tokens), axis.size())
-    assert rest == 0, f"{len(tokens)} rows over {axis.size()} ranks"
+    assert isinstance(row.layout, PackedLayout)
+    length, rest = divmod(row.positions.shape[-1], axis.size())
+    assert rest == 0, f"{row.positions.shape[-1]} rows over {axis.size()} ranks"
     start = length * axis.get_local_rank()
     rows = slice(start, start + length)
-    terms = torch.nonzero((term_rows >= rows.start) & (term_rows < rows.stop)).squeeze(1)
-    return ContextPart(
-        tokens=tokens[None, rows],
-        positions=positions[..., None, rows],
-        layout=ContextLayout(layout, axis),
-        rows=rows,
-        term_rows=term_rows[terms] - start,
-        labels=labels[terms],
-        terms=terms,
-        num_terms=len(term_rows),
+    terms = torch.nonzero((row.term_rows >= rows.start) & (row.term_rows < rows.stop)).squeeze(1)
+    return replace(
+        row,
+        tokens=row.tokens[:, rows] if row.own_rows is None else row.tokens,
+        positions=row.positions[..., rows],
+        layout=ContextLayout(row.layout, axis),
+        term_rows=row.term_rows[terms] - start,
+        labels=row.labels[terms],
+        teacher={name: values[terms] for name, values in row.teacher.items()},
+        routes=None if row.routes is None else row.routes[rows],
+        repeats=None if row.repeats is None else row.repeats.of_terms(terms),
+        lengths=None if row.lengths is None else row.lengths[:, rows],
+        own_terms=OwnTerms(terms, len(row.term_rows), axis),
+        own_rows=None if row.own_rows is None else rows,
     )
 
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters of language models: their layers, and the files written with them.
+"""Low-rank adapters of language models: the layers that have them.
 
 Their names, initial values and merging are in core (`parallel/lora.py`).
 """
@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from cosmos_rl_core.checkpoint.weights_name import MERGED
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel import lora
 from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import LLMLoraSection, Part
-from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import empty_model
 from cosmos_rl_llm.model.vision_parts import part_of
 from cosmos_rl_llm.model.weights import find_weights
@@ -79,31 +77,6 @@ def with_adapters(plan: Mapping[str, str]) -> dict[str, str]:
         if style in matrix:
             extended |= {f"{layer}.base_layer": style, f"{layer}.{matrix[style]}.{lora.ADAPTER}": style}
     return extended
-
-
-def write_config(
-    model: PreTrainedModel,
-    directory: Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vision: VisionFamily | None = None,
-) -> None:
-    """Write the files that load a model except weights: configuration, that of adapters, tokenizer, processing.
-
-    adapter_config.json makes transformers load the base model, unless there is a config.json beside it; that of the
-    merged model is therefore in merged/. The generation's is written as it is, also where transformers warns of it.
-    """
-    if lora.adapter_weights(model):
-        lora.write_adapter_config(model, directory)
-        model.config.save_pretrained(directory / MERGED)
-    else:
-        model.config.save_pretrained(directory)
-    if model.generation_config is not None:
-        model.generation_config.to_json_file(directory / "generation_config.json")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    for name, text in ({} if vision is None else vision.files).items():
-        (directory / name).write_text(text, encoding="utf-8")
 
 
 def merge_adapters(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +29,17 @@ from cosmos_rl_core.interfaces import MicrobatchLoss
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.axes.tied import tied_gradients
 from cosmos_rl_core.parallel.config import ParallelSection
-from cosmos_rl_core.parallel.device import memory_of
 from cosmos_rl_core.parallel.pipeline import Pipeline
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
-from cosmos_rl_core.plan.estimate import logits_budget
-from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat
-from cosmos_rl_llm.media.item import VisionFamily
-from cosmos_rl_llm.model.causal_lm import language_model, named_weights, trained_weights
-from cosmos_rl_llm.policy.lora import write_config
+from cosmos_rl_llm.model.causal_lm import language_model
+from cosmos_rl_llm.policy.context import TokenShard
 from cosmos_rl_llm.policy.parallelize import parallelize
+from cosmos_rl_llm.policy.policy import LanguagePolicy
 from cosmos_rl_llm.policy.probe import runs_unpacked
-from cosmos_rl_llm.policy.routing import ExpertLoad
-from cosmos_rl_llm.policy.token_model import TermModel, TokenShard, outputs_of
-from cosmos_rl_llm.policy.truncation import Truncation
+from cosmos_rl_llm.policy.token_model import PLAIN, TermModel, TermOptions, outputs_of
 
 _LEFT_OUT = {"qwen3_vl_text": ("embed_tokens", "layers", "norm")}
 """By model_type: plans missing in transformers, in order."""
@@ -159,69 +153,50 @@ class TermStage:
         return outputs_of(passed)
 
 
-class PipelinedPolicy(PolicyBase[PreTrainedModel]):
-    """`interfaces.Policy` like `TextPolicy`, over this rank's stages of the model.
+class PipelinedPolicy(LanguagePolicy[PreTrainedModel]):
+    """`interfaces.Policy` like `CausalLMPolicy`, over this rank's stages of the model.
 
-    `module` contains this rank's parts, under the names of the whole model.
+    `module` contains this rank's parts, under the names of the whole model; a tied matrix is the embedding's on both
+    its stages.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
+        options: TermOptions = PLAIN,
         *,
-        setup: ModelSetup,
         chat: Chat | None = None,
-        temperature: float = 1.0,
-        truncation: Truncation | None = None,
-        compute_dtype: torch.dtype | None = None,
-        logits_bytes: int | None = None,
-        vision: VisionFamily | None = None,
+        setup: ModelSetup,
     ) -> None:
         """Take over the whole `model`, keep the parts of this rank's stages, and shard them over the ranks of `setup`.
 
-        Args:
-            setup: with a mesh whose axis pp is above 1.
-            chat: the encoder of rows in supervised training.
-            temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
-            truncation: top-k, top-p and repetition penalty of the rollouts: log-probabilities are of what is sampled.
-            compute_dtype: dtype of matrix products; the weights keep theirs.
-            logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
-                by the memory of the device.
-            vision: family of a vision-language model; None: that of `chat`, if it has one.
+        setup: with a mesh whose axis pp is above 1.
 
         Raises UserError for a model that cannot be split or sharded according to `setup`, or whose log-probabilities
         would differ from those of transformers.
         """
-        mesh, section = setup.mesh, setup.parallel
+        mesh, section, compute_dtype = setup.mesh, setup.parallel, options.compute_dtype
         assert mesh is not None and section.pp > 1
+        self._ranks = mesh
         self._tied = is_tied(model) and mesh.stage in (0, section.pp - 1)
-        if vision is None and chat is not None and chat.vision is not None:
-            vision = chat.vision.family
         unpacked = runs_unpacked(model, compute_dtype=compute_dtype, mesh=mesh)
         self._stages: list[TermStage] = []
         for place, stage in enumerate(cut_model(model, section=section, stage=mesh.stage)):
             index = mesh.stage + place * section.pp
             terms = TermModel(
                 stage,
-                temperature=temperature,
-                truncation=truncation,
-                compute_dtype=compute_dtype,
-                logits_bytes=logits_bytes or logits_budget(memory_of(setup.device)),
+                options,
                 mesh=mesh,
                 sequence_parallel=section.sequence_parallel,
                 unpacked=unpacked,
                 first=index == 0,
                 last=index == num_stages(section) - 1,
-                vision=vision,
             )
             parallelize(terms, setup)
             self._stages.append(TermStage(terms))
         dtype = compute_dtype or next(model.parameters()).dtype
         self._pipeline = Pipeline(self._stages, section=section, mesh=mesh, hidden_dtype=dtype)
-        super().__init__(model)
-        self._mesh = mesh
-        self._load = ExpertLoad(model)
-        self.chat = chat
+        super().__init__(model, model, options, chat=chat, setup=setup)
 
     @property
     def last_stage(self) -> TermModel | None:
@@ -244,34 +219,17 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         outputs = self._forward(microbatch, with_entropy=with_entropy)
         if outputs is not None:
             return outputs
-        nothing = torch.zeros(len(microbatch.inputs["labels"]), device=self._mesh.device)
+        nothing = torch.zeros(len(microbatch.inputs["labels"]), device=self._ranks.device)
         return PolicyOutputs(logprobs=nothing, entropy=nothing if with_entropy else None)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
         """Add the gradients of `loss` over each microbatch; those of a tied matrix are summed over both its stages."""
-        with tied_gradients(self._tied_parameters(), mesh=self._mesh):
+        with tied_gradients(self._tied_parameters(), mesh=self._ranks):
             self._pipeline.forward_backward(microbatches, loss=loss, with_entropy=with_entropy)
 
     def second_copies(self) -> Sequence[nn.Parameter]:
         """The embedding's matrix on the last stage, if it is the head; the first stage counts its gradient."""
         return self._tied_parameters() if self._pipeline.is_last else ()
-
-    def metrics(self) -> Mapping[str, float]:
-        """Load of the experts since the last call, over the layers of all stages; empty without experts."""
-        return self._load.take(self._mesh)
-
-    def weights(self) -> dict[str, Tensor]:
-        """This rank's live tensors by checkpoint name; a tied matrix is the embedding's on both its stages."""
-        return named_weights(self.module)
-
-    def rollout_weights(self) -> dict[str, Tensor]:
-        """`weights` without frozen parts."""
-        return trained_weights(self.module)
-
-    def save_config(self, directory: Path) -> None:
-        """Write the configuration of the whole model, the tokenizer if there is one, and the processing of pictures."""
-        tokenizer = None if self.chat is None else self.chat.tokenizer
-        write_config(self.module, directory, tokenizer=tokenizer, vision=self._stages[0].module.vision)
 
     def _tied_parameters(self) -> Sequence[nn.Parameter]:
         if not self._tied:

@@ -9,31 +9,75 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from cosmos_rl_core.checkpoint.weights_name import MERGED
 from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.parallel.axes.fsdp import reshard
-from cosmos_rl_core.parallel.device import memory_of
-from cosmos_rl_core.parallel.lora import whole_weights
+from cosmos_rl_core.parallel.lora import adapter_weights, whole_weights, write_adapter_config
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat
-from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.causal_lm import named_weights, trained_weights
-from cosmos_rl_llm.policy.lora import write_config
+from cosmos_rl_llm.policy.context import TokenShard
 from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
-from cosmos_rl_llm.policy.token_model import TermModel, TokenShard, outputs_of
-from cosmos_rl_llm.policy.truncation import Truncation
+from cosmos_rl_llm.policy.token_model import PLAIN, TermModel, TermOptions, outputs_of
+
+M = TypeVar("M", bound=nn.Module)
 
 
-class CausalLMPolicy(PolicyBase[TermModel]):
+class LanguagePolicy(PolicyBase[M]):
+    """The weights, metrics and files of a policy, whether it is one `TermModel` or the stages of a pipeline."""
+
+    def __init__(
+        self, module: M, model: PreTrainedModel, options: TermOptions, *, chat: Chat | None, setup: ModelSetup
+    ) -> None:
+        """module: spread over its ranks already. model: what it has of the transformers model."""
+        super().__init__(module, reduce_once=setup.parallel.reduce_once)
+        self._model, self._mesh, self._vision = model, setup.mesh, options.vision
+        self._load = ExpertLoad(model)
+        self.chat = chat
+        """Encodes rows in supervised training; its tokenizer is saved with the weights."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Load of the experts since the last call, over the layers of all stages; empty without experts."""
+        return self._load.take(self._mesh)
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's live tensors by checkpoint name, tied tensors once."""
+        return named_weights(self._model)
+
+    def rollout_weights(self) -> dict[str, Tensor]:
+        """`weights` without frozen parts."""
+        return trained_weights(self._model)
+
+    def save_config(self, directory: Path) -> None:
+        """Write the files that load a model except weights: configuration, that of adapters, tokenizer, processing.
+
+        adapter_config.json makes transformers load the base model, unless there is a config.json beside it; that of the
+        merged model is therefore in merged/. The generation's is written as it is, also where transformers warns of it.
+        """
+        model = self._model
+        if adapter_weights(model):
+            write_adapter_config(model, directory)
+            model.config.save_pretrained(directory / MERGED)
+        else:
+            model.config.save_pretrained(directory)
+        if model.generation_config is not None:
+            model.generation_config.to_json_file(directory / "generation_config.json")
+        if self.chat is not None:
+            self.chat.tokenizer.save_pretrained(directory)
+        for name, text in ({} if self._vision is None else self._vision.files).items():
+            (directory / name).write_text(text, encoding="utf-8")
+
+
+class CausalLMPolicy(LanguagePolicy[TermModel]):
     """`interfaces.Policy` over any Hugging Face causal LM that uses transformers' AttentionInterface.
 
     `Microbatch.inputs`, all int64 tensors, rollouts concatenated in one row:
@@ -49,43 +93,25 @@ class CausalLMPolicy(PolicyBase[TermModel]):
     def __init__(
         self,
         model: PreTrainedModel,
+        options: TermOptions = PLAIN,
         *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        temperature: float = 1.0,
-        truncation: Truncation | None = None,
-        compute_dtype: torch.dtype | None = None,
+        chat: Chat | None = None,
         setup: ModelSetup | None = None,
-        logits_bytes: int | None = None,
-        vision: VisionFamily | None = None,
     ) -> None:
         """Take over `model` (its attention is replaced), and shard it over the ranks of `setup`.
 
-        Args:
-            tokenizer: saved with the weights.
-            temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
-            truncation: top-k, top-p and repetition penalty of the rollouts: log-probabilities are of what is sampled.
-            compute_dtype: dtype of matrix products; the weights keep theirs.
-            setup: the mesh and the memory options; None: one process without memory options.
-            logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
-                by the memory of the device.
-            vision: family of a vision-language model; None: rows have text alone.
+        setup: the mesh and the memory options; None: one process without memory options.
         """
         setup = setup or ModelSetup()
         module = TermModel(
             model,
-            temperature=temperature,
-            truncation=truncation,
-            compute_dtype=compute_dtype,
-            logits_bytes=logits_bytes or logits_budget(memory_of(setup.device)),
+            options,
             mesh=setup.mesh,
             sequence_parallel=setup.parallel.sequence_parallel,
-            unpacked=runs_unpacked(model, compute_dtype=compute_dtype, mesh=setup.mesh),
-            vision=vision,
+            unpacked=runs_unpacked(model, compute_dtype=options.compute_dtype, mesh=setup.mesh),
         )
         parallelize(module, setup)
-        super().__init__(module, reduce_once=setup.parallel.reduce_once)
-        self._load = ExpertLoad(model)
-        self._tokenizer = tokenizer
+        super().__init__(module, model, options, chat=chat, setup=setup)
 
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         """Log-probabilities [T] float32, and with `with_entropy` entropies [T] over the whole vocabulary."""
@@ -104,47 +130,6 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         reshard(self.module)
         return row, hidden
 
-    def metrics(self) -> Mapping[str, float]:
-        """Load of the experts since the last call; empty without experts."""
-        return self._load.take(self.module.mesh)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Live tensors by checkpoint name, tied tensors once."""
-        return named_weights(self.module.causal_lm)
-
-    def rollout_weights(self) -> dict[str, Tensor]:
-        """`weights` without frozen parts."""
-        return trained_weights(self.module.causal_lm)
-
     def reference(self) -> Reference | None:
         """The policy without its adapters; None where weights are trained in full too, or without adapters."""
-        return None if whole_weights(self.module.causal_lm) else super().reference()
-
-    def save_config(self, directory: Path) -> None:
-        """Write the configuration, the tokenizer if there is one, and the processing of pictures."""
-        write_config(self.module.causal_lm, directory, tokenizer=self._tokenizer, vision=self.module.vision)
-
-
-class TextPolicy(CausalLMPolicy):
-    """A `CausalLMPolicy` with the `chat` that encodes rows in supervised training."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        chat: Chat,
-        temperature: float = 1.0,
-        truncation: Truncation | None = None,
-        compute_dtype: torch.dtype | None = None,
-        setup: ModelSetup | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            tokenizer=chat.tokenizer,
-            temperature=temperature,
-            truncation=truncation,
-            compute_dtype=compute_dtype,
-            setup=setup,
-            vision=None if chat.vision is None else chat.vision.family,
-        )
-        self.chat = chat
+        return None if whole_weights(self._model) else super().reference()

@@ -27,7 +27,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
-from cosmos_rl_llm.policy.token_model import TermModel
+from cosmos_rl_llm.policy.token_model import TermModel, TermOptions
 
 TOLERANCE = 1e-3
 """Maximum difference of a log-probability in float32, in nats. Rounding gives about 1e-6, a leak 0.1 and more."""
@@ -144,7 +144,8 @@ def _check_type(
     model.to(weights)  # pyright: ignore[reportArgumentType]
     try:
         with torch.no_grad():
-            logprobs = _logprobs(TermModel(model, compute_dtype=compute), probe_samples(), unpacked=unpacked)
+            terms = TermModel(model, TermOptions(compute_dtype=compute))
+            logprobs = _logprobs(terms, probe_samples(), unpacked=unpacked)
     except Exception as error:  # any, from the family's own code
         logprobs, why = None, first_line(error)
     else:

@@ -16,20 +16,19 @@ pipeline is the same module: the first stage takes tokens, all but the last retu
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis, own_part, own_slice
-from cosmos_rl_core.parallel.device import to_device
+from cosmos_rl_core.parallel.device import memory_of, to_device
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.plan.estimate import LOGITS_BYTES
+from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.types import PolicyOutputs
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items
@@ -37,7 +36,7 @@ from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model
 from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary
 from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
-from cosmos_rl_llm.policy.context import ContextPart, cut, cut_at_entrance
+from cosmos_rl_llm.policy.context import TokenShard, cut, cut_at_entrance
 from cosmos_rl_llm.policy.logprobs import term_logprobs
 from cosmos_rl_llm.policy.packing import (
     Block,
@@ -48,47 +47,31 @@ from cosmos_rl_llm.policy.packing import (
     share_prefixes,
 )
 from cosmos_rl_llm.policy.routing import check_replay, install_replay
-from cosmos_rl_llm.policy.truncation import SUPERVISED, Repeats, Truncation
+from cosmos_rl_llm.policy.truncation import SUPERVISED, Truncation
 
-Compare = Callable[[Tensor, OutputHead, "TokenShard"], Mapping[str, Tensor]]
+Compare = Callable[[Tensor, OutputHead, TokenShard], Mapping[str, Tensor]]
 """Hidden states [t, H] and head of the policy, with gradient, and the row -> outputs [t] by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenShard:
-    """One rank's part of a microbatch: l of its tokens, t of its T terms."""
+class TermOptions:
+    """What a policy computes: its distribution, and how much memory that may take."""
 
-    tokens: Tensor
-    """[1, l] int64; [1, L] with `own_rows`."""
-    positions: Tensor
-    """[1, l] int64; [3, 1, l] where a family counts along time, height and width."""
-    layout: SequenceLayout
-    """Attention layout of the tokens."""
-    term_rows: Tensor
-    """[t] int64: index among the l tokens of the hidden state that predicts a term."""
-    labels: Tensor
-    """[t] int64: the terms' tokens."""
-    routes: Tensor | None = None
-    """[l, layers, k] int64: replayed experts, if the microbatch has any."""
-    context: ContextPart | None = None
-    """With cp: gathers the terms of all ranks."""
-    media: Mapping[str, Tensor] | None = None
-    """Keywords of the model's forward pass with the pictures of the row."""
-    own_rows: slice | None = None
-    """This rank's part of a row that is cut at the decoder's entrance, after its pictures are in it."""
-    sampled: bool = True
-    """Whether an engine sampled the terms; those of supervised rows are among all tokens."""
-    repeats: Repeats | None = None
-    """With a repetition penalty: the tokens before each of the t terms."""
-    lengths: Tensor | None = None
-    """[1, l] int64: see `SequenceRope.lengths`."""
-    teacher: Mapping[str, Tensor] = field(default_factory=dict)
-    """[t, ...]: outputs of the teacher for the terms, if there are any."""
+    temperature: float = 1.0
+    """Log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1."""
+    truncation: Truncation | None = None
+    """Top-k, top-p and repetition penalty of the rollouts: log-probabilities are of what is sampled."""
+    compute_dtype: torch.dtype | None = None
+    """Dtype of matrix products while the weights keep theirs: by autocast in one process, by `fully_shard` with a mesh.
+    None: that of the weights."""
+    logits_bytes: int | None = None
+    """Maximum memory for logits at a time; more terms are split into chunks. None: by the memory of the device."""
+    vision: VisionFamily | None = None
+    """Family of a vision-language model; None: rows have text alone."""
 
-    @property
-    def seen(self) -> dict[str, Any]:
-        """Keywords of the model's forward pass."""
-        return {**(self.media or {}), **({} if self.own_rows is None else {"own_rows": self.own_rows})}
+
+PLAIN = TermOptions()
+"""The distribution of the model itself."""
 
 
 class TermModel(nn.Module):
@@ -97,32 +80,22 @@ class TermModel(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
+        options: TermOptions = PLAIN,
         *,
-        temperature: float = 1.0,
-        truncation: Truncation | None = None,
-        compute_dtype: torch.dtype | None = None,
-        logits_bytes: int = LOGITS_BYTES,
         mesh: ReplicaMesh | None = None,
         sequence_parallel: bool = False,
         unpacked: bool = False,
         first: bool = True,
         last: bool = True,
-        vision: VisionFamily | None = None,
     ) -> None:
         """Take over `model`, or a stage of it: its attention is replaced, and it stays in eval mode.
 
         Args:
-            temperature, truncation: log-probabilities are of softmax(logits / temperature), 0 (greedy) counts as 1,
-                among the tokens that the truncation keeps, with its penalty.
-            compute_dtype: dtype of matrix products while the weights keep theirs: by autocast in one process, by
-                `fully_shard` with a mesh.
-            logits_bytes: maximum memory for logits at a time; more terms are split into chunks.
             mesh: the ranks for this module; `parallelize` does the sharding.
             sequence_parallel: with tp, activations are sharded along the sequence between matrix products.
             unpacked: one sequence per row of the decoder's input, and no shared prefixes.
             first: whether inputs are tokens, not hidden states.
             last: whether outputs are log-probabilities, not hidden states.
-            vision: family of a vision-language model; None: rows have text alone.
         """
         super().__init__()
         decoder_layers(model)
@@ -132,15 +105,25 @@ class TermModel(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self._causal_lm = (model,)  # in a tuple: only its parts are registered, so that names have no prefix
-        self.mesh, self.compute_dtype = mesh, compute_dtype
-        self.axis = _tensor_axis(mesh, sequence=sequence_parallel)
-        self.unpacked, self.vision = unpacked, vision
-        self.first, self.last, self.logits_bytes = first, last, logits_bytes
+        self.mesh, self.compute_dtype = mesh, options.compute_dtype
+        tp, self._cp = (None, None) if mesh is None else (mesh.axis("tp"), mesh.axis("cp"))
+        self.axis = None if tp is None else TensorAxis(tp, sequence_parallel)
+        self._num_parts = 1 if self._cp is None else self._cp.size()
+        """Ranks that share a row, each with as many of its tokens."""
+        if self.axis is not None and self.axis.sequence:
+            self._num_parts *= self.axis.size
+        self.unpacked, self.vision = unpacked, options.vision
+        self.first, self.last = first, last
+        self.logits_bytes = options.logits_bytes or logits_budget(memory_of(self.device))
+        self.banned = () if self.vision is None else tuple(self.vision.token_ids.values())
+        """Placeholders of pictures, which are never sampled."""
+        self.autocast = options.compute_dtype if mesh is None else None
+        """Dtype of matrix products where the weights have another one; None: that of the weights."""
         trained = any(parameter.requires_grad for parameter in language_model(model).parameters())
-        self._needs_tower = vision is not None and not trained  # a row of text would have no gradient
-        if vision is not None and mesh is not None:
+        self._needs_tower = self.vision is not None and not trained  # a row of text would have no gradient
+        if self.vision is not None and mesh is not None:
             cut_at_entrance(language_model(model), self.axis)
-        self.temperature, self.truncation = temperature or 1.0, truncation
+        self.temperature, self.truncation = options.temperature or 1.0, options.truncation
         self.returns_hidden = False
         """Return hidden states of terms [t, H], not log-probabilities."""
         self.compare: Compare | None = None
@@ -186,9 +169,11 @@ class TermModel(nn.Module):
         if "routes" in inputs:
             check_replay(self.causal_lm)
         row = self._unpacked_row(inputs) if self.unpacked else self._packed_row(inputs)
-        row = replace(row, teacher=teacher or {}, sampled=SUPERVISED not in inputs, repeats=_repeats(self, inputs))
-        context = _context(self)
-        row = row if context is None else _cut(row, context)
+        supervised = SUPERVISED in inputs
+        truncation = None if supervised else self.truncation
+        repeats = None if truncation is None else truncation.repeats(inputs, _lengths(inputs))
+        row = replace(row, teacher=teacher or {}, sampled=not supervised, repeats=repeats)
+        row = row if self._cp is None else cut(row, self._cp)
         media = None if row.media is None else media_to_device(row.media, self.device)
         return replace(to_device(replace(row, media=None), self.device), media=media)
 
@@ -203,7 +188,7 @@ class TermModel(nn.Module):
         rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
-        if missing := -len(kept) % _num_parts(self):
+        if missing := -len(kept) % self._num_parts:
             # An additional sequence as padding: its tokens are the first of text, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
             text = int((inputs["item_index"] < 0).int().argmax()) if "item_index" in inputs else 0
@@ -271,9 +256,9 @@ class TermModel(nn.Module):
             vocabulary=vocabulary,
         )
         compared = self.compare(terms, head, row) if self.compare and row.teacher else {}
-        if row.context is None:
+        if row.own_terms is None:
             return logprobs, entropy, compared
-        gather = row.context.all_terms
+        gather = row.own_terms.gather
         compared = {name: gather(values) for name, values in compared.items()}
         return gather(logprobs), None if entropy is None else gather(entropy), compared
 
@@ -331,26 +316,6 @@ class TermModel(nn.Module):
         vocabulary = Vocabulary.part(head.weight.shape[0], self.axis)
         return own.without([token - vocabulary.start for token in self.banned]), vocabulary
 
-    @property
-    def banned(self) -> tuple[int, ...]:
-        """Placeholders of pictures, which are never sampled."""
-        return () if self.vision is None else tuple(self.vision.token_ids.values())
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """Dtype of matrix products where the weights have another one; None: that of the weights."""
-        return self.compute_dtype if self.mesh is None else None
-
-
-def _context(terms: TermModel) -> DeviceMesh | None:
-    return None if terms.mesh is None else terms.mesh.axis("cp")
-
-
-def _num_parts(terms: TermModel) -> int:
-    """Number of ranks that share a row."""
-    context = _context(terms)
-    return (1 if context is None else context.size()) * (terms.axis.size if terms.axis and terms.axis.sequence else 1)
-
 
 def outputs_of(passed: Any) -> PolicyOutputs:
     """The results of a last stage's pass."""
@@ -360,45 +325,6 @@ def outputs_of(passed: Any) -> PolicyOutputs:
     return PolicyOutputs(logprobs=logprobs, entropy=entropy, tensors=tensors, metrics=metrics)
 
 
-def _tensor_axis(mesh: ReplicaMesh | None, *, sequence: bool) -> TensorAxis | None:
-    along = None if mesh is None else mesh.axis("tp")
-    return None if along is None else TensorAxis(along, sequence)
-
-
 def _lengths(inputs: Mapping[str, Tensor]) -> list[int]:
     """Lengths of the sequences in a packed row."""
     return torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()
-
-
-def _repeats(module: TermModel, inputs: Mapping[str, Tensor]) -> Repeats | None:
-    """Return the tokens before each term; None without a repetition penalty."""
-    if module.truncation is None or SUPERVISED in inputs:
-        return None
-    return module.truncation.repeats(inputs, _lengths(inputs))
-
-
-def _cut(row: TokenShard, axis: DeviceMesh) -> TokenShard:
-    """This rank's part of a row over cp."""
-    assert isinstance(row.layout, PackedLayout)
-    part = cut(
-        tokens=row.tokens[0],
-        positions=row.positions.squeeze(-2),
-        layout=row.layout,
-        term_rows=row.term_rows,
-        labels=row.labels,
-        axis=axis,
-    )
-    return replace(
-        row,
-        tokens=part.tokens if row.own_rows is None else row.tokens,
-        positions=part.positions,
-        layout=part.layout,
-        term_rows=part.term_rows,
-        labels=part.labels,
-        teacher={name: values[part.terms] for name, values in row.teacher.items()},
-        routes=None if row.routes is None else row.routes[part.rows],
-        repeats=None if row.repeats is None else row.repeats.of_terms(part.terms),
-        lengths=None if row.lengths is None else row.lengths[:, part.rows],
-        context=part,
-        own_rows=None if row.own_rows is None else part.rows,
-    )

@@ -29,10 +29,11 @@ from cosmos_rl_core.types import Microbatch
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary, scaled_logits
+from cosmos_rl_llm.policy.context import TokenShard
 from cosmos_rl_llm.policy.logprobs import parts
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
-from cosmos_rl_llm.policy.policy import CausalLMPolicy, TextPolicy
-from cosmos_rl_llm.policy.token_model import TermModel, TokenShard
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermModel
 from cosmos_rl_llm.teacher.check import as_model, check_length, check_sight, check_tokens, of_teacher
 from cosmos_rl_llm.teacher.divergence import Classes, Top, Whole, term_divergence
 
@@ -98,7 +99,8 @@ class LLMTeacher:
             chunks = parts(len(hidden), chunk) or [slice(0)]  # over cp a rank may have no term
             read = [self._read(hidden[part], row.labels[part]) for part in chunks]
             outputs = {name: torch.cat([each[name] for each in read]) for name in read[0]}
-        return outputs if row.context is None else {name: row.context.all_terms(each) for name, each in outputs.items()}
+        own = row.own_terms
+        return outputs if own is None else {name: own.gather(each) for name, each in outputs.items()}
 
     def _read(self, hidden: Tensor, labels: Tensor) -> dict[str, Tensor]:
         assert self._last is not None
@@ -160,9 +162,7 @@ def _vocabulary(module: TermModel, num_tokens: int) -> Vocabulary:
     return Vocabulary.all(num_tokens) if module.axis is None else Vocabulary.part(num_tokens, module.axis)
 
 
-def build_teacher(
-    section: TeacherSection, *, model: LLMModelConfig, build: Build, policy: TextPolicy | PipelinedPolicy
-) -> LLMTeacher:
+def build_teacher(section: TeacherSection, *, model: LLMModelConfig, build: Build, policy: Model) -> LLMTeacher:
     """Load the teacher of `policy`. All ranks of a replica call this together.
 
     build: returns the policy of a [model] section. Raises UserError for a teacher with another tokenizer, or other
@@ -170,7 +170,7 @@ def build_teacher(
     """
     with of_teacher():
         teacher = build(as_model(section, model))
-    assert isinstance(teacher, TextPolicy | PipelinedPolicy)
+    assert isinstance(teacher, Model)
     theirs, own = teacher.chat, policy.chat
     assert theirs is not None and own is not None
     sees, taught = theirs.vision, own.vision

@@ -13,19 +13,21 @@ other sequences: a prompt is prefilled alone, and a decode step has always `max_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.rollout.engine_thread import EngineRequest
 from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
-from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
+from cosmos_rl_llm.config import LLMTorchOptions
+from cosmos_rl_llm.engines.prompts import StopStrings
+from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, bytes_per_term, span_unit
 from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.output_head import OutputHead
@@ -48,6 +50,7 @@ class GenerationRequest(EngineRequest):
     seed: int
     view: View = EMPTY_VIEW
     """Pictures and videos of the prompt."""
+    stops: StopStrings | None = None
     sequences: list[RunningSequence] = field(default_factory=list)
     """Its sequences in order of sample number, once admitted."""
 
@@ -80,9 +83,9 @@ class RunningSequence:
     """Recorded experts: [tokens, layers, k] of the prompt, then of each input token."""
     finish_reason: FinishReason | None = None
 
-    def rollout(self, text: str) -> Rollout:
+    def rollout(self) -> Rollout:
         """The finished sample as a `Rollout`."""
-        assert self.finish_reason is not None
+        assert self.finish_reason is not None and self.request.stops is not None
         arrays = {
             "prompt_tokens": self.request.prompt_tokens,
             "tokens": np.array(self.tokens, dtype=np.int32),
@@ -95,25 +98,9 @@ class RunningSequence:
             rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
             loss_mask=np.ones(len(self.tokens), dtype=bool),
-            text=text,
+            text=self.request.stops.text(self.tokens),
             finish_reason=self.finish_reason,
         )
-
-
-_STOP_MARGIN = 8
-"""Tokens decoded before the first position of a stop string, for tokenizers that trim a text's start."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the engine was created."""
-
-    steps: int = 0
-    """Forward passes, prefill and decode: grows while the engine works."""
-    prefill_terms: int = 0
-    """Prompt tokens that went through the model."""
-    decode_terms: int = 0
-    """Response tokens that went through the model."""
 
 
 class RunningBatch:
@@ -122,30 +109,27 @@ class RunningBatch:
     def __init__(
         self,
         model: PreTrainedModel,
+        options: LLMTorchOptions,
         *,
-        decode: Callable[[Sequence[int]], str],
-        stop_ids: Collection[int],
-        max_sequences: int,
-        cache_terms: int,
-        record_routes: bool = False,
-        batch_invariant: bool = False,
+        stop_ids: Collection[int] = (),
         vision: VisionFamily | None = None,
     ) -> None:
         install_attention(model)
         self._rope = SequenceRope(model)
-        _shorten_lookups(model)
         model.eval().requires_grad_(False)
-        self.stats = EngineStats()
+        self.passes = 0
+        """Forward passes so far, prefill and decode: grows while the engine works."""
         self.sequences: list[RunningSequence] = []
-        self._model, self._decode, self._vision = model, decode, vision
+        self._model, self._vision = model, vision
         self._head = OutputHead.of(model).without(() if vision is None else tuple(vision.token_ids.values()))
         self._stop_ids = frozenset(stop_ids)
-        self._max_sequences, self._cache_terms = max_sequences, cache_terms
-        self._min_rows = max_sequences if batch_invariant else 1
+        max_sequences = self._max_sequences = options.max_sequences
+        self._cache_terms = options.cache_bytes // bytes_per_term(model)
+        self._min_rows = max_sequences if options.batch_invariant else 1
         self._span_unit = span_unit(model)
         self._cache_argument = cache_argument(model.base_model)
-        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
-        self._recorder = RouteRecorder(model) if record_routes else None
+        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=self._cache_terms)
+        self._recorder = RouteRecorder(model) if options.record_routes else None
         self._sampler: Sampler | None = None
         # One entry per row: token and place of the last term, its position minus the place, and the random counter.
         self._token = np.zeros(max_sequences, dtype=np.int64)
@@ -178,7 +162,6 @@ class RunningBatch:
         lengths = [len(request.prompt_tokens) for request in requests]
         self._begin_prefill(requests, lengths, first)
         hidden = self._prefill(requests, lengths)
-        self.stats.prefill_terms += sum(lengths)
         self._note_routes(lengths, [request.sequences for request in requests])
         new = slice(first, len(self.sequences))
         owner = np.arange(len(requests)).repeat([request.num_samples for request in requests])
@@ -198,7 +181,6 @@ class RunningBatch:
         self._cache.begin_decode(place, span=span)
         layout, lengths = DecodeLayout(place=place, span=span), self._place[rows] + 1
         hidden = self._forward(token[:, None], position[:, None], layout, lengths=lengths[:, None])
-        self.stats.decode_terms += count
         self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
         return self._sample_terms(self._head.logits(hidden[:, 0])[:count], uniform, slice(0, count), version)
 
@@ -272,7 +254,7 @@ class RunningBatch:
 
         lengths: [B, Q]: of each token's sequence.
         """
-        self.stats.steps += 1
+        self.passes += 1
         with self._rope.of(self._rope.lengths(lengths)):
             output = self._model.base_model(
                 input_ids=tokens,
@@ -329,16 +311,10 @@ class RunningBatch:
         return sampler
 
     def _finish_reason(self, sequence: RunningSequence, token: int) -> FinishReason | None:
-        sampling = sequence.request.sampling
-        if token in self._stop_ids or (sampling.stop and self._stop_seen(sequence, sampling.stop)):
+        request = sequence.request
+        if token in self._stop_ids or (request.stops is not None and request.stops.end(sequence.tokens)):
             return "stop"
-        return "length" if len(sequence.tokens) >= sampling.max_terms else None
-
-    def _stop_seen(self, sequence: RunningSequence, stop: Sequence[str]) -> bool:
-        """Whether the last token completed a stop string; a token is at least one byte of it."""
-        longest = max(len(text.encode()) for text in stop)
-        tail = self._decode(sequence.tokens[-longest - _STOP_MARGIN :])
-        return any(text in tail for text in stop)
+        return "length" if len(sequence.tokens) >= request.sampling.max_terms else None
 
     def _compact(self) -> None:
         """Move the last sequences into the rows of finished ones."""
@@ -353,13 +329,3 @@ class RunningBatch:
                     column[row] = column[last]
             self.sequences.pop()
             self._sampler = None
-
-
-def _shorten_lookups(model: nn.Module) -> None:
-    """Put the children of every module into its `__dict__`, where Python finds them first.
-
-    Otherwise `module.child` is an AttributeError with its text before nn.Module looks into its own table: 2 to 3 % of
-    a small model's decode step.
-    """
-    for module in model.modules():
-        vars(module).update(module._modules)

@@ -7,7 +7,6 @@ decode step. The thread waits only for new requests and commands, and only when 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -20,11 +19,10 @@ from cosmos_rl_core.parallel.device import exact_products
 from cosmos_rl_core.parallel.offload.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
-from cosmos_rl_llm.data.chat import Encoded
-from cosmos_rl_llm.engines.encoding import PromptEncoder
-from cosmos_rl_llm.engines.torch.batch import EngineStats, GenerationRequest, RunningBatch, RunningSequence
-from cosmos_rl_llm.engines.torch.cache import bytes_per_term
-from cosmos_rl_llm.media.item import VisionFamily
+from cosmos_rl_llm.config import LLMTorchOptions
+from cosmos_rl_llm.data.chat import Chat
+from cosmos_rl_llm.engines.prompts import StopStrings, check_length, encode, name_of
+from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights, trained_weights
 from cosmos_rl_llm.model.rope import original_length
 from cosmos_rl_llm.policy.experts import is_experts
@@ -72,13 +70,7 @@ def _largest_error(kind: type[PreTrainedModel], config: str, device: str) -> flo
         for seed, tokens in enumerate(prompts)
     ]
     try:
-        batch = RunningBatch(
-            model,
-            decode=lambda _: "",
-            stop_ids=(),
-            max_sequences=len(requests),
-            cache_terms=_CACHE_BYTES // bytes_per_term(model),
-        )
+        batch = RunningBatch(model, LLMTorchOptions(max_sequences=len(requests), cache_bytes=_CACHE_BYTES))
         batch.admit(requests, version=0)
         while batch.sequences:
             batch.step(version=0)
@@ -101,44 +93,18 @@ PREFILL_TERMS = 8192
 class TorchEngine(ThreadedEngine[GenerationRequest]):
     """`interfaces.RolloutEngine` over any Hugging Face causal LM that uses the AttentionInterface."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        encode: Callable[[Prompt], Encoded],
-        decode: Callable[[Sequence[int]], str],
-        decode_prompt: Callable[[Sequence[int]], str] | None = None,
-        stop_ids: Collection[int],
-        max_sequences: int = 64,
-        max_length: int | None = None,
-        cache_bytes: int = 4 * 1024**3,
-        record_routes: bool = False,
-        batch_invariant: bool = False,
-        version: int = 0,
-        vision: VisionFamily | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, chat: Chat, options: LLMTorchOptions, *, version: int = 0) -> None:
         """Take over `model`; the engine's thread starts with the first request.
 
         Args:
-            encode: a prompt's tokens and pictures, or SampleError; from any thread.
-            decode: text of a response's tokens, for `Rollout.text` and stop strings.
-            decode_prompt: text of a prompt's tokens for display; None: `decode`.
-            stop_ids: tokens that end a response and are part of it.
-            max_sequences: maximum concurrent sequences; further requests wait in order.
-            max_length: maximum tokens of prompt and response; None: the model's context length.
-            cache_bytes: maximum memory for keys and values.
-            record_routes: record the experts of each input token in `Rollout.arrays["routes"]`
-                [prompt + T - 1, layers, k]; UserError for a model without experts.
-            batch_invariant: give a sequence the same bits whatever runs beside it: a pass for each prompt, and
-                `max_sequences` rows in each decode step. UserError for a model with experts, whose number of rows
-                depends on the batch.
+            chat: encodes prompts, from any thread; has the tokens that end a response, and the limit of its length.
             version: policy version of the current weights.
-            vision: family of a vision-language model; None: prompts are text.
 
-        Raises UserError for a family that this engine does not support.
+        With `options.record_routes` rollouts have `arrays["routes"]` [prompt + T - 1, layers, k]: the experts of each
+        input token. Raises UserError for a family that this engine does not support, and for options that it does not.
         """
         check_generation(model)
-        if batch_invariant and any(is_experts(module) for module in model.modules()):
+        if options.batch_invariant and any(is_experts(module) for module in model.modules()):
             raise UserError(
                 f"rollout.options.batch_invariant: {type(model).__name__} has experts, whose number of rows depends on "
                 "the other sequences; set it to false"
@@ -146,30 +112,16 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         super().__init__("torch-engine", version=version)
         self._model, self._trained = model, trained_weights(model).keys()
         self._swap = Swap(lambda: tensors_of(model))
-        self._encode, self._decode = PromptEncoder(encode), decode
-        self._decode_prompt = decode_prompt or decode
-        self._max_length = max_length or context_length(model)
-        self._one_prompt_a_pass = batch_invariant
-        self._batch = RunningBatch(
-            model,
-            decode=decode,
-            stop_ids=stop_ids,
-            max_sequences=max_sequences,
-            cache_terms=cache_bytes // bytes_per_term(model),
-            record_routes=record_routes,
-            batch_invariant=batch_invariant,
-            vision=vision,
-        )
-
-    @property
-    def stats(self) -> EngineStats:
-        """Live counters; `stats.steps` grows while the engine makes progress."""
-        return self._batch.stats
+        self._chat = chat
+        self._max_length = chat.max_length or context_length(model)
+        self._one_prompt_a_pass = options.batch_invariant
+        vision = None if chat.vision is None else chat.vision.family
+        self._batch = RunningBatch(model, options, stop_ids=chat.end_ids, vision=vision)
 
     @property
     def progress(self) -> int:
         """Forward passes so far, for heartbeats: stops growing when the engine hangs."""
-        return self._batch.stats.steps
+        return self._batch.passes
 
     def weights(self) -> dict[str, Tensor]:
         """The live tensors that are trained, by checkpoint name. Written only by an `apply` given to `switch`."""
@@ -182,10 +134,6 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
     async def wake(self) -> None:
         await self._call(self._swap.back)
 
-    async def close(self) -> None:
-        self._encode.close()
-        await super().close()
-
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
     ) -> tuple[str, list[Rollout]]:
@@ -194,8 +142,8 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
         stop string. Groups that do not fit at once are split into parts with a prefill each.
         """
-        encoded = await self._encode(prompt)
-        tokens = encoded.tokens
+        encoded = await encode(self._chat, prompt)
+        tokens, stops = encoded.tokens, StopStrings(self._chat, sampling.stop)
         at_a_time = self._samples_at_a_time(prompt, tokens, sampling)
         requests = [
             GenerationRequest(
@@ -205,24 +153,18 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
                 sampling=sampling,
                 seed=seed,
                 view=encoded.view,
+                stops=stops,
             )
             for first in range(0, num_samples, at_a_time)
         ]
         await asyncio.gather(*(self._ask(request) for request in requests))
         finished = [sequence for request in requests for sequence in request.sequences]
-        return self._decode_prompt(tokens.tolist()), [s.rollout(self._text(s)) for s in finished]
+        return self._chat.decode_prompt(tokens.tolist()), [sequence.rollout() for sequence in finished]
 
     def _samples_at_a_time(self, prompt: Prompt, tokens: np.ndarray, sampling: Sampling) -> int:
         """Number of concurrent samples of a prompt. Raises PromptError if not even one fits."""
-        where = prompt.origin or f"prompt {prompt.sample_id}"
-        length, most = len(tokens), sampling.max_terms
-        if length == 0:
-            raise PromptError(f"{where}: the prompt has no tokens; check its column and the chat template")
-        if self._max_length is not None and length + most > self._max_length:
-            raise PromptError(
-                f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
-                f"of {self._max_length}; shorten it, lower rollout.sampling.max_tokens or raise model.max_length"
-            )
+        where, length, most = name_of(prompt), len(tokens), sampling.max_terms
+        check_length(prompt, length, sampling, limit=self._max_length)
         self._check_growth(where, length, most)
         at_a_time = self._batch.samples_at_a_time(length + most)
         if at_a_time == 0:
@@ -241,11 +183,6 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
                 "model's rotary embedding changes (longrope, dynamic NTK); lower rollout.sampling.max_tokens to at "
                 f'most {original - length + 1}, or set rollout.engine = "vllm"'
             )
-
-    def _text(self, sequence: RunningSequence) -> str:
-        text = self._decode(sequence.tokens)
-        ends = [place for stop in sequence.request.sampling.stop if (place := text.find(stop)) >= 0]
-        return text[: min(ends)] if ends else text
 
     # The engine thread.
 

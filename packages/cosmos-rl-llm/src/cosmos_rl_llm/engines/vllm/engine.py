@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling
-from cosmos_rl_llm.data.chat import Encoded
-from cosmos_rl_llm.engines.encoding import PromptEncoder
+from cosmos_rl_llm.data.chat import Chat, Encoded
+from cosmos_rl_llm.engines.prompts import StopStrings, check_length, encode, name_of
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
-from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.model.output_head import NEVER
 
 if TYPE_CHECKING:
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
 TOKENS_AN_ANSWER = 16
 """Tokens that vLLM collects per output, unless stop strings require a check of each token."""
-_STOP_MARGIN = 4
-"""Tokens decoded before those that could contain a stop string: a character may span several."""
 
 
 def parameters(
@@ -77,9 +74,8 @@ def parameters(
 class VllmSequence:
     """A sequence during generation."""
 
-    def __init__(self, prompt: Encoded, *, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]):
-        self.prompt = prompt
-        self._decode, self._stop = decode, stop
+    def __init__(self, prompt: Encoded, stops: StopStrings) -> None:
+        self.prompt, self._stops = prompt, stops
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -109,22 +105,14 @@ class VllmSequence:
         for token, at in zip(part.token_ids, flat.start_indices, strict=True):
             self._tokens.append(token)
             self._logprobs.append(flat.logprobs[at])
-            if self._stop and self._stop_seen():
+            if self._stops.end(self._tokens):
                 self._finish_reason = "stop"
                 return
-
-    def _stop_seen(self) -> bool:
-        """Whether the last token completed a stop string; a token is at least one byte of it."""
-        longest = max(len(text.encode()) for text in self._stop)
-        tail = self._decode(self._tokens[-longest - _STOP_MARGIN :])
-        return any(text in tail for text in self._stop)
 
     def rollout(self) -> Rollout:
         """Return the finished sample as a `Rollout`."""
         assert self._finish_reason is not None
         num_terms = len(self._tokens)
-        text = self._decode(self._tokens)
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         return Rollout(
             arrays={
                 "prompt_tokens": self.prompt.tokens,
@@ -134,7 +122,7 @@ class VllmSequence:
             rollout_logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=np.array(self._versions[:num_terms], dtype=np.int32),
             loss_mask=np.ones(num_terms, dtype=bool),
-            text=text[: min(ends)] if ends else text,
+            text=self._stops.text(self._tokens),
             finish_reason=self._finish_reason,
         )
 
@@ -148,30 +136,15 @@ LOOK_S = 0.5
 class VllmEngine:
     """`interfaces.RolloutEngine` over vLLM's AsyncLLM."""
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        *,
-        encode: Callable[[Prompt], Encoded],
-        decode: Callable[[Sequence[int]], str],
-        decode_prompt: Callable[[Sequence[int]], str],
-        stop_ids: Collection[int],
-        vision: VisionFamily | None = None,
-        recompute_kv: bool = False,
-        version: int = -1,
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, chat: Chat, *, recompute_kv: bool = False, version: int = -1) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
-        encode: a prompt's tokens and pictures, or SampleError; from any thread. decode: text of a response's tokens.
-        decode_prompt: text of a prompt's tokens for display. stop_ids: tokens that end a response and are part of it.
-        vision: family of a vision-language model; None: prompts are text.
-        recompute_kv: recompute the keys and values of running sequences at a switch.
-        version: policy version of the current weights.
+        chat: encodes prompts, from any thread, and has the tokens that end a response. recompute_kv: recompute the keys
+        and values of running sequences at a switch. version: policy version of the current weights; with -1 nothing is
+        served before the policy's weights have arrived.
         """
-        self._llm = llm
-        self._encode, self._decode, self._decode_prompt = PromptEncoder(encode), decode, decode_prompt
-        self._stop_ids = sorted(stop_ids)
-        self._media = None if vision is None else VllmMedia(llm, vision)
+        self._llm, self._chat = llm, chat
+        self._media = None if chat.vision is None else VllmMedia(llm, chat.vision.family)
         self._banned = () if self._media is None else self._media.banned
         self._recompute_kv = recompute_kv
         self._first_version = self._version = version
@@ -203,13 +176,14 @@ class VllmEngine:
         `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
         stop string. The same seed gives the same rollouts if vLLM's batches give the same bits.
         """
-        encoded = await self._encode(prompt)
+        encoded = await encode(self._chat, prompt)
         self._check(prompt, encoded, sampling)
-        samples = [VllmSequence(encoded, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
+        stops, stop_ids = StopStrings(self._chat, sampling.stop), sorted(self._chat.end_ids)
+        samples = [VllmSequence(encoded, stops) for _ in range(num_samples)]
         shown = self._input(encoded)  # once a group: pictures are cast and split by item
         tasks = [
             asyncio.create_task(
-                self._generate_one(sample, shown, parameters(sampling, seed, number, self._stop_ids, self._banned))
+                self._generate_one(sample, shown, parameters(sampling, seed, number, stop_ids, self._banned))
             )
             for number, sample in enumerate(samples)
         ]
@@ -225,7 +199,7 @@ class VllmEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._running.difference_update(tasks)
-        return self._decode_prompt(encoded.tokens.tolist()), [sample.rollout() for sample in samples]
+        return self._chat.decode_prompt(encoded.tokens.tolist()), [sample.rollout() for sample in samples]
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         """Run `apply` in a thread while vLLM is paused between two tokens; running sequences continue afterwards.
@@ -299,7 +273,6 @@ class VllmEngine:
     async def close(self) -> None:
         """End vLLM's processes. Pending requests get a RuntimeError."""
         self._stop(RuntimeError("the engine was closed"))
-        self._encode.close()
         await asyncio.gather(*self._running, return_exceptions=True)
         if (llm := vars(self).pop("_llm", None)) is not None:  # its __del__ fails if it lives until Python exits
             await asyncio.to_thread(llm.shutdown)
@@ -328,19 +301,11 @@ class VllmEngine:
         """Raise PromptError for an empty or too long prompt, and for a picture of too many tokens."""
         if self._stopped is not None:
             raise RuntimeError("the engine has stopped") from self._stopped
-        where = prompt.origin or f"prompt {prompt.sample_id}"
-        length, most, limit = len(encoded.tokens), sampling.max_terms, self._llm.model_config.max_model_len
-        if length == 0:
-            raise PromptError(f"{where}: the prompt has no tokens; check its column and the chat template")
-        if length + most > limit:
-            raise PromptError(
-                f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
-                f"of {limit}; shorten it, lower rollout.sampling.max_tokens or raise model.max_length"
-            )
+        check_length(prompt, len(encoded.tokens), sampling, limit=self._llm.model_config.max_model_len)
         if not sampling.renormalise:
             raise UserError(f"rollout.sampling.renormalise = false: {ONLY_RENORMALISED}")
         if self._media is not None:
-            self._media.check(encoded.view, where=where)
+            self._media.check(encoded.view, where=name_of(prompt))
 
     async def _generate_one(self, sample: VllmSequence, shown: EngineInput, params: Any) -> None:
         """Fill `sample` with vLLM's outputs."""

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
@@ -57,24 +57,6 @@ def start(
         except TypeError as error:
             raise UserError(f"rollout.options.extra: vLLM rejects it: {error}") from error
         return AsyncLLM.from_engine_args(parsed)
-
-
-def read_config(source: str) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """Return the configurations of the model of `source` and of its generation, without loading the model.
-
-    Raises UserError if there is no such model.
-    """
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path = {source!r}: no model could be read: {error}") from error
-    try:
-        generation = GenerationConfig.from_pretrained(source)
-    except OSError:  # no such file: transformers reads the model's own config instead
-        generation = GenerationConfig.from_model_config(config)
-    except ValueError as error:
-        raise UserError(f"{source}/generation_config.json: {error}; mend or remove the file") from error
-    return config, generation
 
 
 def check_rope(config: PreTrainedConfig, max_length: int | None) -> None:
