@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_llm.config import LLMDataConfig, MediaSection
 from cosmos_rl_llm.data.rows import normalise
-from cosmos_rl_llm.media.item import expand, view_of
+from cosmos_rl_llm.media.item import expand_spans, view_of
 from cosmos_rl_llm.media.source import Video, decode_picture, decode_video, read_bytes
 from cosmos_rl_llm.media.vision import Vision, find_family
 
@@ -298,7 +298,7 @@ def test_the_time_of_each_step_of_a_video_is_text(family):
 )
 def test_placeholders_must_fit_the_pictures(family, text, reason):
     with pytest.raises(ValueError, match=reason):
-        expand(text, [family.image(picture(16, 16, seed=0))], family)
+        expand_spans([text], [family.image(picture(16, 16, seed=0))], family)
 
 
 def test_other_numbers_of_tokens_are_refused(family):

@@ -476,7 +476,7 @@ def test_chats_with_pictures_train_beside_damaged_rows(tmp_path, monkeypatch):
     assert taught.metrics[-1]["loss"] < 0.2 * taught.metrics[0]["loss"]
     assert sum(step["rows_dropped"] for step in taught.metrics) == 10  # once an epoch of two steps
     assert Counter(threads)["row-ahead"] == 19 * 6  # of all steps but the first, beside the step before
-    assert sum(name.startswith("row-media") for name in threads) == 6
+    assert sum(name.startswith("media") for name in threads) == 6
     (line,) = (tmp_path / "sft" / "rows_dropped.jsonl").read_text().splitlines()
     assert json.loads(line)["reason"] == "rows.jsonl:6: image: gone.png: No such file or directory"
     drawn = run({

@@ -157,15 +157,6 @@ def test_logprobs_equal_the_policys_with_more_requests_than_slots(kind):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-def test_a_part_that_replaces_another_later_is_found():
-    model, other = tiny(), torch.nn.Identity()
-    engine_of(model)
-    mlp = model.model.layers[0].mlp
-    assert vars(mlp)["act_fn"] is mlp.act_fn, "found without the module's own tables"
-    mlp.act_fn = other
-    assert mlp.act_fn is other and "act_fn" in dict(mlp.named_children())
-
-
 def test_rollouts_hold_what_the_types_say():
     (prompt,) = prompts_of(4)
     (rollouts,) = generate_all(engine_of(tiny(), version=7), [prompt], num_samples=8)
@@ -337,7 +328,7 @@ def test_cancelling_frees_the_sequences():
     paused = PausedForward(model.base_model)
     engine, passes = engine_of(model, stop_ids=[]), tokens_of_passes(model)
     assert len(run(engine, work)) == 8
-    print(passes)
+    assert [tokens for tokens in passes if tokens != 8] == [4, 5]  # prompts; the one that waited never started
 
 
 def test_a_prompt_too_long_names_row_length_limit_and_key():

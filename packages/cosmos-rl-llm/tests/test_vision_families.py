@@ -18,7 +18,7 @@ from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.media.item import expand, view_of
+from cosmos_rl_llm.media.item import expand_spans, view_of
 from cosmos_rl_llm.media.source import Video
 from cosmos_rl_llm.media.tiles import in_words
 from cosmos_rl_llm.media.vision import FAMILIES, find_family
@@ -105,7 +105,7 @@ def test_gemma_3_is_processed_as_by_its_own_processor(size, tmp_path):
     text = "<user> <start_of_image> <start_of_image> what colour ? <bot> "
     wanted = processor(images=shown, text=text, return_tensors="np", add_special_tokens=False)
     items = [family.image(each) for each in shown]
-    tokens = np.asarray(tokenizer(expand(text, items, family), add_special_tokens=False)["input_ids"])
+    tokens = np.asarray(tokenizer(*expand_spans([text], items, family), add_special_tokens=False)["input_ids"])
     np.testing.assert_array_equal(tokens, wanted["input_ids"][0])
     np.testing.assert_array_equal(view_of(tokens, items, family).index >= 0, wanted["token_type_ids"][0] == 1)
     np.testing.assert_array_equal(np.concatenate([item.pixels for item in items]), wanted["pixel_values"])

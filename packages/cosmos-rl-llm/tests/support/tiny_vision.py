@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from cosmos_rl_llm.media.item import MediaItem, VisionFamily, expand, view_of
+from cosmos_rl_llm.media.item import MediaItem, VisionFamily, expand_spans, view_of
 from cosmos_rl_llm.media.source import Video
 from cosmos_rl_llm.media.tiles import VIDEO
 from cosmos_rl_llm.media.vision import find_family
@@ -284,7 +284,7 @@ def prompt(items: Sequence[MediaItem], family: VisionFamily, directory: Path) ->
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     signs = [family.placeholders[item.kind].removeprefix(SIGNS[0]).removesuffix(SIGNS[1]) for item in items]
     signs = [f"{SIGNS[0]}{sign}{SIGNS[1]}" for sign in signs]
-    text = expand(f"<user> {' '.join(signs)} what colour ? <bot> ", items, family)
+    (text,) = expand_spans([f"<user> {' '.join(signs)} what colour ? <bot> "], items, family)
     tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     return tokens, view_of(tokens, items, family)
 

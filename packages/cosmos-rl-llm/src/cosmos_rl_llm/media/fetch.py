@@ -64,9 +64,9 @@ def _read(opener: OpenerDirector, url: str, *, max_bytes: int, deadline: float) 
         while len(content) <= max_bytes and (piece := answer.read1(min(PIECE_BYTES, max_bytes + 1 - len(content)))):
             content += piece
             _left(deadline)
-        wanted = answer.headers.get("Content-Length")
-    if len(content) <= max_bytes and wanted is not None and wanted.isdigit() and len(content) < int(wanted):
-        raise ConnectionError(f"the answer ended after {len(content):,} of {int(wanted):,} bytes")
+        length = answer.headers.get("Content-Length")
+    if len(content) <= max_bytes and length is not None and length.isdigit() and len(content) < int(length):
+        raise ConnectionError(f"the answer ended after {len(content):,} of {int(length):,} bytes")
     return bytes(content)
 
 

@@ -33,8 +33,8 @@ class ProcessorFiles:
     @classmethod
     def read(cls, source: str, *, kind: str) -> ProcessorFiles:
         directory = Path(source)
-        found = {name: directory / name for name in NAMES if (directory / name).is_file()}
-        texts = {name: path.read_text(encoding="utf-8") for name, path in found.items()}
+        paths = (directory / name for name in NAMES)
+        texts = {path.name: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
         return cls(source=source, kind=kind, texts=texts)
 
     def section(self, name: str, key: str) -> Mapping[str, Any]:
@@ -53,23 +53,23 @@ class ProcessorFiles:
             raise UserError(
                 f"model.path = {self.source!r} has no preprocessor_config.json, which says how pictures are resized"
             )
-        given = values.get("image_processor_type") or f"{names[0]}ImageProcessor"
-        name = given.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
+        kind = values.get("image_processor_type") or f"{names[0]}ImageProcessor"
+        name = kind.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
         if name not in names:
-            wanted = " or ".join(f"{each}ImageProcessor" for each in names)
+            usual = " or ".join(f"{each}ImageProcessor" for each in names)
             raise UserError(
-                f"model.path = {self.source!r}: preprocessor_config.json is of {given}, and {self.kind} takes {wanted}"
+                f"model.path = {self.source!r}: preprocessor_config.json is of {kind}, and {self.kind} takes {usual}"
                 "; copy the files of the processing from the checkpoint of the model"
             )
         known = {key: value for key, value in values.items() if not key.endswith(("_type", "_class"))}
         return getattr(transformers, f"{name}ImageProcessorPil")(**known)
 
-    def agree(self, name: str, given: Any, wanted: Any) -> None:
+    def agree(self, name: str, value: Any, own: Any) -> None:
         """Raise UserError unless a value of the processing is that of the model's configuration."""
-        if given != wanted:
+        if value != own:
             raise UserError(
-                f"model.path = {self.source!r}: pictures are processed with {name} = {given}, and the model has "
-                f"{wanted}; copy the files of the processing from the checkpoint of the model"
+                f"model.path = {self.source!r}: pictures are processed with {name} = {value}, and the model has "
+                f"{own}; copy the files of the processing from the checkpoint of the model"
             )
 
     def _parsed(self, name: str) -> Mapping[str, Any]:

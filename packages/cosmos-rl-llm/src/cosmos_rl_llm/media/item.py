@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["image", "video"]
 KINDS = get_args(Kind)
+NO_LIMITS = MediaSection()
+"""Limits of the checkpoint's own processing alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +44,9 @@ class MediaItem:
     @cached_property
     def digest(self) -> int:
         """63 bits of a hash of everything that the tower sees."""
-        found = hashlib.blake2b(np.ascontiguousarray(self.pixels).data, digest_size=8)
-        found.update(repr((self.kind, self.pixels.shape, self.grid, self.seconds)).encode())
-        return int.from_bytes(found.digest(), "little") >> 1
+        sums = hashlib.blake2b(np.ascontiguousarray(self.pixels).data, digest_size=8)
+        sums.update(repr((self.kind, self.pixels.shape, self.grid, self.seconds)).encode())
+        return int.from_bytes(sums.digest(), "little") >> 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ class View:
         """The view as arrays of rollouts; none for text."""
         if not self.items or self.index is None:
             return {}
-        found = {
+        arrays = {
             "pixels": np.concatenate([item.pixels for item in self.items]),
             "item_rows": np.array([len(item.pixels) for item in self.items], np.int32),
             "item_kind": np.array([KINDS.index(item.kind) for item in self.items], np.int32),
@@ -69,7 +72,7 @@ class View:
             "item_seconds": np.array([item.seconds for item in self.items]),
             "item_index": self.index.astype(np.int32),
         }
-        return found if self.positions is None else {**found, "prompt_positions": self.positions.astype(np.int32)}
+        return arrays if self.positions is None else {**arrays, "prompt_positions": self.positions.astype(np.int32)}
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> View:
@@ -97,8 +100,8 @@ class View:
 
     def index_of(self, length: int) -> np.ndarray:
         """Return the item of each of `length` tokens [length]."""
-        given = np.zeros(0, np.int64) if self.index is None else self.index
-        return np.concatenate([given, np.full(length - len(given), -1)])
+        prompt = np.zeros(0, np.int64) if self.index is None else self.index
+        return np.concatenate([prompt, np.full(length - len(prompt), -1)])
 
     def positions_of(self, length: int) -> np.ndarray:
         """Return the positions of `length` tokens: [length] or [3, length]."""
@@ -122,99 +125,89 @@ def positions_of(views: Sequence[View], lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([np.broadcast_to(p, (3, p.shape[-1])) if axes == 2 else p for p in each], axis=-1)
 
 
-class VisionFamily(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class VisionFamily(ABC):
     """Models with one way to process pictures, to write placeholders and to number positions."""
 
+    image_processor: Any
+    """transformers' image processor of the checkpoint, in its form without torchvision."""
+    token_ids: Mapping[str, int]
+    """The token that the tower's outputs replace, by kind. It is never sampled."""
+    files: Mapping[str, str]
+    """Names and texts of the processing's files, which a trained checkpoint has too."""
+    two_way: bool = False
+    """Whether the tokens of a picture attend to each other in both directions."""
+
     @property
+    @abstractmethod
     def placeholders(self) -> Mapping[str, str]:
         """Text that the chat template writes for an item, by its kind."""
-        ...
 
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        """The token that the tower's outputs replace, by kind. It is never sampled."""
-        ...
-
-    @property
-    def two_way(self) -> bool:
-        """Whether the tokens of a picture attend to each other in both directions."""
-        ...
-
-    @property
-    def files(self) -> Mapping[str, str]:
-        """Names and texts of the processing's files, which a trained checkpoint has too."""
-        ...
-
-    def image(self, picture: Image, limits: MediaSection = ...) -> MediaItem:
+    @abstractmethod
+    def image(self, picture: Image, limits: MediaSection = NO_LIMITS) -> MediaItem:
         """Process an RGB picture.
 
         Raises MediaError for one that the family does not take, and UserError for limits that it does not have.
         """
-        ...
 
+    @abstractmethod
     def fit(self, limits: MediaSection) -> Fit:
         """Return how frames of a video are resized as they are decoded. Raises like `image`."""
-        ...
 
-    def video(self, video: Video, limits: MediaSection = ...) -> MediaItem:
+    @abstractmethod
+    def video(self, video: Video, limits: MediaSection = NO_LIMITS) -> MediaItem:
         """Process a video, whose frames `fit` may have resized. Raises like `image`."""
-        ...
 
+    @abstractmethod
     def expansion(self, item: MediaItem) -> str:
         """Return the text in place of the item's placeholder, with a token for each output of the tower."""
-        ...
 
+    @abstractmethod
     def num_tokens(self, item: MediaItem) -> int:
         """Return the number of the item's placeholder tokens."""
-        ...
 
     def positions(self, tokens: np.ndarray, items: Sequence[MediaItem]) -> np.ndarray | None:
         """Return the positions of tokens [L]: [3, L] along time, height and width, or None for 0, 1, 2, ..."""
-        ...
+        return None
 
+    @abstractmethod
     def blank(self, kind: Kind) -> MediaItem:
         """Return a black item as small as the tower takes: a rank without pictures runs the tower on it."""
-        ...
 
+    @abstractmethod
     def inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         """Return the keywords of the model's forward pass with these items, in the order of their tokens."""
-        ...
 
     def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         """Return what the model's processor in vLLM returns for these items, before it is split by item."""
-        ...
-
-
-def expand(text: str, items: Sequence[MediaItem], family: VisionFamily) -> str:
-    """Replace the placeholders in a rendered chat by the expansions of `items`, in order.
-
-    Raises ValueError if the numbers or the kinds differ.
-    """
-    return expand_spans([text], items, family)[0]
+        return self.inputs(items)
 
 
 def expand_spans(spans: Sequence[str], items: Sequence[MediaItem], family: VisionFamily) -> list[str]:
-    """Like `expand`, for a chat in pieces."""
+    """Replace the placeholders in the pieces of a rendered chat by the expansions of `items`, in order.
+
+    Raises ValueError if the numbers or the kinds differ.
+    """
     left, signs = iter(items), family.placeholders
     written = sum(text.count(sign) for text in spans for sign in signs.values())
     if written < len(items):
-        wanted = " and ".join(dict.fromkeys(signs[item.kind] for item in items))
+        names = " and ".join(dict.fromkeys(signs[item.kind] for item in items))
         raise ValueError(
             f"{len(items)} pictures and videos, and the chat template writes {written or 'none'} of their placeholders "
-            f"{wanted}: set data.chat_template to one that writes them"
+            f"{names}: set data.chat_template to one that writes them"
         )
     expanded: list[str] = []
     for text in spans:
         pieces: list[str] = []
         rest = text
-        while found := {kind: place for kind, sign in signs.items() if (place := rest.find(sign)) >= 0}:
-            kind = min(found, key=lambda each: found[each])
+        while places := {kind: place for kind, sign in signs.items() if (place := rest.find(sign)) >= 0}:
+            kind = min(places, key=places.__getitem__)
             item = next(left, None)
             if item is None:
                 raise ValueError(f"{written} placeholders in the chat, and {len(items)} pictures and videos of the row")
             if kind != item.kind:
                 raise ValueError(f"a placeholder of kind {kind!r} where the row has {item.kind!r}")
-            before, rest = rest[: found[kind]], rest[found[kind] + len(signs[kind]) :]
+            before, rest = rest[: places[kind]], rest[places[kind] + len(signs[kind]) :]
             pieces += [before, family.expansion(item)]
         expanded.append("".join([*pieces, rest]))
     return expanded
@@ -222,23 +215,17 @@ def expand_spans(spans: Sequence[str], items: Sequence[MediaItem], family: Visio
 
 def view_of(tokens: np.ndarray, items: Sequence[MediaItem], family: VisionFamily) -> View:
     """Return the view of a prompt's tokens [L], which show `items` in order. Raises ValueError if they do not."""
-    if not items:
-        check_text(tokens, family)
-        return EMPTY_VIEW
     places = np.flatnonzero(np.isin(tokens, list(family.token_ids.values())))
+    if not items and len(places):  # the model would look the token up
+        raise ValueError(
+            f"the text has token {tokens[places[0]]}, which stands for a picture or video: remove "
+            f"{' and '.join(dict.fromkeys(family.placeholders.values()))} from it"
+        )
+    if not items:
+        return EMPTY_VIEW
     sizes = [family.num_tokens(item) for item in items]
     if len(places) != sum(sizes):
         raise ValueError(f"{len(places)} placeholder tokens, and {sum(sizes)} outputs of the vision tower")
     index = np.full(len(tokens), -1)
     index[places] = np.repeat(np.arange(len(items)), sizes)
     return View(items=tuple(items), index=index, positions=family.positions(tokens, items))
-
-
-def check_text(tokens: np.ndarray, family: VisionFamily) -> None:
-    """Raise ValueError if tokens that show no picture or video have a placeholder, which the model would look up."""
-    found = np.flatnonzero(np.isin(tokens, list(family.token_ids.values())))
-    if len(found):
-        raise ValueError(
-            f"the text has token {tokens[found[0]]}, which stands for a picture or video: remove "
-            f"{' and '.join(dict.fromkeys(family.placeholders.values()))} from it"
-        )

@@ -79,8 +79,8 @@ def add_blanks(inputs: Mapping[str, Tensor], family: VisionFamily, *, always: bo
     added["sequence_index"] = inputs["sequence_index"][-1] + 1 + numbers
     if "routes" in inputs:
         added["routes"] = inputs["routes"].new_zeros(len(numbers), *inputs["routes"].shape[1:])
-    given = {"item_index": torch.full_like(inputs["tokens"], -1), **inputs}
-    joined = {name: torch.cat([given[name], more]) if name in given else more for name, more in added.items()}
+    known = {"item_index": torch.full_like(inputs["tokens"], -1), **inputs}
+    joined = {name: torch.cat([known[name], more]) if name in known else more for name, more in added.items()}
     positions = [inputs["positions"], torch.from_numpy(positions_of(views, lengths))]
     axes = max(each.ndim for each in positions)
     joined["positions"] = torch.cat([each.expand(3, -1) if axes == 2 else each for each in positions], dim=-1)
@@ -106,9 +106,9 @@ def items_of(inputs: Mapping[str, Tensor], taken: Tensor) -> list[MediaItem]:
     index = inputs["item_index"][taken]
     showings = dict.fromkeys(index[index >= 0].tolist())
     pixels = np.split(inputs["pixels"].numpy(), np.cumsum(inputs["item_rows"].numpy())[:-1])
-    found = []
+    items = []
     for number in inputs["item_shown"][list(showings)].tolist():
         time, height, width = inputs["item_grid"][number].tolist()
         kind = KINDS[int(inputs["item_kind"][number])]
-        found.append(MediaItem(kind=kind, pixels=pixels[number], grid=(time, height, width)))
-    return found
+        items.append(MediaItem(kind=kind, pixels=pixels[number], grid=(time, height, width)))
+    return items

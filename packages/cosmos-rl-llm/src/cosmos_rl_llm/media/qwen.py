@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -23,15 +23,13 @@ from torch import Tensor
 from cosmos_rl_core.errors import MediaError
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
-from cosmos_rl_llm.media.item import Kind, MediaItem
+from cosmos_rl_llm.media.item import NO_LIMITS, Kind, MediaItem, VisionFamily
 from cosmos_rl_llm.media.source import Fit, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedConfig
 
-CHECKPOINTS = MediaSection()
-"""Limits of the processing's files alone."""
 START, END = "<|vision_start|>", "<|vision_end|>"
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 
@@ -55,38 +53,31 @@ class QwenVideoProcessing:
         """Read the section for videos, or else the picture's, as transformers do. whole: of Qwen3-VL."""
         from transformers import image_utils
 
-        given = files.section("video_preprocessor_config.json", "video_processor")
-        given = given or files.section("preprocessor_config.json", "image_processor")
-        size, side = given.get("size") or {}, 32 if whole else 28
+        section = files.section("video_preprocessor_config.json", "video_processor")
+        section = section or files.section("preprocessor_config.json", "image_processor")
+        size, side = section.get("size") or {}, 32 if whole else 28
         mean = image_utils.IMAGENET_STANDARD_MEAN if whole else image_utils.OPENAI_CLIP_MEAN
         deviation = image_utils.IMAGENET_STANDARD_STD if whole else image_utils.OPENAI_CLIP_STD
         return cls(
-            least=given.get("min_pixels") or size.get("shortest_edge") or 128 * side**2,
-            most=given.get("max_pixels") or size.get("longest_edge") or 768 * side**2,
-            mean=given.get("image_mean") or mean,
-            deviation=given.get("image_std") or deviation,
-            max_tokens=given.get("max_video_tokens", 768 if whole else 128_000)
-            if given.get("cap_pixels_per_frame")
+            least=section.get("min_pixels") or size.get("shortest_edge") or 128 * side**2,
+            most=section.get("max_pixels") or size.get("longest_edge") or 768 * side**2,
+            mean=section.get("image_mean") or mean,
+            deviation=section.get("image_std") or deviation,
+            max_tokens=section.get("max_video_tokens", 768 if whole else 128_000)
+            if section.get("cap_pixels_per_frame")
             else None,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenVision:
-    """Implements `VisionFamily`."""
+class QwenVision(VisionFamily):
+    """Patches of any number along time, height and width, with positions along the three."""
 
-    image_processor: Any
-    """transformers' image processor of the checkpoint, in its form without torchvision."""
     videos: QwenVideoProcessing
-    token_ids: Mapping[str, int]
-    """Of IMAGE and VIDEO, by kind."""
-    files: Mapping[str, str]
-    """Names and texts of the processing's files."""
     timestamps: bool
     """Whether the time of each step of a video is text (Qwen3-VL)."""
     tokens_per_second: float | None = None
     """Positions a second of video (Qwen2.5-VL); None: a step is one position."""
-    two_way: bool = False
 
     @classmethod
     def of(cls, files: ProcessorFiles, config: PreTrainedConfig) -> Self:
@@ -124,21 +115,23 @@ class QwenVision:
     def frames_per_step(self) -> int:
         return int(self.image_processor.temporal_patch_size)
 
-    def image(self, picture: Image, limits: MediaSection = CHECKPOINTS) -> MediaItem:
+    def image(self, picture: Image, limits: MediaSection = NO_LIMITS) -> MediaItem:
         least, most = self.image_processor.size["shortest_edge"], self.image_processor.size["longest_edge"]
         most = limits.max_pixels or most
         size = {"shortest_edge": min(limits.min_pixels or least, most), "longest_edge": most}
         try:
-            found = self.image_processor(picture, size=size, return_tensors="np")
+            processed = self.image_processor(picture, size=size, return_tensors="np")
         except ValueError as error:
             raise MediaError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
-        time, height, width = found["image_grid_thw"][0].tolist()
-        return MediaItem(kind="image", pixels=np.asarray(found["pixel_values"], np.float32), grid=(time, height, width))
+        time, height, width = processed["image_grid_thw"][0].tolist()
+        return MediaItem(
+            kind="image", pixels=np.asarray(processed["pixel_values"], np.float32), grid=(time, height, width)
+        )
 
     def fit(self, limits: MediaSection) -> Fit:
         return partial(self._fit, limits=limits)
 
-    def video(self, video: Video, limits: MediaSection = CHECKPOINTS) -> MediaItem:
+    def video(self, video: Video, limits: MediaSection = NO_LIMITS) -> MediaItem:
         stored = video.stored or video.frames.shape[1:3]
         resize = self._fit(len(video.frames), stored[0], stored[1], limits=limits)
         frames, times = [resize(frame) for frame in video.frames], video.times
@@ -165,20 +158,20 @@ class QwenVision:
 
     def positions(self, tokens: np.ndarray, items: Sequence[MediaItem]) -> np.ndarray:
         shown = np.isin(tokens, list(self.token_ids.values()))
-        found = np.empty((3, len(tokens)), dtype=np.int64)
+        positions = np.empty((3, len(tokens)), dtype=np.int64)
         at = start = 0
         for block in self._blocks(items):
             size = block.shape[1]
             first = at + int(np.argmax(shown[at:]))
             if not shown[at:].any() or not shown[first : first + size].all():
                 raise ValueError(f"{shown.sum()} placeholder tokens do not fit the {len(items)} pictures and videos")
-            found[:, at:first] = np.arange(start, start + first - at)
+            positions[:, at:first] = np.arange(start, start + first - at)
             start += first - at
-            found[:, first : first + size] = start + block
+            positions[:, first : first + size] = start + block
             start += int(block[1:].max()) + 1
             at = first + size
-        found[:, at:] = np.arange(start, start + len(tokens) - at)
-        return found
+        positions[:, at:] = np.arange(start, start + len(tokens) - at)
+        return positions
 
     def inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
@@ -191,9 +184,6 @@ class QwenVision:
                 made[grids] = torch.tensor([item.grid for item in of_kind])
         return made
 
-    def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-        return self.inputs(items)
-
     def blank(self, kind: Kind) -> MediaItem:
         """Return the patches of one merged square."""
         width = 3 * self.frames_per_step * self.patch**2
@@ -201,7 +191,6 @@ class QwenVision:
         return MediaItem(kind=kind, pixels=pixels, grid=(1, self.merge, self.merge), times=(0.0,) * (kind == "video"))
 
     def num_tokens(self, item: MediaItem) -> int:
-        """Return the number of the item's placeholder tokens."""
         return item.grid[0] * self._squares(item)
 
     def _squares(self, item: MediaItem) -> int:
@@ -244,9 +233,9 @@ class QwenVision:
             limited = {"factor": factor, "min_pixels": least, "max_pixels": most}
             return video_size(max(count, step), height, width, temporal_factor=step, **limited)
         shown = count + -count % self.frames_per_step
-        whole = limits.total_pixels or (most if self.timestamps else None)
+        total = limits.total_pixels or (most if self.timestamps else None)
         frame = limits.max_pixels or (None if self.timestamps else most)
-        most = max(1, min(each for each in (frame, whole and whole // shown) if each is not None))
+        most = max(1, min(each for each in (frame, total and total // shown) if each is not None))
         least = limits.min_pixels or (least // shown if self.timestamps else least)
         return frame_size(height, width, factor=factor, min_pixels=min(least, most), max_pixels=most)
 

@@ -83,20 +83,20 @@ def read_bytes(given: Any, limits: MediaSection) -> bytes:
     """Return the bytes of a picture or video. Raises MediaError with the reason."""
     match given:
         case bytes():
-            found = given
-        case {"bytes": bytes() as found}:
+            content = given
+        case {"bytes": bytes() as content}:
             pass
         case {"bytes": str(text)}:
-            found = _from_base64(text)
+            content = _from_base64(text)
         case {"path": str(path)} | {"url": str(path)}:
             return read_bytes(path, limits)
         case str():
-            found = _from_location(given, limits)
+            content = _from_location(given, limits)
         case _:
             raise MediaError(f"a picture or video must be a path, a URL or bytes, not {type(given).__name__}")
-    if len(found) > limits.max_bytes:
-        raise MediaError(f"{len(found):,} bytes, more than the {limits.max_bytes:,} allowed (data.media.max_bytes)")
-    return found
+    if len(content) > limits.max_bytes:
+        raise MediaError(f"{len(content):,} bytes, more than the {limits.max_bytes:,} allowed (data.media.max_bytes)")
+    return content
 
 
 def is_remote(given: Any) -> bool:
@@ -164,12 +164,12 @@ def _digest(content: bytes | str) -> str:
 
 
 def _from_location(text: str, limits: MediaSection) -> bytes:
-    found = _URL.match(text)
-    if found is None:
+    url = _URL.match(text)
+    if url is None:
         if len(text) > _LONGEST_NAME:
             raise MediaError(f'{len(text):,} characters are no path; content in base64 is {{"bytes": "..."}}')
         return _from_file(Path(text), limits)
-    scheme, rest = (found[1] or found[2]).lower(), text.partition(":")[2]
+    scheme, rest = (url[1] or url[2]).lower(), text.partition(":")[2]
     if scheme not in limits.schemes:
         allowed = ", ".join(sorted(limits.schemes)) or "none"
         raise MediaError(f"URLs with {scheme}: are not allowed (data.media.schemes: {allowed})")
@@ -304,8 +304,8 @@ def _choose(seconds: np.ndarray, limits: MediaSection) -> tuple[np.ndarray, floa
     if span and limits.min_frames > 1:
         interval = min(interval, span / (limits.min_frames - 1))
     interval = max(interval, span / limits.max_frames)
-    wanted = np.arange(0.0, span + 1e-6, interval)[: limits.max_frames]
-    places = np.unique(np.searchsorted(seconds, wanted - 1e-6))
+    targets = np.arange(0.0, span + 1e-6, interval)[: limits.max_frames]
+    places = np.unique(np.searchsorted(seconds, targets - 1e-6))
     spacing = float(np.diff(seconds[places]).mean()) if len(places) > 1 else 1 / limits.fps
     return places, spacing, span * len(seconds) / max(1, len(seconds) - 1)  # to the end of the last frame
 

@@ -14,7 +14,7 @@ Sources: transformers' processing and modeling files of the families; arXiv:2408
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ from torch import Tensor
 from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.media.files import ProcessorFiles
-from cosmos_rl_llm.media.item import Kind, MediaItem
+from cosmos_rl_llm.media.item import KINDS, NO_LIMITS, Kind, MediaItem, VisionFamily
 from cosmos_rl_llm.media.source import Fit, Video, unresized
 
 if TYPE_CHECKING:
@@ -35,47 +35,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-UNRESIZED = MediaSection()
-
-
 @dataclass(frozen=True, kw_only=True)
-class TiledVision(ABC):
-    """Implements `VisionFamily`."""
+class TiledVision(VisionFamily):
+    """Pictures in tiles of one size, which count as text does."""
 
     kind: str
     """The model_type, for messages."""
-    image_processor: Any
-    """transformers' image processor of the checkpoint, in its form without torchvision."""
     tile: tuple[int, int]
     """Height and width that the tower takes."""
     tokens_per_tile: int
-    token_id: int
-    """The token that the tower's outputs replace."""
-    files: Mapping[str, str]
-    """Names and texts of the processing's files."""
-    two_way: bool = False
-    """Whether the tokens of a picture attend to each other in both directions."""
     frame_options: Mapping[str, Any] | None = None
     """Options with which the image processor makes one tile of each frame of a video; None: no videos."""
 
     @property
     @abstractmethod
     def sign(self) -> str:
-        """The text of `token_id`, which the chat template writes once for a picture."""
-
-    @abstractmethod
-    def expansion(self, item: MediaItem) -> str:
-        """Return the text in place of the item's placeholder, with a token for each output of the tower."""
+        """The text of the placeholder token, which the chat template writes once for a picture."""
 
     @property
     def placeholders(self) -> Mapping[str, str]:
-        return {"image": self.sign, "video": VIDEO} if self.frame_options else {"image": self.sign}
+        return {kind: self.sign if kind == "image" else VIDEO for kind in self.token_ids}
 
-    @property
-    def token_ids(self) -> Mapping[str, int]:
-        return dict.fromkeys(self.placeholders, self.token_id)
-
-    def image(self, picture: Image, limits: MediaSection = UNRESIZED) -> MediaItem:
+    def image(self, picture: Image, limits: MediaSection = NO_LIMITS) -> MediaItem:
         self._check(limits)
         try:
             pixels, grid = self._tiles(picture)
@@ -94,16 +75,16 @@ class TiledVision(ABC):
             raise MediaError(f"videos of {self.kind} are not supported")
         return unresized
 
-    def video(self, video: Video, limits: MediaSection = UNRESIZED) -> MediaItem:
+    def video(self, video: Video, limits: MediaSection = NO_LIMITS) -> MediaItem:
         from PIL import Image
 
         self.fit(limits)
         assert self.frame_options is not None
         frames = [Image.fromarray(frame) for frame in video.frames]
-        found = self.image_processor(frames, return_tensors="np", **self.frame_options)["pixel_values"]
+        tiles = self.image_processor(frames, return_tensors="np", **self.frame_options)["pixel_values"]
         return MediaItem(
             kind="video",
-            pixels=found.reshape(len(frames), 3, *self.tile).astype(np.float32),
+            pixels=tiles.reshape(len(frames), 3, *self.tile).astype(np.float32),
             times=tuple(video.times.tolist()),
             duration=video.duration,
         )
@@ -111,16 +92,10 @@ class TiledVision(ABC):
     def num_tokens(self, item: MediaItem) -> int:
         return len(item.pixels) * self.tokens_per_tile
 
-    def positions(self, tokens: np.ndarray, items: Sequence[MediaItem]) -> None:
-        return None
-
     def inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         if not items:
             return {}
         return {"pixel_values": torch.from_numpy(np.concatenate([item.pixels for item in items]))}
-
-    def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
-        return self.inputs(items)
 
     def blank(self, kind: Kind) -> MediaItem:
         """Return one black tile, or nearly: transformers leaves tiles of zeros out."""
@@ -136,8 +111,7 @@ class TiledVision(ABC):
 
     def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Return tiles [n, 3, S, S], and 1 with the rows and columns in which they lie."""
-        found = self.image_processor(picture, return_tensors="np")["pixel_values"]
-        return found, (1, 1, 1)
+        return self.image_processor(picture, return_tensors="np")["pixel_values"], (1, 1, 1)
 
 
 VIDEO = "<video>"
@@ -163,7 +137,7 @@ class IdeficsVision(TiledVision):
             image_processor=processor,
             tile=(size, size),
             tokens_per_tile=int((size // tower.patch_size) ** 2 / config.scale_factor**2),
-            token_id=config.image_token_id,
+            token_ids=dict.fromkeys(KINDS if files.kind == "smolvlm" else ("image",), config.image_token_id),
             files=files.texts,
             frame_options={"do_image_splitting": False, "size": edge} if files.kind == "smolvlm" else None,
         )
@@ -204,8 +178,8 @@ class IdeficsVision(TiledVision):
         }
 
     def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
-        found = self.image_processor(picture, return_tensors="np", return_row_col_info=True)
-        return found["pixel_values"][0], (1, int(found["rows"][0][0]), int(found["cols"][0][0]))
+        cut = self.image_processor(picture, return_tensors="np", return_row_col_info=True)
+        return cut["pixel_values"][0], (1, int(cut["rows"][0][0]), int(cut["cols"][0][0]))
 
 
 _ROUNDING = 1e-3
@@ -244,7 +218,7 @@ class InternVision(TiledVision):
             image_processor=processor,
             tile=(height, width),
             tokens_per_tile=int((height // patch[0]) * (width // patch[1]) * config.downsample_ratio**2),
-            token_id=config.image_token_id,
+            token_ids=dict.fromkeys(KINDS, config.image_token_id),
             files=files.texts,
             frame_options={"crop_to_patches": False},
         )
@@ -261,12 +235,15 @@ class InternVision(TiledVision):
 
     def vllm_inputs(self, items: Sequence[MediaItem]) -> dict[str, Tensor]:
         sizes = torch.tensor([len(item.pixels) for item in items])
-        return {**self.inputs(items), "image_num_patches": sizes, "image_token_id": torch.tensor(self.token_id)}
+        return {
+            **self.inputs(items),
+            "image_num_patches": sizes,
+            "image_token_id": torch.tensor(self.token_ids["image"]),
+        }
 
     def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
         # transformers' own processor crops too, whatever the file says
-        found = self.image_processor(picture, return_tensors="np", crop_to_patches=True)
-        return found["pixel_values"], (1, 1, 1)
+        return self.image_processor(picture, return_tensors="np", crop_to_patches=True)["pixel_values"], (1, 1, 1)
 
 
 class LlavaVision(TiledVision):
@@ -293,7 +270,7 @@ class LlavaVision(TiledVision):
             image_processor=processor,
             tile=(height, width),
             tokens_per_tile=(height // tower.patch_size) * (width // tower.patch_size) + summary - dropped,
-            token_id=config.image_token_id,
+            token_ids={"image": config.image_token_id},
             files=files.texts,
         )
 
@@ -317,7 +294,7 @@ class GemmaVision(TiledVision):
             image_processor=processor,
             tile=(side, side),
             tokens_per_tile=config.mm_tokens_per_image,
-            token_id=config.image_token_id,
+            token_ids={"image": config.image_token_id},
             files=files.texts,
             two_way=True,
         )
@@ -330,8 +307,7 @@ class GemmaVision(TiledVision):
         return f"\n\n{self.sign}{'<image_soft_token>' * self.num_tokens(item)}<end_of_image>\n\n"
 
     def _tiles(self, picture: Image) -> tuple[np.ndarray, tuple[int, int, int]]:
-        found = self.image_processor(picture, return_tensors="np", do_pan_and_scan=False)
-        return found["pixel_values"], (1, 1, 1)
+        return self.image_processor(picture, return_tensors="np", do_pan_and_scan=False)["pixel_values"], (1, 1, 1)
 
 
 def _sides(size: int | Sequence[int]) -> tuple[int, int]:

@@ -40,10 +40,12 @@ class Scoring:
         """scores [B, kv_heads, group, ..., K], overwritten; mask of 0 and -inf that broadcasts -> weights alike."""
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
+        # The mask comes after the cap: tanh would make -inf finite.
         scores = scores.add_(mask)
         if self.sinks is None:
             return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
         sinks = self.sinks.view(*scores.shape[1:3], *[1] * (scores.dim() - 3)).to(scores.dtype)
+        # The sink is one more column of the softmax, dropped afterwards: the others then sum to less than 1.
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
         return torch.softmax(scores, -1, dtype=torch.float32)[..., :-1].to(scores.dtype)
 
@@ -57,6 +59,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
         return _plain_attention(query, key, value, scoring, _seen(query.shape[2], scoring.window, query.device))
     if scoring.sinks is None:
         return _fused_attention(query, key, value, _band(query, scoring.window), scoring.scale)
+    # Fused kernels have no sinks. The module's docstring shows the two additions: one element of the heads, 1 in the
+    # added first key and 0 in all others, and the sink divided by the scale in every query.
     column = (scoring.sinks / scoring.scale).view(1, -1, 1, 1).to(query.dtype)
     column = column.expand(query.shape[0], -1, query.shape[2] + 1, 1)
     query = F.pad(torch.cat([F.pad(query, (0, 0, 1, 0)), column], dim=-1), (0, _ALIGNED - 1))
@@ -64,7 +68,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     key[:, :, 0, -_ALIGNED] = 1
     mask = _band(query, scoring.window)
     if mask is not None:
-        mask[:, 0] = True
+        mask[:, 0] = True  # the sink is seen from inside of every window
     return _fused_attention(query, key, F.pad(value, (0, 0, 1, 0)), mask, scoring.scale)[:, :, 1:]
 
 
@@ -76,11 +80,13 @@ def two_way_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
     """
     shown, total, window = query.shape[2], key.shape[2], scoring.window
     if window is not None:
+        # No query sees further back than the first one's window: keys before it are left out.
         total = min(total, shown + window - 1)
         key, value = key[:, :, -total:], value[:, :, -total:]
     hides = window is not None and window < total
     if scoring.softcap is None and scoring.sinks is None and not hides:
         return _fused_attention(query, key, value, None, scoring.scale, causal=False)
+    # Query i is token total - shown + i. Below the diagonal of triu the window ends; above it all is seen.
     last = total if window is None else window
     seen = torch.ones(shown, total, dtype=torch.bool, device=query.device).triu(total - shown - last + 1)
     if scoring.softcap is None and scoring.sinks is None:

@@ -49,6 +49,8 @@ class ContextLayout:
 
     def _own_heads(self, states: Tensor) -> Tensor:
         """[1, heads, L/cp, D] -> [1, heads/cp, L, D]; fewer than cp heads are repeated, gradients add up."""
+        # With more ranks than key-value heads each head is repeated for the ranks whose queries need it: the lowest
+        # common multiple is the fewest heads that cp divides, in the order in which queries are dealt.
         rows = states[0].transpose(0, 1)
         heads = rows.shape[1]
         times = math.lcm(heads, self.axis.size()) // heads
@@ -124,6 +126,7 @@ def cut(row: TokenShard, axis: DeviceMesh) -> TokenShard:
     assert rest == 0, f"{row.positions.shape[-1]} rows over {axis.size()} ranks"
     start = length * axis.get_local_rank()
     rows = slice(start, start + length)
+    # A term belongs to the rank with the hidden state that predicts it, which may not be the one with its token.
     terms = torch.nonzero((row.term_rows >= rows.start) & (row.term_rows < rows.stop)).squeeze(1)
     return replace(
         row,
@@ -175,6 +178,7 @@ def _own_features(mask: Tensor, features: Sequence[Tensor], rows: slice, axis: T
     mine = _own(mask[..., None].float(), rows, axis)[..., 0] > 0
     parts = []
     for feature in features:
+        # The features have no row of their own: spread them over the whole row, cut, and take what is left.
         spread = feature.new_zeros(*mask.shape, feature.shape[-1]).masked_scatter(mask[..., None], feature)
         parts.append(_own(spread, rows, axis)[mine])
     return {"visual_pos_masks": mine, "deepstack_visual_embeds": parts}

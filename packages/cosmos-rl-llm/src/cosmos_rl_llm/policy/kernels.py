@@ -70,6 +70,8 @@ class Ragged:
     @classmethod
     def of(cls, lengths: Sequence[int], rows: np.ndarray) -> Ragged | None:
         """Lay out sequences of `lengths`; rows [sum(lengths)]: of their tokens. None where queries do not ascend."""
+        # A token is its sequence's own if its row is beyond all rows so far. Kernels align the last query with the last
+        # key, so that own tokens must be the end of their sequence, and their rows must count up without gaps.
         sizes = np.array(lengths)
         starts = np.cumsum(sizes) - sizes
         own = np.diff(np.maximum.accumulate(rows), prepend=-1) > 0
@@ -142,6 +144,8 @@ def _within(scoring: Scoring, length: int) -> Scoring:
 
 def choose(scoring: Scoring, *, dtype: torch.dtype, head_dim: int, available: Collection[str]) -> Kernel:
     """Return the kernel for a layer whose heads are `head_dim` wide, out of those of its device."""
+    # From the fastest to the one that always works. Sinks as keys widen a head by `_ALIGNED`, and a window would hide
+    # the sink's key from later queries of the flash kernel, which takes no mask.
     sinks = scoring.sinks is not None
     half = dtype in _HALF and head_dim + (_ALIGNED if sinks else 0) <= _MAX_HEAD_DIM
     if scoring.softcap is None:
@@ -273,11 +277,13 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor
     )
     if scoring.sinks is None:
         return output
+    # softmax with a sink = softmax * sum / (sum + exp(sink)), and sum = exp(lse): a sigmoid of the difference.
     output, rest = output
     return output * torch.sigmoid(rest.lse - scoring.sinks.float()[:, None]).unsqueeze(-1).to(output.dtype)
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    # With grouped heads and a mask torch falls to its math kernel, so that the heads are repeated.
     group = query.shape[1] // key.shape[1]
     key, value = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (key, value))
     width = value.shape[-1]
@@ -329,6 +335,9 @@ def block_mask(length: int, window: int | None, device: torch.device) -> BlockMa
         before = query >= key
         return before if window is None else before & (query - key < window)
 
+    # Blocks are decided by the distance of their first rows: a block has some visible pairs if its nearest pair is
+    # visible, and is full if its farthest pair is. A full block is computed without the mask; a block of queries that
+    # the end of the sequence cuts never counts as full.
     number = torch.arange(-(-length // _TILE), device=device)
     apart = (number[:, None] - number[None, :]) * _TILE  # of the first rows of query and key blocks
     some, every = apart >= 0, (apart > 0) & (number[:, None] < length // _TILE)

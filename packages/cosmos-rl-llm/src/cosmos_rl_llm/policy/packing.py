@@ -171,15 +171,19 @@ class PackedLayout:
         """
         rows = np.arange(sum(lengths)) if rows is None else rows
         ends = np.cumsum(lengths)
+        # `restore` is the inverse of all gathers: the place of each packed row in the blocks laid end to end.
         restore = np.empty(rows.max() + 1, dtype=np.int64)
         blocks = []
         offset = 0
         for members in _similar(lengths, padding=padding):
-            longest = lengths[members[0]]
+            longest = lengths[members[0]]  # members are sorted by length
             size = np.array([lengths[m] for m in members])[:, None]
             place = np.arange(longest)[None, :]
+            # Row i of the block reads the rows of sequence members[i]. Padding reads its first token, which exists, and
+            # real queries never attend to it: it is to their right.
             source = rows[ends[members][:, None] - size + np.where(place < size, place, 0)]
             padded = offset + np.arange(source.size).reshape(source.shape)
+            # A row that several sequences share is computed in each of them with the same result; the last one stays.
             restore[source[place < size]] = padded[place < size]
             offset += source.size
             blocks.append(Block(torch.from_numpy(source.ravel()), len(members), longest))
@@ -189,11 +193,13 @@ class PackedLayout:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, D]
+        # One call without padding where a kernel takes it; else a call for each block of similar lengths.
         output = None if self.ragged is None else attend_ragged(query, key, value, self.ragged, scoring)
         if output is None:
             outputs = [_attend_block(block, query, key, value, scoring) for block in self.blocks]
             output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
             output = output.index_select(0, self.restore)
+        # The causal pass has computed these rows too, with too few keys: a second pass replaces them.
         if self.spans:
             replaced = torch.cat([span.attend(query, key, value, scoring) for span in self.spans])
             output = output.index_copy(0, torch.cat([span.queries for span in self.spans]), replaced.to(output.dtype))
@@ -218,8 +224,9 @@ def share_prefixes(given: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
         given: [sum(lengths), n]: each token, and all other inputs that determine its hidden state.
         lengths: of the sequences, laid end to end.
     """
+    # Sequences of a group are neighbours, so that comparing each with the one before it finds the common prompt.
     rows = np.empty(len(given), dtype=np.int64)
-    used = start = previous = 0
+    used = start = previous = 0  # rows so far; begin of this sequence and of the one before it, among all tokens
     for length in lengths:
         end = start + length
         common = _common_prefix(given[previous:start], given[start:end])
@@ -241,6 +248,7 @@ def _spans(lengths: Sequence[int], rows: np.ndarray, shown: np.ndarray) -> tuple
     ends = np.cumsum(lengths)
     spans: dict[int, PictureSpan] = {}
     for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True):
+        # A run is what lies between two changes of the picture's number, of text (-1) or of one picture.
         changes = np.flatnonzero(np.diff(shown[start:end])) + start + 1
         for first, last in zip([start, *changes], [*changes, end], strict=True):
             if shown[first] >= 0 and int(rows[first]) not in spans:
@@ -252,6 +260,7 @@ def _spans(lengths: Sequence[int], rows: np.ndarray, shown: np.ndarray) -> tuple
 def _similar(lengths: Sequence[int], *, padding: bool) -> list[list[int]]:
     """Group indices by length, longest first, so that padding is a small part of each group, or none."""
     stretch, extra = (_MAX_PADDING, _MAX_PADDING_TERMS) if padding else (1, 0)
+    # From the longest down: a sequence joins the current group unless that group's first one would pad it too much.
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if groups and lengths[groups[-1][0]] <= stretch * lengths[index] + extra:

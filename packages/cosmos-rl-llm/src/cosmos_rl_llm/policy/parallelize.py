@@ -84,6 +84,8 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
     `experts` are skipped: they are already sharded and fit into a region (`experts.spread_experts`). Raises UserError
     for a family without a plan, or sizes that do not divide.
     """
+    # Layers are cut part by part; all beside them is whole on each rank, and gets the gradient of that rank's rows
+    # only where the sequence is cut between the matrix products.
     styles = _styles(model)
     check_sizes(model.config.get_text_config(), tp=axis.size)
     decoder, embedding = language_model(model), model.get_input_embeddings()
@@ -180,6 +182,8 @@ def _spread_part(
             f"[policy.parallel] tp: {type(model).__name__} has {unknown[0]} beside its experts, and whether its output "
             "is a part of their sum is not known; set tp = 1"
         )
+    # A region's outputs are summed over the ranks. That is right for every module inside that is cut or feeds one that
+    # is; a part with any other module is computed whole by each rank, on the whole sequence if it has matrices.
     if has_experts or (not unknown and any(module in styles for module in inside)):
         for module in inside:
             if module in styles:
@@ -214,6 +218,7 @@ def _hold_all(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
 
 def _spread_vocabulary(embedding: nn.Module, head: nn.Module | None, axis: TensorAxis) -> None:
     """Shard embedding and head along the vocabulary; a stage of a pipeline may lack either."""
+    # A tied matrix stays one parameter: the head takes the embedding's shard, which is cut along the same dimension.
     tied = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and head.weight is embedding.weight
     if isinstance(embedding, nn.Embedding):
         cut_vocabulary(embedding, axis)
@@ -266,6 +271,8 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
     use_float8(terms, setup.precision.fp8, device=setup.device, skip=skipped, compiled=compiled)
     if compiled:
         install_attention(terms.causal_lm, traced=False)
+    # Each step needs what the ones before it made: experts are skipped by tp, hooks of recomputation enclose the cut
+    # layers, and fully_shard gathers what is inside of these hooks.
     experts = []
     if mesh is not None:
         check_heads(terms.config, tp=mesh.dims.tp, cp=mesh.dims.cp)

@@ -181,11 +181,11 @@ class TermModel(nn.Module):
         if self.vision is not None and (self.mesh is not None or self._needs_tower):
             inputs = add_blanks(inputs, self.vision, always=self._needs_tower)
         lengths = _lengths(inputs)
-        given = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
-        given += [digests(inputs)[:, None]] if "item_index" in inputs else []
+        keys = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
+        keys += [digests(inputs)[:, None]] if "item_index" in inputs else []
         rotary = self._rope.lengths(np.repeat(lengths, lengths))
-        given += [] if rotary is None else [rotary[:, None]]
-        rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
+        keys += [] if rotary is None else [rotary[:, None]]
+        rows = share_prefixes(torch.cat(keys, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
         if missing := -len(kept) % self._num_parts:

@@ -227,12 +227,12 @@ class RunningBatch:
         items = [item for view in views for item in view.items]
         two_way = bool(items) and self._vision is not None and self._vision.two_way
         shown = np.concatenate([view.index_of(size) for view, size in zip(views, lengths)]) if two_way else None
-        given = (
+        row = (
             torch.from_numpy(tokens.astype(np.int64))[None],
             torch.from_numpy(positions_of(views, lengths))[..., None, :],
             PackedLayout.of(lengths, padding=False, shown=shown),
         )
-        tokens, positions, layout = to_device(given, self._model.device)
+        tokens, positions, layout = to_device(row, self._model.device)
         media = self._vision.inputs(items) if items and self._vision is not None else {}
         media = media_to_device(media, self._model.device)
         return self._forward(tokens, positions, layout, media, lengths=np.repeat(lengths, lengths)[None])

@@ -45,6 +45,7 @@ class SlotCache(Cache):
         """Reserve `slots` sequences of `capacity` tokens (whole spans); the contents of the first `slots` are kept."""
         if slots <= self.slots and capacity <= self.capacity:
             return
+        # Powers of two make growth rare. Where both would exceed the limit, exactly what is asked for is reserved.
         generous = max(self.slots, _power_of_two(slots)), max(self.capacity, _power_of_two(capacity))
         self.slots, self.capacity = generous if math.prod(generous) <= self._limit else (slots, capacity)
         assert self.slots * self.capacity <= self._limit, "admission checks the limit"
@@ -78,7 +79,7 @@ class SlotCache(Cache):
             self._stores[layer_idx] = stores
         for store, states in zip(stores, (key_states, value_states)):
             self._write(store, states)
-        if self._source is not None:
+        if self._source is not None:  # a prefill attends to its own packed row, not to the slots
             return key_states, value_states
         rows = key_states.shape[0]
         return stores[0][:rows, :, : self._span], stores[1][:rows, :, : self._span]
@@ -94,6 +95,7 @@ class SlotCache(Cache):
                 store[target] = store[source]
 
     def _write(self, store: Tensor, states: Tensor) -> None:
+        # A prompt's rows go to the slots of all its samples: `_source` repeats them once for each.
         kv_heads, head_dim = store.shape[1], store.shape[3]
         if self._source is None:
             new = states.reshape(-1, head_dim)
@@ -129,6 +131,7 @@ class DecodeLayout:
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        # One query a row: the heads of a group are the rows of one small matrix product with their shared keys.
         rows, heads, _, head_dim = query.shape
         groups = rows, key.shape[1], heads // key.shape[1]  # no copies of shared heads
         scores = torch.bmm((query * scoring.scale).reshape(-1, groups[2], head_dim), key.flatten(0, 1).transpose(1, 2))

@@ -89,9 +89,12 @@ class Sampler:
             uniform: [n] float64 in (0, 1).
         """
         logits = _aligned(logits.mul_(self.scale))
+        # The largest logit becomes 0, so that exp neither overflows nor loses the likely tokens.
         logits.sub_(logits.amax(-1, keepdim=True))
         limited = None if self.restricted is None else self._sample_restricted(logits, uniform)
         mass = logits.exp()
+        # Every row is sampled from all tokens; greedy and restricted rows are replaced. Branches by row would cost
+        # more than their samples, and a wait of the host on a GPU.
         tokens = _invert(mass, uniform)
         if self.greedy is not None:
             tokens = torch.where(self.greedy, logits.argmax(-1), tokens)
@@ -138,11 +141,13 @@ def _invert(mass: Tensor, u: Tensor) -> Tensor:
     rows, size = mass.shape
     if size <= 4 * _BLOCK:
         return _first_above(mass.cumsum(-1, dtype=torch.float64), u)
+    # First the block in which the target lies, then the token in it: only two short rows are accumulated in float64.
     padded = F.pad(mass, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
     cumulative = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     block = _first_above(cumulative, u)
     upper = cumulative.gather(1, block[:, None]).squeeze(1)
     lower = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1), 0.0)
+    # What of the target is left inside of the block, as a part of the block's mass.
     rest = ((u * cumulative[:, -1] - lower) / (upper - lower)).clamp(0, 1)
     inside = padded[torch.arange(rows, device=mass.device), block].cumsum(-1, dtype=torch.float64)
     return block * _BLOCK + _first_above(inside, rest)
@@ -150,6 +155,7 @@ def _invert(mass: Tensor, u: Tensor) -> Tensor:
 
 def _first_above(cumulative: Tensor, u: Tensor) -> Tensor:
     """Index [n] of the first entry of `cumulative` [n, m] above u * total, u in [0, 1]."""
+    # u may round up to 1; just below the total is the last token with any mass.
     total = cumulative[:, -1]
     target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)

@@ -58,17 +58,17 @@ class VllmMedia:
         from vllm.multimodal.inputs import MultiModalKwargsItems
 
         family, items = self._family, view.items
-        given = {name: self._cast(name, value) for name, value in family.vllm_inputs(items).items()}
+        inputs = {name: self._cast(name, value) for name, value in family.vllm_inputs(items).items()}
         leads, kinds = 0, ["image"] * len(items)
         if isinstance(family, QwenVision):
             leads, kinds = int(family.timestamps), [item.kind for item in items]
             if family.tokens_per_second is not None and "video" in kinds:
                 seconds = [item.seconds for item in items if item.kind == "video"]
-                given["second_per_grid_ts"] = torch.tensor(seconds)
-        fields = self._processor._get_mm_fields_config(BatchFeature(given), {})
+                inputs["second_per_grid_ts"] = torch.tensor(seconds)
+        fields = self._processor._get_mm_fields_config(BatchFeature(inputs), {})
         return mm_input(
             tokens.tolist(),
-            mm_kwargs=MultiModalKwargsItems.from_hf_inputs(BatchFeature(given), fields),
+            mm_kwargs=MultiModalKwargsItems.from_hf_inputs(BatchFeature(inputs), fields),
             mm_hashes=_by_kind(kinds, [f"{item.digest:x}-{version}" for item in view.items]),
             mm_placeholders=_by_kind(kinds, placeholders(view, leads=leads)),
             cache_salt=str(version),
