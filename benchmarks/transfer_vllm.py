@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cosmos_rl_core.types import Prompt, Sampling
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions

@@ -19,9 +19,9 @@ from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.types import Sampling, Share
+from cosmos_rl_llm.build import _recommend_vllm
 from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.collate import pack_batch
-from cosmos_rl_llm.domain import _recommend_vllm
 from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
 from cosmos_rl_llm.model.miniature import miniature
 from cosmos_rl_llm.policy import probe

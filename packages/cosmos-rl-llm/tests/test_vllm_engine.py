@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sent_weights import sent_weights
+from sent_weights import TOKEN, sent_weights
 from tiny_engine import TokenChat
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero, is_seeded, wakes_as_it_was
 from cosmos_rl_core.types import Prompt, Sampling
-from cosmos_rl_core.weight_sync import OwnsSubscriber
+from cosmos_rl_core.weight_sync import OwnsSubscriber, SyncSection
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start

@@ -18,6 +18,7 @@ from cosmos_rl_core import run
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.types import Prompt, Sampling
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.domain import LLM

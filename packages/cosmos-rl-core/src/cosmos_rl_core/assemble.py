@@ -24,7 +24,7 @@ from cosmos_rl_core.recipe.sections import RewardFunctionSection
 from cosmos_rl_core.reward.build import build
 from cosmos_rl_core.reward.processes import ProcessReward, RewardProcesses
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
-from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.rollout.rollouter import Requests, Rollouter
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import WeightSync
 
