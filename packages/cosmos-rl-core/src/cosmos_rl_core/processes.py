@@ -110,6 +110,10 @@ class ChildProcess:
             self._process.wait(timeout_s)
         return self.status
 
+    def release(self) -> None:
+        """Let it outlive this process; nobody waits for its end."""
+        self._process.returncode = 0  # Python complains about a child that is dropped without a known end
+
     async def ended(self) -> str:
         """Wait for its end on the running event loop and return `status`."""
         if self._ended is None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import count, islice
 
-from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.control.protocol import Role
-from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch
+from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch, Workers
 from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE
 from cosmos_rl_core.wire.tls import TLS_FILE, TLS_VARIABLE
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
@@ -27,38 +26,25 @@ RENDEZVOUS_PORT = 29400
 """Port on machine 0 of a policy replica over several machines, as printed; torchrun's default."""
 
 
-@dataclass(slots=True)
-class ExternalWorkers:
-    """Implements `placement.Workers` for processes of others."""
+class ExternalWorkers(Workers):
+    """Processes of others, each of which ends by itself. Any number of them may join."""
 
-    peers: Peers
-    commands: Callable[[Mapping[Role, int]], Sequence[str]] = lambda more: ()
-    """Returns the commands that start so many more workers, by role."""
-
-    def names(self, role: Role) -> list[str]:
-        return []
-
-    def has(self, name: str) -> bool:
-        return False
-
-    def check(self, more: Mapping[Role, int], *, without: Sequence[str]) -> None:
-        """Accept any number: others start the workers."""
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
 
     def add(self, more: Mapping[Role, int]) -> Added:
-        return Added(commands=self.commands(more))
-
-    def dismiss(self, name: str, *, connected: bool) -> None:
-        """Do nothing: a worker of others ends by itself."""
+        return Added(commands=list(commands(self._launch, more)))
 
     async def leave(self) -> None:
         """Wait until all workers have left, at most STOP_GRACE_S: those that stay lose the connection."""
         deadline = asyncio.get_running_loop().time() + STOP_GRACE_S
-        while self.peers.by_name and asyncio.get_running_loop().time() < deadline:
+        peers = self._launch.controller.peers
+        while peers.by_name and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(CHECK_S)
 
     def kill(self) -> None:
         """Forget the workers: they end with their connection."""
-        self.peers.by_name.clear()
+        self._launch.controller.peers.by_name.clear()
 
 
 async def start_external(launch: Launch) -> ExternalWorkers:
@@ -71,7 +57,7 @@ async def start_external(launch: Launch) -> ExternalWorkers:
         + (f", and of {launch.directory / TLS_FILE} in {TLS_VARIABLE}" if launch.tls else ""),
     ]
     launch.observer.note("\n".join(lines))
-    return ExternalWorkers(launch.controller.peers, lambda more: list(commands(launch, more)))
+    return ExternalWorkers(launch)
 
 
 def commands(launch: Launch, more: Mapping[Role, int]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.imports import WORKER
 from cosmos_rl_core.launch.external import ExternalWorkers
 from cosmos_rl_core.launch.gpus import GpuSupply, gpus_per_rollout
-from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch, threads
+from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch, Workers, threads
 from cosmos_rl_core.launch.supervised.link import ControllerTask
 from cosmos_rl_core.processes import child_variables, machine_gpus
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
@@ -61,14 +61,14 @@ class WorkerSpec:
         return msgspec.msgpack.decode(data, type=cls, dec_hook=lambda kind, value: kind(value))
 
 
-class LocalWorkers(WorkerProcesses):
-    """Implements `placement.Workers`: who is started, started again, and missed. Another object owns the processes."""
+class LocalWorkers(Workers, WorkerProcesses):
+    """Who is started, started again, and missed. Another object owns the processes."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch, self._controller, self._config = launch, launch.controller, launch.config
         self._task = launch.supervised.task if launch.supervised else None
         self._processes = launch.supervised or ProcessSupervisor()
-        self._guests = ExternalWorkers(launch.controller.peers)
+        self._guests = ExternalWorkers(launch)
         """Workers of other machines that have joined the run."""
         self._supply = _supply(launch)
         """GPUs of workers that are added."""

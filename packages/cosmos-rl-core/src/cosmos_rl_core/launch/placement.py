@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
@@ -68,58 +69,44 @@ class Added:
     """Commands of those that somebody else must start."""
 
 
-class Workers(Protocol):
-    """The workers of one run."""
+class Workers(ABC):
+    """The workers of one run. A placement without processes of its own on this machine overrides `leave` and `kill`."""
 
     def names(self, role: p.Role) -> list[str]:
         """Return the workers of a role whose processes run here, the oldest first; also those not connected yet."""
-        ...
+        return []
 
     def has(self, name: str) -> bool:
         """Return whether this process runs here, also one that shall leave."""
-        ...
+        return False
 
-    def check(self, more: Mapping[p.Role, int], *, without: Sequence[str]) -> None:
+    def check(self, more: Mapping[p.Role, int], *, without: Sequence[str]) -> None:  # noqa: B027  nothing by default
         """Raise UserError if `more` workers cannot be added, by role, once those of `without` have left."""
-        ...
 
     def add(self, more: Mapping[p.Role, int]) -> Added:
         """Start `more` workers, by role, under new names. Raises UserError as `check`."""
-        ...
+        return Added()
 
-    def dismiss(self, name: str, *, connected: bool) -> None:
+    def dismiss(self, name: str, *, connected: bool) -> None:  # noqa: B027
         """Expect the end of a worker that the controller drains; end it here unless it is `connected`."""
-        ...
 
+    @abstractmethod
     async def leave(self) -> None:
         """Wait until all workers have left; end the others."""
-        ...
 
+    @abstractmethod
     def kill(self) -> None:
         """End all workers now."""
-        ...
 
 
-class InlineWorkers:
-    """Implements `Workers` in the controller's own process."""
+class InlineWorkers(Workers):
+    """Tasks in the controller's own process."""
 
     def __init__(self, tasks: list[asyncio.Task[None]]) -> None:
         self._tasks = tasks
 
-    def names(self, role: p.Role) -> list[str]:
-        return []
-
-    def has(self, name: str) -> bool:
-        return False
-
     def check(self, more: Mapping[p.Role, int], *, without: Sequence[str]) -> None:
         raise UserError('[run] placement = "inline" has a fixed number of workers; set placement = "local"')
-
-    def add(self, more: Mapping[p.Role, int]) -> Added:
-        return Added()
-
-    def dismiss(self, name: str, *, connected: bool) -> None:
-        pass
 
     async def leave(self) -> None:
         _, late = await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)

@@ -79,7 +79,6 @@ def launch(
     detach: Annotated[bool, typer.Option("--detach", help="On Ray, return when all processes have started.")] = False,
 ) -> None:
     """Start the controller and the workers of a run on a platform, with the settings of [cluster]."""
-    from cosmos_rl_core.ops.clusters.follow import Follows
     from cosmos_rl_core.ops.clusters.launcher import ClusterRun, find_launcher, shares_files
     from cosmos_rl_core.ops.clusters.launcher import launch as launch_on
     from cosmos_rl_core.settings.base import ConfigError
@@ -103,9 +102,9 @@ def launch(
     directory = run.config.run.directory
     typer.echo(f"{run.label} is submitted" + (f"; its output is in {directory}/launch" if shares_files(on) else ""))
     typer.echo(f"cosmos-rl status {directory} shows it, cosmos-rl stop {directory} saves and ends it")
-    launcher = find_launcher(on)
-    if isinstance(launcher, Follows) and not detach:
-        raise typer.Exit(launcher.follow(run))
+    follow = getattr(find_launcher(on), "follow", None)
+    if follow is not None and not detach:
+        raise typer.Exit(follow(run))
 
 
 def _ended(number: int, frame: FrameType | None) -> NoReturn:

@@ -7,20 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, runtime_checkable
 
 from cosmos_rl_core.ops.clusters.launcher import FOLDER, ClusterRun
 
 CHECK_S = 0.5
-
-
-@runtime_checkable
-class Follows(Protocol):
-    """A launcher whose `cosmos-rl launch` stays until the run has ended."""
-
-    def follow(self, run: ClusterRun) -> int:
-        """Print the logs of the run until its end, and return its exit code. Ctrl-C and SIGTERM stop the run."""
-        ...
 
 
 def follow(

@@ -8,18 +8,16 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
-import subprocess
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
-from cosmos_rl_core.ops.clusters.launcher import ClusterRun, rollouts_of
+from cosmos_rl_core.ops.clusters.launcher import ClusterRun, rollouts_of, run_command
 from cosmos_rl_core.ops.clusters.manifest import REPLICA_LABEL, RUN_LABEL, KubernetesManifest
 from cosmos_rl_core.wire.certificates import make_bundles
 from cosmos_rl_core.wire.handshake import TOKEN_BYTES
 
-COMMAND_TIMEOUT_S = 60.0
 HAS_SECRETS = "# The Secrets are those of this run: do not publish this text.\n"
 READ = "jobsets.jobset.x-k8s.io,jobs.batch"
 KINDS = f"{READ},configmaps,secrets"
@@ -73,15 +71,15 @@ class Kubernetes:
         """Create Jobs of rollouts, or delete those with the highest numbers, whose prompts others then get."""
         manifest, count = KubernetesManifest(run), rollouts_of(targets, platform="kubernetes")
         rollouts = {job.replica: job for job in _jobs(run) if job.replica.startswith("rollout-")}
-        names = sorted((name for name, job in rollouts.items() if not (job.ended or job.leaving)), key=_number)
+        leaving = [name for name, job in rollouts.items() if job.ended or job.leaving]
+        surplus, missing = run.rescaled("rollout", count, present=rollouts, leaving=leaving)
         lines = []
-        for name in names[count:]:
+        for name in surplus:
             deleted = f"{manifest.name}-{name}"
             lines += _kubectl(run, "delete", "jobs.batch", deleted, "--cascade=foreground", "--wait=false").splitlines()
-        possible = (one for one in run.rollouts(count + len(rollouts)) if one.name not in rollouts)
-        more = [manifest.rollout(one) for one, _ in zip(possible, range(count - len(names)), strict=False)]
-        if more:
-            lines += _kubectl(run, "create", "--filename=-", text=to_yaml(more)).splitlines()
+        if missing:
+            text = to_yaml(manifest.rollout(replica) for replica in missing)
+            lines += _kubectl(run, "create", "--filename=-", text=text).splitlines()
         return lines
 
     def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
@@ -148,10 +146,6 @@ def _job(item: Mapping[str, Any]) -> KubernetesJob:
     )
 
 
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
 def _place(run: ClusterRun) -> list[str]:
     namespace = run.config.cluster.kubernetes.namespace
     return [f"--namespace={namespace}"] if namespace else []
@@ -163,18 +157,10 @@ def _shown(run: ClusterRun, *arguments: str) -> str:
 
 def _kubectl(run: ClusterRun, *arguments: str, text: str | None = None) -> str:
     """Run kubectl with `text` as its input; return its output. Raises UserError with its error message."""
-    command = ["kubectl", *_place(run), *arguments]
     try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
-        )
-    except FileNotFoundError as error:
-        raise UserError("kubectl is not installed here") from error
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"{shlex.join(command)} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
-    if done.returncode:
-        text = done.stderr.strip() or f"exit code {done.returncode}"
-        if any(words in text for words in NO_JOB_SETS):
-            text += f"; JobSet is not installed in the cluster: kubectl apply --server-side -f {JOB_SET}"
-        raise UserError(f"{shlex.join(command)}: {text}")
-    return done.stdout
+        return run_command("kubectl", *_place(run), *arguments, text=text, missing="kubectl is not installed here")
+    except UserError as error:
+        if not any(words in str(error) for words in NO_JOB_SETS):
+            raise
+        install = f"JobSet is not installed in the cluster: kubectl apply --server-side -f {JOB_SET}"
+        raise UserError(f"{error}; {install}") from error

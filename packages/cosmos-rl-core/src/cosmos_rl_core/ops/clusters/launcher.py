@@ -17,9 +17,11 @@ import hashlib
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +41,7 @@ FOLDER = "launch"
 """Folder for what a platform executes and writes, in the run's directory."""
 CONTROLLER = "controller"
 """Name of the controller's process."""
+COMMAND_TIMEOUT_S = 60.0
 INTERRUPTED = 130
 """Exit code of a run that was interrupted."""
 _FILE, _RECIPE = "cluster.json", "recipe.toml"
@@ -139,6 +142,26 @@ class ClusterRun:
         number = self.config.rollout.replicas if count is None else count
         return [Replica(role="rollout", name=f"rollout-{i}", machines=1, ranks=1, gpus=gpus) for i in range(number)]
 
+    def replicas(self, role: str, count: int) -> list[Replica]:
+        """Return the first `count` replicas of a role, also beyond those of the recipe. Raises UserError."""
+        if role == "rollout" and not self.config.is_sft:
+            return self.rollouts(count)
+        if role == "policy":
+            return [replace(self.policies()[0], name=f"policy-{index}") for index in range(count)]
+        raise UserError(f"{role}={count}: this run has no {role} workers")
+
+    def rescaled(
+        self, role: str, count: int, *, present: Collection[str], leaving: Collection[str] = ()
+    ) -> tuple[list[str], list[Replica]]:
+        """Return the surplus replicas of a role, those with the highest numbers, and the missing ones.
+
+        present: the names of those that have not ended. leaving: of these, the ones that end.
+        """
+        staying = [name for name in present if name.startswith(f"{role}-") and name not in leaving]
+        staying.sort(key=lambda name: int(name.rpartition("-")[2]))
+        free = (replica for replica in self.replicas(role, count + len(present)) if replica.name not in present)
+        return staying[count:], list(islice(free, max(0, count - len(staying))))
+
     def process(self, name: str, arguments: Sequence[str], *, log: str = "") -> ProcessSpec:
         """Return a process of this run that a supervisor starts again after crashes. log: as in ProcessSpec."""
         is_controller = name == CONTROLLER
@@ -181,7 +204,9 @@ class Launcher(Protocol):
 
     Every method raises UserError with the platform's own message where the platform refuses.
     `testing.conformance.check_launcher` has the checks of an implementation. One whose machines do not see the files of
-    this machine has the attribute `shares_files = False`: the recipe's files are then not checked before the start.
+    this machine has the attribute `shares_files = False`: the recipe's files are then not checked before the start. One
+    whose `cosmos-rl launch` stays has a method `follow(run) -> int`, which prints the logs until the end of the run and
+    returns its exit code; Ctrl-C and SIGTERM stop the run.
     """
 
     def plan(self, run: ClusterRun) -> str:
@@ -212,6 +237,24 @@ class Launcher(Protocol):
         The processes get SIGTERM, and the platform's usual time to save. now: they are killed.
         """
         ...
+
+
+def run_command(*command: str, missing: str, text: str | None = None) -> str:
+    """Run a command of a platform with `text` as its input, and return its output.
+
+    Raises UserError: with `missing` if it is not installed here, and with its own error message.
+    """
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise UserError(missing) from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{shlex.join(command)} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        raise UserError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
 
 
 def find_launcher(platform: str) -> Launcher:

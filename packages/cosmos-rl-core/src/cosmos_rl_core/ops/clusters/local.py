@@ -18,8 +18,6 @@ from cosmos_rl_core.processes import ChildProcess, environment, kill_tree, last_
 from cosmos_rl_core.workers.directory import lock_holder
 
 CHECK_S = 0.1
-_started: list[ChildProcess] = []
-"""Kept, as Python complains about a child that is dropped while it runs."""
 
 
 class Local:
@@ -47,7 +45,6 @@ class Local:
         contact.unlink(missing_ok=True)  # left by a killed run
         with (folder / "run.log").open("ab") as log:
             process = ChildProcess(["bash", str(folder / "run.sh")], environment=environment(), output=log)
-        _started.append(process)
         try:
             while not contact.exists():
                 if status := process.wait(CHECK_S):
@@ -56,7 +53,9 @@ class Local:
                     raise UserError(f"the run ended with {status}:\n{last_lines(folder / 'run.log')}")
         except BaseException:  # Ctrl-C, before the process has a lock by which `stop` would find it
             process.kill()
+            process.wait()
             raise
+        process.release()
         return [f"run: process {process.pid}"]
 
     def alive(self, run: ClusterRun) -> Mapping[str, str]:

@@ -14,9 +14,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -66,7 +66,7 @@ class RayProcess:
 
 
 class Ray:
-    """Implements `Launcher` and `Follows`."""
+    """Implements `Launcher`, and stays until the end of the run."""
 
     def plan(self, run: ClusterRun) -> str:
         """Return each process with its resources and its command."""
@@ -105,14 +105,13 @@ class Ray:
         leaving = {replica_of(name) for name, state in states.items() if state.startswith(LEAVING)}
         lines, new = [], []
         for role, count in targets.items():
-            replicas = sorted((name for name in taken - leaving if name.startswith(f"{role}-")), key=_number)
-            for replica in replicas[count:]:
+            surplus, missing = run.rescaled(role, count, present=taken, leaving=leaving)
+            for replica in surplus:
                 for name, actor in by_name.items():
                     if replica_of(name) == replica:
                         _end(run, name, actor)
                 lines.append(f"{replica}: leaves")
-            free = (one for one in _replicas(run, role, count + len(taken)) if one.name not in taken)
-            new += [next(free) for _ in range(count - len(replicas))]
+            new += missing
         return lines + self._start(run, processes(run, new))
 
     def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
@@ -329,16 +328,6 @@ def _resources(run: ClusterRun, role: str, *, gpus: int) -> dict[str, float]:
     return {name: amount for name, amount in amounts.items() if amount}
 
 
-def _replicas(run: ClusterRun, role: str, count: int) -> Iterator[Replica]:
-    """Yield replicas of a role, as many as wanted, also beyond those of the recipe. Raises UserError."""
-    if role == "rollout" and not run.config.is_sft:
-        yield from run.rollouts(count)
-    elif role == "policy":
-        yield from (replace(run.policies()[0], name=f"policy-{index}") for index in range(count))
-    else:
-        raise UserError(f"{role}={count}: this run has no {role} workers")
-
-
 def _create(run: ClusterRun, new: Sequence[RayProcess]) -> dict[str, Any]:
     """Create the actors of processes, and return them by name."""
     import ray
@@ -446,7 +435,3 @@ def _listed(amounts: Mapping[str, float]) -> str:
 
 def _command(spec: ProcessSpec) -> str:
     return " ".join([*spec.command, *spec.first])
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])

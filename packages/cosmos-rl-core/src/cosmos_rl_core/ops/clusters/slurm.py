@@ -13,16 +13,14 @@ from __future__ import annotations
 import getpass
 import re
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.ops.clusters.launcher import FOLDER, ClusterRun, Replica, rollouts_of
+from cosmos_rl_core.ops.clusters.launcher import FOLDER, ClusterRun, Replica, rollouts_of, run_command
 
-COMMAND_TIMEOUT_S = 60.0
 _NO_GPUS = re.compile(r"generic resource|gres", re.IGNORECASE)
 """In the error of sbatch for a job with GPUs where no machine has any."""
 RENDEZVOUS_PORTS = (20000, 12000)
@@ -80,18 +78,19 @@ class Slurm:
                 f"--resume rollout.replicas={count}"
             )
         jobs = [job for job in _jobs(run) if job.name.startswith("rollout-")]
-        names = sorted({job.name for job in jobs if not job.is_leaving}, key=_number)
-        surplus, taken, kept = names[count:], {job.name for job in jobs}, set(names[:count])
+        kept = {job.name for job in jobs if not job.is_leaving}
+        present = {job.name for job in jobs}
+        surplus, missing = run.rescaled("rollout", count, present=present, leaving=present - kept)
+        kept -= set(surplus)
         lines = [f"{name}: cancelled" for name in surplus]
         if surplus:
             _call("scancel", *(job.number for job in jobs if job.name in surplus))
         try:
-            for replica in run.rollouts(count + len(taken)):
-                if len(kept) < count and replica.name not in taken:
-                    lines.append(self._submit(run, run.directory / FOLDER / "rollout.sbatch", replica.name))
-                    kept.add(replica.name)
+            for replica in missing:
+                lines.append(self._submit(run, run.directory / FOLDER / "rollout.sbatch", replica.name))
+                kept.add(replica.name)
         finally:
-            self._keep(run, sorted(kept, key=_number))
+            self._keep(run, sorted(kept, key=lambda name: int(name.rpartition("-")[2])))
         return lines
 
     def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
@@ -405,20 +404,7 @@ def _jobs(run: ClusterRun) -> list[SlurmJob]:
     return jobs
 
 
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
 def _call(*command: str) -> str:
     """Run a command of Slurm and return its output. Raises UserError with the command's error message."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{command[0]} is not installed here: run this on a machine that submits jobs to Slurm"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise UserError(f"{shlex.join(command)} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
-    if done.returncode:
-        raise UserError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    return done.stdout
+    missing = f"{command[0]} is not installed here: run this on a machine that submits jobs to Slurm"
+    return run_command(*command, missing=missing)
