@@ -150,9 +150,9 @@ import asyncio
 from cosmos_rl_core.supervisor import ProcessSpec, ProcessSupervisor
 async def go():
     supervisor = ProcessSupervisor()
-    command = ("bash", "-c", "trap '' HUP TERM; while true; do sleep 600; done")
+    command = ("bash", "-c", "trap '' HUP TERM; echo $$; while true; do sleep 600; done")
     supervisor.start([ProcessSpec(name="a", command=command)])
-    print(supervisor.pid("a"), flush=True)
+    print("watched", flush=True)
     await supervisor.next_end()
 asyncio.run(go())
 """
@@ -160,7 +160,8 @@ asyncio.run(go())
 
 def test_a_process_ends_with_its_supervisor_though_it_ignores_signals():
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=-1) as parent:
-        child = os.pidfd_open(int(parent.stdout.readline()))
+        lines = {parent.stdout.readline().strip() for _ in range(2)}
+        child = os.pidfd_open(int((lines - {b"watched"}).pop()))
         parent.send_signal(signal.SIGKILL)
     assert select.select([child], [], [], 60)[0]
     os.close(child)

@@ -143,11 +143,6 @@ class ProcessSupervisor:
         process = self._by_name.get(name)
         return process is not None and process.is_last
 
-    def pid(self, name: str) -> int:
-        child = self._by_name[name].child
-        assert child is not None
-        return child.pid
-
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a process, if it runs."""
         for process in self._named([name]):
