@@ -110,9 +110,9 @@ def body(*, reward="brightness", arrays=None, media="none", size=2, options=None
     """The bytes of a request for one reward."""
     specs = [RewardSpec(name, options=options or {}) for name in ([reward] if isinstance(reward, str) else reward)]
     header = Header(groups=[GroupSpec(size=size, **group)], rewards=specs, media=media, id=identity)
-    pieces, num_bytes = encode_body(header, arrays or {})
-    joined = b"".join(pieces())
-    assert len(joined) == num_bytes
+    encoded = encode_body(header, arrays or {})
+    joined = b"".join(encoded.pieces())
+    assert len(joined) == encoded.num_bytes
     return joined
 
 
@@ -174,8 +174,8 @@ def test_videos_are_scored(http):
 def test_several_rewards_answer_one_request_and_the_total_is_weighted(http):
     specs = [RewardSpec("brightness", weight=10.0), RewardSpec("parts"), RewardSpec("batch", weight=0.5)]
     group = GroupSpec(size=2, texts=["ab", "abc"])
-    pieces, _ = encode_body(Header(groups=[group], rewards=specs, media="video"), {"video": clips(255, 0)})
-    reply = fetch(http, enqueue(http, b"".join(pieces()))).json()
+    encoded = encode_body(Header(groups=[group], rewards=specs, media="video"), {"video": clips(255, 0)})
+    reply = fetch(http, enqueue(http, b"".join(encoded.pieces()))).json()
     batch = {"batch": [1.0, 1.0], "parts.long": [2.0, 3.0], "parts.short": [-2.0, -3.0], "brightness": [1.0, 0.0]}
     assert reply["scores"] == batch
     assert reply["total"] == [10.5, 0.5]

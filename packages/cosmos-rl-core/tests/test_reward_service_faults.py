@@ -60,9 +60,9 @@ def start(folder, **reward):
 
 def enqueue(backend, **row):
     name = next(iter(backend.pools))
-    pieces, _ = encode_body(header := Header(groups=[GroupSpec(size=2, row=row)], rewards=[RewardSpec(name)]), {})
+    encoded = encode_body(header := Header(groups=[GroupSpec(size=2, row=row)], rewards=[RewardSpec(name)]), {})
     spool = BodySpool()
-    for piece in pieces():
+    for piece in encoded.pieces():
         spool.write(piece)
     return backend.add(header, spool)
 
@@ -233,7 +233,7 @@ def test_the_command_serves_and_stops_cleanly(command, folder):
     assert re.fullmatch(r"reward server: http://127\.0\.0\.1:\d+ \(token x1\)\n", line)
     url = line.split()[2]
     header = Header(groups=[GroupSpec(size=1)], rewards=[RewardSpec("token")])
-    content = b"".join(encode_body(header, {})[0]())
+    content = b"".join(encode_body(header, {}).pieces())
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer hush-hush"}, trust_env=False) as http:
         uuid = http.post("/api/reward/enqueue", content=content).json()["uuid"]
         scores = http.post("/api/reward/fetch", json={"uuid": uuid, "wait_s": 20}, timeout=30).json()["scores"]

@@ -29,7 +29,7 @@ def header(*, size=2, media="none", rewards=("a",), **keys):
 
 
 def encoded(head, arrays):
-    return b"".join(encode_body(head, arrays)[0]())
+    return b"".join(encode_body(head, arrays).pieces())
 
 
 def safetensors(index, data=b""):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -16,7 +16,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.reward.request import Enqueued, Fetched, Header, encode_body
+from cosmos_rl_core.reward.request import EncodedBody, Enqueued, Fetched, Header, encode_body
 from cosmos_rl_core.wire.listening import is_loopback
 
 _FIRST_PAUSE_S = 0.1
@@ -29,31 +29,42 @@ class RewardServiceError(Exception):
 
 
 class Retry:
-    """The attempts of one request.
+    """The attempts of one request until its deadline.
 
-    retry.waiting_for = "http://... to accept the request"
-    response = await retry.until_accepted(send, accept={200})
-    raise retry.error(deadline_s)                                       # after the deadline
+    retry = Retry(http, deadline_s=60, rng=rng)
+    async with retry.deadline():                     # TimeoutError, or ConnectionError if the last attempt failed
+        response = await retry.post(url, purpose="to answer", accept={200}, json=body)
     """
 
-    def __init__(self, *, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, http: httpx.AsyncClient, *, deadline_s: float, rng: random.Random) -> None:
+        self._http, self._deadline_s, self._rng = http, deadline_s, rng
         self._pauses = 0
         self._failures = 0
         self._trouble = ""
-        self.waiting_for = ""
+        self._waiting_for = ""
 
-    async def until_accepted(
-        self, send: Callable[[], Awaitable[httpx.Response]], *, accept: Collection[int]
-    ) -> httpx.Response:
-        """Return the first response with a status in `accept`.
+    @asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        """Limit the attempts. The error after the deadline names what they waited for, and the last trouble."""
+        limit = asyncio.timeout(self._deadline_s)
+        try:
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise self._error() from error
+
+    async def post(self, url: str, *, purpose: str, accept: Collection[int], **sent: Any) -> httpx.Response:
+        """Return the first response with a status in `accept`. sent: as of httpx, the same for all attempts.
 
         Retries after connection errors, 408, 429 and 5xx; raises RewardServiceError for any other response.
         """
+        self._waiting_for = f"{url} {purpose}"
         while True:
             retry_after_s = 0.0
             try:
-                response = await send()
+                response = await self._http.post(url, **sent)
             except httpx.LocalProtocolError:  # its message may contain a header with the token
                 raise RewardServiceError("the request is not valid HTTP; check the service's URLs and token") from None
             except httpx.TransportError as error:
@@ -80,9 +91,8 @@ class Retry:
         """Start again with short pauses: the service is working."""
         self._pauses = 0
 
-    def error(self, deadline_s: float) -> ConnectionError | TimeoutError:
-        """Return the error of a request after its deadline."""
-        waited = f"no scores within deadline_s = {deadline_s:g}; waited for {self.waiting_for}"
+    def _error(self) -> ConnectionError | TimeoutError:
+        waited = f"no scores within deadline_s = {self._deadline_s:g}; waited for {self._waiting_for}"
         if not self._trouble:
             return TimeoutError(waited)
         times = "an attempt" if self._failures == 1 else f"{self._failures} attempts"
@@ -121,15 +131,6 @@ class ServiceAddress:
         return any(url.startswith("https://") for url in (self.enqueue_url, self.fetch_url))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outgoing:
-    """An encoded request, which may be sent several times."""
-
-    header: Header
-    pieces: Callable[[], Iterator[bytes]]
-    num_bytes: int
-
-
 class RewardClient:
     """Sends requests to one service; many may be in flight at the same time.
 
@@ -145,22 +146,21 @@ class RewardClient:
         self._deadline_s = deadline_s
         self._wait_s = min(wait_s, deadline_s)
         self._rng = rng or random.Random()
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> RewardClient:
-        client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {self._address.token}"},
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {address.token}"},
             timeout=httpx.Timeout(60.0, connect=10.0, read=self._wait_s + 30.0),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=30.0),
-            verify=self._address.is_secure,  # loading certificates is slow
+            verify=address.is_secure,  # loading certificates is slow
             follow_redirects=False,  # the token is valid for this address only
-            trust_env=not self._address.is_loopback,  # a proxy cannot reach this machine's ports
+            trust_env=not address.is_loopback,  # a proxy cannot reach this machine's ports
         )
-        self._http = await self._stack.enter_async_context(client)
+
+    async def __aenter__(self) -> RewardClient:
+        await self._http.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        await self._http.aclose()
 
     async def score(self, header: Header, arrays: Mapping[str, Sequence[np.ndarray]]) -> dict[str, list[float]]:
         """Return the scores of a request by name, each [B]; `arrays` has one array per sample under each name.
@@ -171,41 +171,38 @@ class RewardClient:
         again to a service that restarted meanwhile; its id prevents a second scoring by the same service.
         """
         header = header if header.id else msgspec.structs.replace(header, id=uuid4().hex)
-        pieces, num_bytes = encode_body(header, arrays)
-        outgoing = _Outgoing(header=header, pieces=pieces, num_bytes=num_bytes)
-        retry = Retry(rng=self._rng)
-        limit = asyncio.timeout(self._deadline_s)
-        try:
-            async with limit:
-                while True:
-                    taken = await self._enqueue(outgoing, retry)
-                    reply = await self._fetch(taken, header, retry)
-                    if reply is not None:
-                        return _checked(reply, header)
-                    await retry.pause("the service no longer has the request")
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise retry.error(self._deadline_s) from error
+        body = encode_body(header, arrays)
+        retry = Retry(self._http, deadline_s=self._deadline_s, rng=self._rng)
+        async with retry.deadline():
+            while True:
+                uuid = await self._enqueue(header, body, retry)
+                reply = await self._fetch(uuid, header, retry)
+                if reply is not None:
+                    return _checked(reply, header)
+                await retry.pause("the service no longer has the request")
 
-    async def _enqueue(self, outgoing: _Outgoing, retry: Retry) -> Enqueued:
-        retry.waiting_for = f"{self._address.enqueue_url} to accept the request"
-        response = await retry.until_accepted(lambda: self._send(outgoing), accept={200})
-        taken = _decoded(response, Enqueued)
-        _check_id(taken.id, outgoing.header)
-        return taken
+    async def _enqueue(self, header: Header, body: EncodedBody, retry: Retry) -> str:
+        headers = {"Content-Length": str(body.num_bytes), "Content-Type": "application/octet-stream"}
+        response = await retry.post(
+            self._address.enqueue_url, purpose="to accept the request", accept={200}, content=body, headers=headers
+        )
+        enqueued = _decoded(response, Enqueued)
+        _check_id(enqueued.id, header)
+        return enqueued.uuid
 
-    async def _fetch(self, taken: Enqueued, header: Header, retry: Retry) -> Fetched | None:
+    async def _fetch(self, uuid: str, header: Header, retry: Retry) -> Fetched | None:
         """Return the final reply, or None if the service no longer has the request."""
-        retry.waiting_for = f"{self._address.fetch_url} to score request {taken.uuid}"
+        fetch = {"uuid": uuid, "wait_s": self._wait_s}
         while True:
             start = time.monotonic()
-            response = await retry.until_accepted(lambda: self._ask(taken.uuid), accept={200, 202, 404})
+            response = await retry.post(
+                self._address.fetch_url, purpose=f"to score request {uuid}", accept={200, 202, 404}, json=fetch
+            )
             if response.status_code == httpx.codes.NOT_FOUND:
                 return None
             reply = _decoded(response, Fetched)
-            if reply.uuid != taken.uuid:
-                raise RewardServiceError(f"fetched request {taken.uuid}, the service returned {reply.uuid}")
+            if reply.uuid != uuid:
+                raise RewardServiceError(f"fetched request {uuid}, the service returned {reply.uuid}")
             _check_id(reply.id, header)
             if reply.status != "pending":
                 return reply
@@ -213,20 +210,6 @@ class RewardClient:
                 retry.reset()
             else:  # the service does not block fetches, so wait here
                 await retry.pause()
-
-    async def _send(self, outgoing: _Outgoing) -> httpx.Response:
-        async def content() -> AsyncIterator[bytes]:
-            for piece in outgoing.pieces():
-                yield piece
-
-        headers = {"Content-Length": str(outgoing.num_bytes), "Content-Type": "application/octet-stream"}
-        return await self._http.post(self._address.enqueue_url, content=content(), headers=headers)
-
-    async def _ask(self, uuid: str) -> httpx.Response:
-        body = msgspec.json.encode({"uuid": uuid, "wait_s": self._wait_s})
-        return await self._http.post(
-            self._address.fetch_url, content=body, headers={"Content-Type": "application/json"}
-        )
 
 
 def _decoded(response: httpx.Response, kind: type[Reply]) -> Reply:

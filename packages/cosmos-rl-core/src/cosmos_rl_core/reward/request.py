@@ -15,10 +15,10 @@ B is the sum of the groups' sizes. A body of NVIDIA's cosmos-rl clients has othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ from cosmos_rl_core.reward.wire_format import (
 )
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
+T = TypeVar("T")
 MediaKind = Literal["video", "image", "latent", "none"]
 NUM_FRAMES = "num_frames"
 """Name of the array with each video's number of frames; later frames are padding."""
@@ -122,23 +123,16 @@ class ScoreRequest:
         return groups
 
 
-_decode_header = msgspec.json.Decoder(Header).decode
-
-
-def read_line(buffer: Buffer) -> tuple[bytes, int]:
-    """Return the header line and the offset of the arrays. Raises MalformedBody without a line."""
-    end = buffer.find(b"\n", 0, MAX_HEADER_BYTES)
-    if end < 0:
-        raise MalformedBody('the body must start with one line of JSON, ended by "\\n"')
-    return buffer[:end], end + 1
-
-
-def decode_header(line: bytes) -> Header:
-    """Return the header. Raises MalformedBody, which names the field, for an invalid line."""
+def _decoded(line: bytes, kind: type[T]) -> T:
+    """Return a header line as a value. Raises MalformedBody, which names the field."""
     try:
-        header = _decode_header(line)
+        return msgspec.json.decode(line, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedBody(f"header: {error}") from error
+
+
+def _decode_header(line: bytes) -> Header:
+    header = _decoded(line, Header)
     if header.size > MAX_SAMPLES:
         raise MalformedBody(f"header: {header.size} samples in all; at most {MAX_SAMPLES} - at `$.groups`")
     names = [reward.name for reward in header.rewards]
@@ -150,7 +144,7 @@ def decode_header(line: bytes) -> Header:
     return header
 
 
-def checked(header: Header, places: Mapping[str, ArrayLocation]) -> ScoreRequest:
+def _checked(header: Header, places: Mapping[str, ArrayLocation]) -> ScoreRequest:
     """Return the request. Raises MalformedBody for arrays that do not match the header."""
     size = header.size
     for name, place in places.items():
@@ -164,7 +158,7 @@ def checked(header: Header, places: Mapping[str, ArrayLocation]) -> ScoreRequest
     return ScoreRequest(header=header, places=places)
 
 
-def encode_line(header: Header) -> bytes:
+def _encode_line(header: Header) -> bytes:
     """Return the header line, padded to align the arrays. Raises ValueError for values that are not JSON."""
     try:
         text = msgspec.json.encode(header)
@@ -173,21 +167,30 @@ def encode_line(header: Header) -> bytes:
     return text + b" " * (-(len(text) + 1) % _ALIGN) + b"\n"
 
 
-def encode_body(
-    header: Header, arrays: Mapping[str, Sequence[np.ndarray]]
-) -> tuple[Callable[[], Iterator[bytes]], int]:
-    """Return a function that yields the body in pieces, and the body's size in bytes.
+class EncodedBody:
+    """A request's bytes, which may be sent several times: httpx iterates over them for each attempt."""
 
-    `arrays` has one array per sample under each name. Raises ValueError for arrays that cannot be sent.
-    """
-    parts = [memoryview(encode_line(header)), *(safetensors_parts(arrays) if arrays else ())]
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._parts = parts
+        self.num_bytes = sum(map(len, parts))
 
-    def pieces() -> Iterator[bytes]:
-        for part in parts:
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes in pieces that fit a socket's buffer."""
+        for part in self._parts:
             for start in range(0, len(part), _PIECE_BYTES):
                 yield bytes(part[start : start + _PIECE_BYTES])
 
-    return pieces, sum(len(part) for part in parts)
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces():
+            yield piece
+
+
+def encode_body(header: Header, arrays: Mapping[str, Sequence[np.ndarray]]) -> EncodedBody:
+    """Return the body of a request; `arrays` has one array per sample under each name.
+
+    Raises ValueError for a header and arrays that cannot be sent.
+    """
+    return EncodedBody([memoryview(_encode_line(header)), *(safetensors_parts(arrays) if arrays else ())])
 
 
 _PIECE_BYTES = 2**20
@@ -272,30 +275,19 @@ class _Metadata(msgspec.Struct, frozen=True):
     video_infos: list[_VideoInfo] = []
 
 
-_decode = msgspec.json.Decoder(_Metadata).decode
-_decode_keys = msgspec.json.Decoder(dict[str, Any]).decode
-
-
 def read_request(buffer: Buffer) -> ScoreRequest:
     """Return the request in a body of either kind. Raises MalformedBody, which names the field."""
-    line, start = read_line(buffer)
-    if b'"reward_fn"' in line and (keys := _keys(line)).keys() & {"reward_fn"}:
-        return _read_theirs(line, keys, find_arrays(buffer, start))
-    return checked(decode_header(line), find_arrays(buffer, start))
-
-
-def _keys(line: bytes) -> dict[str, Any]:
-    try:
-        return _decode_keys(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedBody(f"header: {error}") from error
+    end = buffer.find(b"\n", 0, MAX_HEADER_BYTES)
+    if end < 0:
+        raise MalformedBody('the body must start with one line of JSON, ended by "\\n"')
+    line = buffer[:end]
+    if b'"reward_fn"' in line and "reward_fn" in (keys := _decoded(line, dict[str, Any])):
+        return _read_theirs(line, keys, find_arrays(buffer, end + 1))
+    return _checked(_decode_header(line), find_arrays(buffer, end + 1))
 
 
 def _read_theirs(line: bytes, keys: dict[str, Any], places: dict[str, ArrayLocation]) -> ScoreRequest:
-    try:
-        metadata = _decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedBody(f"header: {error}") from error
+    metadata = _decoded(line, _Metadata)
     if set(places) != {NPY_NAME}:
         raise MalformedBody("the metadata line of cosmos-rl must be followed by one .npy file")
     rewards = [RewardSpec(name, weight) for name, weight in metadata.reward_fn.items() if weight > 0]
@@ -309,7 +301,7 @@ def _read_theirs(line: bytes, keys: dict[str, Any], places: dict[str, ArrayLocat
         fps=metadata.video_infos[0].video_fps if metadata.video_infos else None,
         client="cosmos-rl",
     )
-    return checked(header, {kind: places[NPY_NAME]})
+    return _checked(header, {kind: places[NPY_NAME]})
 
 
 def _kind(media_type: str | None, place: ArrayLocation) -> MediaKind:

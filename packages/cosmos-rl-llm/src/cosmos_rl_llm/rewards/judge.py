@@ -22,7 +22,6 @@ from cosmos_rl_core.types import RolloutGroup
 if TYPE_CHECKING:
     import httpx
 
-    from cosmos_rl_core.reward.client import Retry
 
 QUESTION = (
     "Question: {question}\n\nReference answer: {answer}\n\nAnswer of a student: {response}\n\n"
@@ -102,17 +101,10 @@ class JudgeReward(Strict):
             "max_tokens": self.max_tokens,
             "temperature": 0,
         }
-        retry: Retry = Retry(rng=self._random)
-        retry.waiting_for = f"{self.url} to answer"
-        limit = asyncio.timeout(self.deadline_s)
-        try:
-            async with limit:
-                address = f"{self.url.rstrip('/')}/chat/completions"
-                answer = await retry.until_accepted(lambda: client.post(address, json=body), accept={200})
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise retry.error(self.deadline_s) from error
+        retry = Retry(client, deadline_s=self.deadline_s, rng=self._random)
+        async with retry.deadline():
+            address = f"{self.url.rstrip('/')}/chat/completions"
+            answer = await retry.post(address, purpose="to answer", accept={200}, json=body)
         try:
             reply = msgspec.json.decode(answer.content, type=_Reply)
         except msgspec.DecodeError as error:
