@@ -23,7 +23,8 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.durable import FLUSH_BURST, FLUSHES_PER_S, Pace
 from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import records
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.lifecycle import Predecessor
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.settings import ControllerSettings

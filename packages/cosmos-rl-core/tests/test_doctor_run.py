@@ -22,7 +22,8 @@ from cosmos_rl_core.control import protocol as m
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.evaluation import Evaluation
 from cosmos_rl_core.control.ledger import events
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.errors import OutOfMemory, UserError
 from cosmos_rl_core.observe.machine import MachineMetrics, MachineSample
 from cosmos_rl_core.observe.nvml import Gpu

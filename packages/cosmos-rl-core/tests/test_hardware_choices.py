@@ -18,11 +18,11 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.remat import wants_compile
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.workers import interfaces, ranks
+from cosmos_rl_core.workers import node as workers_node
+from cosmos_rl_core.workers import ranks
 from cosmos_rl_core.workers.context import Assignment, WorkerContext
-from cosmos_rl_core.workers.interfaces import interface_of, use_interface
 from cosmos_rl_core.workers.main import use_expandable_segments
-from cosmos_rl_core.workers.node import Node
+from cosmos_rl_core.workers.node import Node, interface_of, use_interface
 from doubles.pretend_cuda import pretend_cuda
 from doubles.ranks import run_ranks
 
@@ -127,11 +127,11 @@ def test_the_interface_of_an_address():
     ids=["the first machine of a replica", "the controller of a worker of one machine"],
 )
 def test_libraries_use_the_interface_that_leads_to_the_others(node, controller, monkeypatch, capsys):
-    monkeypatch.setattr(interfaces, "interface_of", {"10.0.0.1": "eth1"}.__getitem__)
+    monkeypatch.setattr(workers_node, "interface_of", {"10.0.0.1": "eth1"}.__getitem__)
     monkeypatch.setattr(
-        interfaces, "worker_address", {"tcp://10.0.0.9:1": "10.0.0.1", "tcp://127.0.0.1:1": "127.0.0.1"}.__getitem__
+        workers_node, "worker_address", {"tcp://10.0.0.9:1": "10.0.0.1", "tcp://127.0.0.1:1": "127.0.0.1"}.__getitem__
     )
-    monkeypatch.setattr(interfaces, "rdma_devices", lambda: [])
+    monkeypatch.setattr(workers_node, "rdma_devices", lambda: [])
     environment = {}
     use_interface(node, environment, controller=controller)
     assert environment == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1", "UCX_NET_DEVICES": "eth1"}
@@ -139,9 +139,9 @@ def test_libraries_use_the_interface_that_leads_to_the_others(node, controller, 
 
 
 def test_with_rdma_devices_ucx_chooses(monkeypatch, capsys):
-    monkeypatch.setattr(interfaces, "interface_of", lambda host: "eth1")
-    monkeypatch.setattr(interfaces, "worker_address", lambda controller: "10.0.0.1")
-    monkeypatch.setattr(interfaces, "rdma_devices", lambda: ["mlx5_0"])
+    monkeypatch.setattr(workers_node, "interface_of", lambda host: "eth1")
+    monkeypatch.setattr(workers_node, "worker_address", lambda controller: "10.0.0.1")
+    monkeypatch.setattr(workers_node, "rdma_devices", lambda: ["mlx5_0"])
     environment = {}
     use_interface(Node(), environment, controller="tcp://10.0.0.9:1")
     assert "ucx its own choice" in capsys.readouterr().err
@@ -149,7 +149,7 @@ def test_with_rdma_devices_ucx_chooses(monkeypatch, capsys):
 
 
 def test_the_users_interfaces_stay(monkeypatch, capsys):
-    monkeypatch.setattr(interfaces, "interface_of", lambda host: "")
+    monkeypatch.setattr(workers_node, "interface_of", lambda host: "")
     node, environment = Node(num_nodes=2, rendezvous="10.0.0.1:4000"), {"NCCL_SOCKET_IFNAME": "ib0"}
     use_interface(node, environment, controller="tcp://10.0.0.1:1")
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}
@@ -198,7 +198,7 @@ def test_a_machine_waits_for_the_name_of_the_first_one(index, monkeypatch, capsy
         return resolved("127.0.0.1" if host == "pod-0.run" else host, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", later)
-    monkeypatch.setattr(interfaces, "RETRY_S", 0.0)
+    monkeypatch.setattr(workers_node, "RETRY_S", 0.0)
     node, environment = Node(index=index, num_nodes=2, rendezvous="pod-0.run:4000"), {}
     use_interface(node, environment, controller="tcp://127.0.0.1:1", join_s=60.0)
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
@@ -224,8 +224,8 @@ def test_a_worker_of_several_ranks_waits_for_the_name_of_the_controller(monkeypa
             raise error
         return "127.0.0.1"
 
-    monkeypatch.setattr(interfaces, "worker_address", later)
-    monkeypatch.setattr(interfaces, "RETRY_S", 0.0)
+    monkeypatch.setattr(workers_node, "worker_address", later)
+    monkeypatch.setattr(workers_node, "RETRY_S", 0.0)
     environment = {}
     use_interface(Node(ranks_per_node=2), environment, controller="tcp://controller.run:1", wait_s=60.0)
     assert environment["NCCL_SOCKET_IFNAME"] == "=lo"

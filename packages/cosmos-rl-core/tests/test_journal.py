@@ -18,7 +18,8 @@ from cosmos_rl_core.control.durable import DurableLedger, Pace
 from cosmos_rl_core.control.journal import DiskFile, Journal, JournalError
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.events import Join, Tick
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.errors import TakenOver, UserError
 
 WRITTEN = [records.Leased(sample, f"rollout-{sample % 2}", 1, 7) for sample in range(5)]

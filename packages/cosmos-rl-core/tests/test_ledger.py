@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cosmos_rl_core.control import protocol as m
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.events import To
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 
 
 class Play:

@@ -10,7 +10,8 @@ import pytest
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 
 FEW, MANY = 256, 4096
 LARGEST_RATIO = 3.0

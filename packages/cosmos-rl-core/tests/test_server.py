@@ -15,10 +15,11 @@ import pytest
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import events
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.liveness import ON_ITS_WAY_S
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Position
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.peers import IN_USE_S, STARTING_S
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.settings import ControllerSettings

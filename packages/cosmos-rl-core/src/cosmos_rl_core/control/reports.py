@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.ledger.ledger import FILTERED
+from cosmos_rl_core.control.ledger.state import FILTERED
 from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.listening import SeldomLog

@@ -29,8 +29,9 @@ from cosmos_rl_core.checkpoint.resume import (
 )
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import ControllerFile
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.control.status import status_of

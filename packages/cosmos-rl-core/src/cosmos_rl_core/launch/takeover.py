@@ -19,8 +19,9 @@ from cosmos_rl_core.checkpoint.manifest import TrainState
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import read_controller_file
 from cosmos_rl_core.control.journal import Journal, JournalError, claim_generation
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.lifecycle import Predecessor
 from cosmos_rl_core.control.server import SECOND
 from cosmos_rl_core.errors import UserError

@@ -42,8 +42,7 @@ from cosmos_rl_core.imports import WORKER
 from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
-from cosmos_rl_core.workers.interfaces import use_interface
-from cosmos_rl_core.workers.node import AGENT_PID, LEFT_FILE, Node, WorkerAddress, to_arguments
+from cosmos_rl_core.workers.node import AGENT_PID, LEFT_FILE, Node, WorkerAddress, to_arguments, use_interface
 
 WATCH_S = 0.1
 """Seconds between checks of the ranks."""

@@ -40,8 +40,7 @@ from cosmos_rl_core.workers.connection import ANSWER_S, LastingConnection
 from cosmos_rl_core.workers.context import Assignment, WorkerContext
 from cosmos_rl_core.workers.directory import directory_of_worker, shares_directory
 from cosmos_rl_core.workers.failure import Failure, RefusedByController
-from cosmos_rl_core.workers.interfaces import use_interface
-from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
+from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments, use_interface
 
 CONNECT_TIMEOUT_S = 60.0
 RETRY_S = 0.5

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.membership import MemberState
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from ledger_simulation.payloads import content_of
 
 

@@ -10,8 +10,9 @@ from random import Random
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from ledger_simulation.controller import FakeController
 from ledger_simulation.options import Options, Report
 from ledger_simulation.replicas import FakePolicy, FakeReplica, FakeRollout

@@ -7,18 +7,15 @@ is accepted, from any replica.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, Sample
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerState
 
 
-def request_leases(ledger: Ledger, replica: str, message: p.RequestLeases) -> None:
+def request_leases(ledger: LedgerState, replica: str, message: p.RequestLeases) -> None:
     """Queue the request; `answer_lease_requests` grants it directly afterwards as far as possible."""
     member = ledger.members.by_name[replica]
     if member.role != "rollout" or member.state is not MemberState.READY or message.capacity < 1:
@@ -36,7 +33,7 @@ def request_leases(ledger: Ledger, replica: str, message: p.RequestLeases) -> No
     )
 
 
-def answer_lease_requests(ledger: Ledger) -> None:
+def answer_lease_requests(ledger: LedgerState) -> None:
     """Grant the leases that the window admits, newest weights first, round-robin over the waiting replicas."""
     sessions = ledger.sessions
     if not sessions.waiting:
@@ -56,7 +53,7 @@ def answer_lease_requests(ledger: Ledger) -> None:
                 _grant_in_turns(ledger, requested, ledger.window.deadline(version), room)
 
 
-def leases_to_grant(ledger: Ledger, version: int) -> int:
+def leases_to_grant(ledger: LedgerState, version: int) -> int:
     """Return the number of leases that may be granted now to replicas with weights of `version`."""
     deadline = ledger.window.deadline(version)
     room = ledger.window.room(ledger.samples.outstanding, deadline, next_step=ledger.next_step)
@@ -64,14 +61,14 @@ def leases_to_grant(ledger: Ledger, version: int) -> int:
     return min(room, supply, ledger.groups_needed())
 
 
-def is_generated(ledger: Ledger) -> bool:
+def is_generated(ledger: LedgerState) -> bool:
     """Return whether no lease is open and none is needed, unless a group turns out to be unreadable."""
     if ledger.samples.by_state[LEASED]:
         return False
     return ledger.groups_needed() <= 0 or not (ledger.samples.by_state[PENDING] or ledger.stream_left())
 
 
-def _first_in_queue(ledger: Ledger, queue: dict[str, int], room: int) -> dict[str, int]:
+def _first_in_queue(ledger: LedgerState, queue: dict[str, int], room: int) -> dict[str, int]:
     """Return how many leases each of the first `room` replicas that can take some wants.
 
     A replica wants its capacity, up to its fair share of the window: the share prevents the first requester from
@@ -92,7 +89,7 @@ def _first_in_queue(ledger: Ledger, queue: dict[str, int], room: int) -> dict[st
     return counts
 
 
-def _grant_in_turns(ledger: Ledger, counts: dict[str, int], deadline: int, room: int) -> None:
+def _grant_in_turns(ledger: LedgerState, counts: dict[str, int], deadline: int, room: int) -> None:
     """Grant one lease per replica and turn. A replica that finishes requests again."""
     grants: dict[str, list[p.LeasedPrompt]] = {}
     while room > 0 and (takers := [name for name, count in counts.items() if count > 0]):
@@ -105,7 +102,7 @@ def _grant_in_turns(ledger: Ledger, counts: dict[str, int], deadline: int, room:
         ledger.send(name, p.Grant(tuple(leases)))
 
 
-def _lease(ledger: Ledger, replica: str, deadline: int) -> p.LeasedPrompt:
+def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt:
     """Lease the lowest pending sample, or the stream's next one."""
     sample = ledger.samples.first_pending()
     attempts = ledger.samples.attempts_before if sample is None else ledger.samples.active[sample].attempt
@@ -116,7 +113,7 @@ def _lease(ledger: Ledger, replica: str, deadline: int) -> p.LeasedPrompt:
     return lease
 
 
-def deliver(ledger: Ledger, replica: str, group: p.Deliver) -> None:
+def deliver(ledger: LedgerState, replica: str, group: p.Deliver) -> None:
     """Accept the first result of a sample; a late one only if the window has room for its age."""
     sample = group.sample
     is_issued = 0 <= sample < ledger.samples.next_sample
@@ -145,7 +142,7 @@ def deliver(ledger: Ledger, replica: str, group: p.Deliver) -> None:
     ledger.send(replica, p.Ack(sample))
 
 
-def _admits_late(ledger: Ledger, entry: Sample, deadline: int) -> bool:
+def _admits_late(ledger: LedgerState, entry: Sample, deadline: int) -> bool:
     """Return whether a group of `deadline` fits the window in place of the sample's current lease, if any."""
     others = dict(ledger.samples.outstanding)
     if entry.state is LEASED:
@@ -153,7 +150,7 @@ def _admits_late(ledger: Ledger, entry: Sample, deadline: int) -> bool:
     return ledger.window.admits(others, deadline, next_step=ledger.next_step)
 
 
-def fail(ledger: Ledger, replica: str, message: p.Failed) -> None:
+def fail(ledger: LedgerState, replica: str, message: p.Failed) -> None:
     """Return the sample for another attempt, or drop it; only the holder of its lease can fail it."""
     entry = ledger.samples.active.get(message.sample)
     if entry is not None and _is_holder(entry, replica, message):
@@ -161,7 +158,7 @@ def fail(ledger: Ledger, replica: str, message: p.Failed) -> None:
     ledger.send(replica, p.Ack(message.sample))
 
 
-def return_leases(ledger: Ledger, replica: str, message: p.Return) -> None:
+def return_leases(ledger: LedgerState, replica: str, message: p.Return) -> None:
     """Return leases of a replica that leaves, and withdraw its waiting request."""
     ledger.sessions.withdraw(replica)
     if (session := ledger.sessions.by_name.get(replica)) is not None:
@@ -171,7 +168,7 @@ def return_leases(ledger: Ledger, replica: str, message: p.Return) -> None:
         ledger.decide(records.Returned(sample, f"{replica} leaves"))
 
 
-def _fail(ledger: Ledger, sample: int, entry: Sample, reason: str, *, final: bool) -> None:
+def _fail(ledger: LedgerState, sample: int, entry: Sample, reason: str, *, final: bool) -> None:
     ledger.sessions.end_lease(sample, entry.replica)
     if final or entry.failures + 1 >= ledger.config.max_attempts:
         ledger.decide(records.Dropped(sample, reason))
@@ -180,7 +177,7 @@ def _fail(ledger: Ledger, sample: int, entry: Sample, reason: str, *, final: boo
         ledger.decide(records.Returned(sample, reason, failed=True))
 
 
-def _check_budgets(ledger: Ledger, reason: str) -> None:
+def _check_budgets(ledger: LedgerState, reason: str) -> None:
     """Halt after too many drops in a row: the run would use up its stream without training."""
     config = ledger.config
     if ledger.halted is not None:

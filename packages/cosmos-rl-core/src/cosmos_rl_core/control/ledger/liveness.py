@@ -21,14 +21,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, leasing, records
 from cosmos_rl_core.control.ledger.membership import Accusations, MemberState
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerState
 
 ON_ITS_WAY_S = 0.5
 """Seconds in which a message of a process may come that has died since it was sent."""
@@ -40,7 +37,7 @@ MAX_RECONNECTIONS = 3
 """Connections of the same mesh without a commit between."""
 
 
-def is_current(ledger: Ledger, event: events.From) -> bool:
+def is_current(ledger: LedgerState, event: events.From) -> bool:
     """Return whether to process a message; reject one of a process that was replaced or removed.
 
     A message ends the suspicion of a silent sender.
@@ -63,12 +60,12 @@ def is_current(ledger: Ledger, event: events.From) -> bool:
     return True
 
 
-def _fence(ledger: Ledger, replica: str, incarnation: int, sample: int = -1) -> None:
+def _fence(ledger: LedgerState, replica: str, incarnation: int, sample: int = -1) -> None:
     reason = f"{replica} incarnation {incarnation} was replaced or removed; rejoin"
     ledger.send(replica, p.Reject(incarnation, reason, sample, fenced=True))
 
 
-def join(ledger: Ledger, event: events.Join) -> None:
+def join(ledger: LedgerState, event: events.Join) -> None:
     """Welcome a new process with a new incarnation, or the same process on a new connection."""
     member = ledger.members.by_name.get(event.replica)
     if event.incarnation:
@@ -91,7 +88,7 @@ def join(ledger: Ledger, event: events.Join) -> None:
         send_mesh(ledger, event.replica)
 
 
-def ready(ledger: Ledger, replica: str, message: p.Ready) -> None:
+def ready(ledger: LedgerState, replica: str, message: p.Ready) -> None:
     """Mark a joined replica as ready to work."""
     if ledger.members.by_name[replica].state is MemberState.JOINING:
         ledger.sessions.starts_anew(replica, ledger.now)
@@ -99,7 +96,7 @@ def ready(ledger: Ledger, replica: str, message: p.Ready) -> None:
         form_mesh(ledger)
 
 
-def heartbeat(ledger: Ledger, replica: str, message: p.Heartbeat) -> None:
+def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
     """Renew the leases named by a replica, if it made progress since its last heartbeat."""
     session = ledger.sessions.by_name.get(replica)
     if session is None:
@@ -123,7 +120,7 @@ def heartbeat(ledger: Ledger, replica: str, message: p.Heartbeat) -> None:
                 leasing.answer_lease_requests(ledger)
 
 
-def disconnected(ledger: Ledger, event: events.Disconnected) -> None:
+def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
     """Mark a disconnected replica as suspect immediately."""
     session = ledger.sessions.by_name.get(event.replica)
     if session is None or not ledger.members.is_current(event.replica, event.incarnation):
@@ -133,13 +130,13 @@ def disconnected(ledger: Ledger, event: events.Disconnected) -> None:
     _suspect(ledger, event.replica)
 
 
-def gone(ledger: Ledger, event: events.Gone) -> None:
+def gone(ledger: LedgerState, event: events.Gone) -> None:
     """Remove a replica whose process has ended, without waiting for it."""
     if ledger.members.is_current(event.replica, event.incarnation):
         lose(ledger, event.replica, reason=f"{event.replica} has ended")
 
 
-def leaving(ledger: Ledger, replica: str, message: p.Leaving) -> None:
+def leaving(ledger: LedgerState, replica: str, message: p.Leaving) -> None:
     """Let a policy leave before it saves, if another one stays that has the weights: after a sign of life of that one.
 
     Of several that leave at once the last one saves, and at the end of the run the first of the mesh.
@@ -148,7 +145,7 @@ def leaving(ledger: Ledger, replica: str, message: p.Leaving) -> None:
     _answer_the_last(ledger)
 
 
-def _answer_the_last(ledger: Ledger) -> None:
+def _answer_the_last(ledger: LedgerState) -> None:
     """Answer those that leave and must save: nobody stays."""
     for name in list(ledger.sessions.leaving):
         if ledger.why_finished() is not None:
@@ -157,7 +154,7 @@ def _answer_the_last(ledger: Ledger) -> None:
             _answer_leaving(ledger, name, save=True)
 
 
-def _answer_others(ledger: Ledger, alive: str) -> None:
+def _answer_others(ledger: LedgerState, alive: str) -> None:
     """Let all others leave that have asked long enough before this sign of life, and save nothing."""
     if _may_stay(ledger, alive):
         for name, since in list(ledger.sessions.leaving.items()):
@@ -166,23 +163,23 @@ def _answer_others(ledger: Ledger, alive: str) -> None:
         _answer_the_last(ledger)
 
 
-def _may_stay(ledger: Ledger, policy: str) -> bool:
+def _may_stay(ledger: LedgerState, policy: str) -> bool:
     member = ledger.members.by_name[policy]
     return policy in ledger.members.mesh and member.has_weights and member.state is MemberState.READY
 
 
-def _answer_leaving(ledger: Ledger, policy: str, *, save: bool) -> None:
+def _answer_leaving(ledger: LedgerState, policy: str, *, save: bool) -> None:
     del ledger.sessions.leaving[policy]
     ledger.send(policy, p.Leave(save=save))
     if not save:
         lose(ledger, policy, reason="left", in_good_order=True)
 
 
-def leave(ledger: Ledger, replica: str, message: p.Goodbye) -> None:
+def leave(ledger: LedgerState, replica: str, message: p.Goodbye) -> None:
     lose(ledger, replica, reason="left", in_good_order=True)
 
 
-def restart(ledger: Ledger, event: events.Restart) -> None:
+def restart(ledger: LedgerState, event: events.Restart) -> None:
     """Mark all replicas as suspect until they reconnect, and restart the leases' time to live.
 
     The journal may end between two records of one event; the missing consequences are completed here.
@@ -201,7 +198,7 @@ def restart(ledger: Ledger, event: events.Restart) -> None:
         form_mesh(ledger)
 
 
-def tick(ledger: Ledger, event: events.Tick) -> None:
+def tick(ledger: LedgerState, event: events.Tick) -> None:
     """Apply the rules of time: for silent replicas, then for rollouts that hang, then for the mesh."""
     _answer_the_last(ledger)
     _check_silence(ledger)
@@ -209,7 +206,7 @@ def tick(ledger: Ledger, event: events.Tick) -> None:
     _check_mesh(ledger)
 
 
-def _check_silence(ledger: Ledger) -> None:
+def _check_silence(ledger: LedgerState) -> None:
     """Remove suspects whose grace has expired, and mark silent replicas as suspect."""
     config, now, members = ledger.config, ledger.now, ledger.members.by_name
     for name, session in list(ledger.sessions.by_name.items()):
@@ -220,7 +217,7 @@ def _check_silence(ledger: Ledger) -> None:
             _suspect(ledger, name)
 
 
-def _check_rollouts(ledger: Ledger) -> None:
+def _check_rollouts(ledger: LedgerState) -> None:
     """Return expired leases, and remove rollout replicas that were stuck for too long."""
     now, limit_s, sessions = ledger.now, ledger.config.lease_ttl_s, ledger.sessions
     for sample in sessions.expired(now - limit_s):
@@ -241,7 +238,7 @@ def _check_rollouts(ledger: Ledger) -> None:
             expel(ledger, name, reason=reason)
 
 
-def _check_mesh(ledger: Ledger) -> None:
+def _check_mesh(ledger: LedgerState) -> None:
     """Remove policies that hang or that others cannot reach; connect a mesh anew that waits for itself."""
     limit_s = ledger.config.stall_s
     for name in [name for name in ledger.members.policies if _is_stalled(ledger, name)]:
@@ -253,7 +250,9 @@ def _check_mesh(ledger: Ledger) -> None:
         _reconnect(ledger)
 
 
-def lose(ledger: Ledger, replica: str, *, reason: str, in_good_order: bool = False, is_silent: bool = False) -> None:
+def lose(
+    ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool = False, is_silent: bool = False
+) -> None:
     """Remove a replica: its leases return, and the mesh continues without it."""
     return_leases(ledger, replica, reason=reason)
     ledger.sessions.close(replica)
@@ -263,13 +262,13 @@ def lose(ledger: Ledger, replica: str, *, reason: str, in_good_order: bool = Fal
         form_mesh(ledger)
 
 
-def expel(ledger: Ledger, replica: str, *, reason: str) -> None:
+def expel(ledger: LedgerState, replica: str, *, reason: str) -> None:
     """Remove a replica that is alive, and send it the reason."""
     ledger.send(replica, p.Reject(ledger.members.by_name[replica].incarnation, reason, fenced=True))
     lose(ledger, replica, reason=reason)
 
 
-def form_mesh(ledger: Ledger) -> None:
+def form_mesh(ledger: LedgerState) -> None:
     """Form the mesh of all ready policy replicas; called after changes of members or of the step.
 
     A loss changes the mesh at once; without a member that has the weights it is the loss of all. New members join
@@ -290,7 +289,7 @@ def form_mesh(ledger: Ledger) -> None:
         remesh(ledger, (*members.mesh, *newcomers))  # the first has the current weights
 
 
-def remesh(ledger: Ledger, members: tuple[str, ...]) -> None:
+def remesh(ledger: LedgerState, members: tuple[str, ...]) -> None:
     ledger.decide(records.Meshed(ledger.members.epoch + 1, members))
     ledger.sessions.batch_requests.clear()
     for name in members:
@@ -300,12 +299,12 @@ def remesh(ledger: Ledger, members: tuple[str, ...]) -> None:
         ledger.output(events.PoliciesLost(ledger.checkpoint_version))
 
 
-def send_mesh(ledger: Ledger, replica: str) -> None:
+def send_mesh(ledger: LedgerState, replica: str) -> None:
     members = ledger.members
     ledger.send(replica, p.Remesh(members.epoch, members.mesh, ledger.version, ledger.lineage))
 
 
-def _suspect(ledger: Ledger, replica: str) -> None:
+def _suspect(ledger: LedgerState, replica: str) -> None:
     """Expect a sign of life. The requests of a silent replica stay: it does not repeat them on an open connection."""
     session = ledger.sessions.by_name[replica]
     if session.suspect_since is None:
@@ -314,20 +313,20 @@ def _suspect(ledger: Ledger, replica: str) -> None:
             ledger.decide(records.Moved(replica, MemberState.SUSPECT))
 
 
-def _clear(ledger: Ledger, replica: str) -> None:
+def _clear(ledger: LedgerState, replica: str) -> None:
     was_ready = ledger.members.by_name[replica].was_ready
     ledger.decide(records.Moved(replica, MemberState.READY if was_ready else MemberState.JOINING))
     form_mesh(ledger)
 
 
-def return_leases(ledger: Ledger, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
+def return_leases(ledger: LedgerState, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
     """Make the samples leased to a replica pending again, without counting an attempt."""
     for sample in sorted(ledger.samples.leased.get(replica, set()).difference(but)):
         ledger.sessions.end_lease(sample, replica)
         ledger.decide(records.Returned(sample, reason))
 
 
-def is_of_mesh(ledger: Ledger, replica: str, epoch: int) -> bool:
+def is_of_mesh(ledger: LedgerState, replica: str, epoch: int) -> bool:
     """Return whether a message comes from the current mesh; a member with an older epoch gets the current mesh."""
     members = ledger.members
     if replica in members.mesh:
@@ -338,7 +337,7 @@ def is_of_mesh(ledger: Ledger, replica: str, epoch: int) -> bool:
     return False
 
 
-def peers_lost(ledger: Ledger, replica: str, message: p.PeersLost) -> None:
+def peers_lost(ledger: LedgerState, replica: str, message: p.PeersLost) -> None:
     """Continue without those that the controller has lost too; otherwise connect the mesh anew, or note whom a member
     cannot reach, about whom `tick` decides."""
     if not is_of_mesh(ledger, replica, message.epoch):
@@ -355,14 +354,14 @@ def peers_lost(ledger: Ledger, replica: str, message: p.PeersLost) -> None:
     ledger.sessions.accusations = accusations
 
 
-def _is_stalled(ledger: Ledger, policy: str) -> bool:
+def _is_stalled(ledger: LedgerState, policy: str) -> bool:
     session = ledger.sessions.by_name.get(policy)
     if session is None or ledger.members.by_name[policy].state is not MemberState.READY or session.waits_for_peers:
         return False
     return ledger.now - session.progressed_at >= ledger.config.stall_s
 
 
-def _waits_for_itself(ledger: Ledger) -> bool:
+def _waits_for_itself(ledger: LedgerState) -> bool:
     """Whether every member of the mesh waits for others of it, and has for too long.
 
     That is half of `peer_s`: those that were cut off use the other half to find out whom they cannot connect to.
@@ -376,13 +375,13 @@ def _waits_for_itself(ledger: Ledger) -> bool:
     return ledger.now - max(session.progressed_at for session in waiting) >= limit_s
 
 
-def _accusations(ledger: Ledger) -> Accusations | None:
+def _accusations(ledger: LedgerState) -> Accusations | None:
     """Return the accusations of the present epoch."""
     accusations = ledger.sessions.accusations
     return accusations if accusations is not None and accusations.epoch == ledger.members.epoch else None
 
 
-def _judge(ledger: Ledger, accusations: Accusations) -> None:
+def _judge(ledger: LedgerState, accusations: Accusations) -> None:
     """Remove the member that most others cannot reach, of several the newest."""
     mesh = ledger.members.mesh
     number = Counter(name for suspects in accusations.by.values() for name in set(suspects) if name in mesh)
@@ -393,7 +392,7 @@ def _judge(ledger: Ledger, accusations: Accusations) -> None:
     _remove(ledger, removed, reason=f"{removed} is removed from the run: {accusers} cannot reach it")
 
 
-def _reconnect(ledger: Ledger) -> None:
+def _reconnect(ledger: LedgerState) -> None:
     """Begin a new epoch of the same mesh, whose members connect anew."""
     sessions, mesh = ledger.sessions, ledger.members.mesh
     if sessions.reconnections == 0:
@@ -406,7 +405,7 @@ def _reconnect(ledger: Ledger) -> None:
     form_mesh(ledger)
 
 
-def _stuck(ledger: Ledger) -> str:
+def _stuck(ledger: LedgerState) -> str:
     """Return the newest member without progress since the mesh first connected anew; empty if that is all or none."""
     before, mesh = ledger.sessions.progress_before, ledger.members.mesh
     sessions = {
@@ -416,7 +415,7 @@ def _stuck(ledger: Ledger) -> str:
     return still[-1] if 0 < len(still) < len(mesh) else ""
 
 
-def _remove(ledger: Ledger, policy: str, *, reason: str) -> None:
+def _remove(ledger: LedgerState, policy: str, *, reason: str) -> None:
     ledger.sessions.reconnections = 0
     expel(ledger, policy, reason=reason)
 

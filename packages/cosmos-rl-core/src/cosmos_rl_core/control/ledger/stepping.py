@@ -6,18 +6,15 @@ A step is committed when every member of the mesh voted for it in the same epoch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.liveness import form_mesh, is_of_mesh, return_leases, send_mesh
 from cosmos_rl_core.control.ledger.samples import READY
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerState
 
 
-def request_batch(ledger: Ledger, replica: str, message: p.RequestBatch) -> None:
+def request_batch(ledger: LedgerState, replica: str, message: p.RequestBatch) -> None:
     """Queue the request; `answer_batch_requests` runs directly afterwards."""
     if is_of_mesh(ledger, replica, message.epoch):
         ledger.sessions.by_name[replica].joined_epoch = message.epoch
@@ -27,7 +24,7 @@ def request_batch(ledger: Ledger, replica: str, message: p.RequestBatch) -> None
             _answer_other_step(ledger, replica, message.step)
 
 
-def answer_batch_requests(ledger: Ledger) -> None:
+def answer_batch_requests(ledger: LedgerState) -> None:
     """Assign the next batch if it is complete, and send it to all waiting members."""
     waiting = ledger.sessions.batch_requests
     if not waiting:
@@ -48,7 +45,7 @@ def answer_batch_requests(ledger: Ledger) -> None:
         waiting.clear()
 
 
-def pick(ledger: Ledger) -> tuple[int, ...] | None:
+def pick(ledger: LedgerState) -> tuple[int, ...] | None:
     """Return the samples of the next step, or None while it must wait."""
     samples = ledger.samples
     if not ledger.config.rollouts:
@@ -58,7 +55,7 @@ def pick(ledger: Ledger) -> tuple[int, ...] | None:
     return ledger.window.select(samples.ready, samples.outstanding, next_step=ledger.next_step)
 
 
-def _supply(ledger: Ledger) -> None:
+def _supply(ledger: LedgerState) -> None:
     """Make the samples of a supervised batch ready: pending samples first, then the stream."""
     samples, missing = ledger.samples, ledger.config.groups_per_step - ledger.samples.by_state[READY]
     if missing <= 0:
@@ -68,7 +65,7 @@ def _supply(ledger: Ledger) -> None:
     ledger.decide(records.Supplied((*pending, *fresh)))
 
 
-def payloads_lost(ledger: Ledger, replica: str, message: p.PayloadsUnreadable) -> None:
+def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsUnreadable) -> None:
     """Discard the current batch: unreadable groups are generated again, the others wait for the next batch."""
     if not is_of_mesh(ledger, replica, message.epoch):
         return
@@ -82,7 +79,7 @@ def payloads_lost(ledger: Ledger, replica: str, message: p.PayloadsUnreadable) -
     _check_losses(ledger, message.reason)
 
 
-def unheld(ledger: Ledger, event: events.GroupsUnheld) -> None:
+def unheld(ledger: LedgerState, event: events.GroupsUnheld) -> None:
     """Generate groups again that nobody has after a restart, those of the current batch included."""
     entries = ledger.samples.active
     if ready := tuple(s for s in event.samples if s in entries and entries[s].state is READY):
@@ -92,7 +89,7 @@ def unheld(ledger: Ledger, event: events.GroupsUnheld) -> None:
         _discard(ledger, batch, lost, "nobody has them after the controller's restart")
 
 
-def _discard(ledger: Ledger, batch: records.Assigned, lost: tuple[int, ...], reason: str) -> None:
+def _discard(ledger: LedgerState, batch: records.Assigned, lost: tuple[int, ...], reason: str) -> None:
     """Discard a batch with lost groups; its other groups wait for the next one."""
     ledger.decide(records.PayloadsLost(batch.step, lost, reason))
     ledger.sessions.batch_requests.clear()
@@ -101,7 +98,7 @@ def _discard(ledger: Ledger, batch: records.Assigned, lost: tuple[int, ...], rea
     form_mesh(ledger)
 
 
-def _check_losses(ledger: Ledger, reason: str) -> None:
+def _check_losses(ledger: LedgerState, reason: str) -> None:
     """Halt after too many unreadable batches in a row: regeneration does not help."""
     if ledger.losses_in_a_row > ledger.config.max_losses:
         ledger.halt(
@@ -110,7 +107,7 @@ def _check_losses(ledger: Ledger, reason: str) -> None:
         )
 
 
-def vote(ledger: Ledger, replica: str, message: p.Vote) -> None:
+def vote(ledger: LedgerState, replica: str, message: p.Vote) -> None:
     """Count a vote; the last one commits the step. The vote of a committed step is a repeated one, of any epoch."""
     if replica in ledger.members.mesh and message.step < ledger.version:
         return _send_committed(ledger, [replica], message.step)
@@ -125,27 +122,27 @@ def vote(ledger: Ledger, replica: str, message: p.Vote) -> None:
         commit(ledger, batch)
 
 
-def commit(ledger: Ledger, batch: records.Assigned) -> None:
+def commit(ledger: LedgerState, batch: records.Assigned) -> None:
     ledger.decide(records.Commit(batch.step, batch.epoch, ledger.lineage, tuple(sorted(ledger.votes))))
     ledger.sessions.reconnections = 0
     _send_committed(ledger, ledger.members.mesh, batch.step)
     form_mesh(ledger)
 
 
-def _send_committed(ledger: Ledger, replicas: Iterable[str], step: int) -> None:
+def _send_committed(ledger: LedgerState, replicas: Iterable[str], step: int) -> None:
     position = ledger.position()
     message = p.Committed(step, position.next_sample, position.unfinished)
     for replica in replicas:
         ledger.send(replica, message)
 
 
-def checkpointed(ledger: Ledger, replica: str, message: p.CheckpointDone) -> None:
+def checkpointed(ledger: LedgerState, replica: str, message: p.CheckpointDone) -> None:
     """Delete the samples contained in a checkpoint of the current lineage."""
     if message.lineage == ledger.lineage and ledger.checkpoint_version < message.step <= ledger.version:
         ledger.decide(records.Covered(message.step))
 
 
-def rollback(ledger: Ledger, event: events.Rollback) -> None:
+def rollback(ledger: LedgerState, event: events.Rollback) -> None:
     """Begin a new lineage at a checkpoint. Raises ValueError for a version that no checkpoint or policy has.
 
     All leases return: groups in work are sampled from weights of the old lineage. If steps are undone, ready groups are
@@ -168,7 +165,7 @@ def rollback(ledger: Ledger, event: events.Rollback) -> None:
     form_mesh(ledger)
 
 
-def _answer_other_step(ledger: Ledger, replica: str, step: int) -> None:
+def _answer_other_step(ledger: LedgerState, replica: str, step: int) -> None:
     if step < ledger.version:
         _send_committed(ledger, [replica], step)
     else:

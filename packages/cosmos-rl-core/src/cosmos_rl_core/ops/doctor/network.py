@@ -16,7 +16,7 @@ from typing import Any
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Check
 from cosmos_rl_core.wire.listening import Address, is_loopback, listen
-from cosmos_rl_core.workers.interfaces import interface_of
+from cosmos_rl_core.workers.node import interface_of
 
 INFINIBAND = Path("/sys/class/infiniband")
 LOOK_UP_S = 3.0
