@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from cosmos_rl_core.control.reports import ProgressObserver
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.observer import Watch, _alarms, _Totals
-from cosmos_rl_core.monitor import CheckMetrics, HackMonitor, MonitorConfig, Rule, State, beyond
-from cosmos_rl_core.monitor.monitor import History, TrainingSteps
+from cosmos_rl_core.monitor.config import MonitorConfig, Rule
+from cosmos_rl_core.monitor.monitor import CheckMetrics, HackMonitor, History, State, TrainingSteps, beyond
 from cosmos_rl_core.recipe.load import load_config
 
 BASE = CheckMetrics(step=0, reward=0.080, judges={"prompt_ok": 0.67}, held_out_loss=0.08)

@@ -57,7 +57,7 @@ def test_clips_that_begin_where_they_always_do_are_decoded_once(tmp_path):
 def test_only_so_many_decoded_clips_are_kept():
     held = ByteCache[Clip](100, evict=False)
     small, large = (Clip(video=np.zeros(size, np.uint8), fps=8.0) for size in (60, 90))
-    held.put("small", small)
-    held.put("large", large)
+    held.put("small", small, small.nbytes)
+    held.put("large", large, large.nbytes)
     assert held.get("small") is small
     assert held.get("large") is None

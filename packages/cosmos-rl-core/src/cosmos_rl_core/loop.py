@@ -20,10 +20,13 @@ commit all of them take it. With max_staleness = 0 no replica generates during a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cosmos_rl_core.errors import EpochOver
 from cosmos_rl_core.types import StepResult, TrainStep
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.train.learner import PolicyLearner
 
 
 class Steps(Protocol):
@@ -42,30 +45,7 @@ class Steps(Protocol):
         ...
 
 
-class Learner(Protocol):
-    """The verbs of training, awaitable."""
-
-    @property
-    def version(self) -> int: ...
-
-    async def forward_backward(self, step: TrainStep) -> None:
-        """Compute the gradients of the step. Raises EpochOver."""
-        ...
-
-    async def sum_gradients(self) -> None:
-        """Sum the gradients over the policy replicas. Raises EpochOver."""
-        ...
-
-    async def undo(self) -> None:
-        """Restore the weights of the step's start, and forget its gradients."""
-        ...
-
-    async def optim_step(self) -> StepResult: ...
-
-    async def publish(self) -> Mapping[str, float]: ...
-
-
-async def train(steps: Steps, learner: Learner) -> None:
+async def train(steps: Steps, learner: PolicyLearner) -> None:
     """Train until the controller has no more batches."""
     await learner.publish()
     while (step := await steps.next_batch(learner.version)) is not None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Generic, Self, TypeVar
 
 import av
 import numpy as np
@@ -321,41 +321,37 @@ def _short(length: int, least: int) -> str:
     return f"is cut off: it has {length:,} bytes of at least {least:,}" if length < least else ""
 
 
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-V = TypeVar("V", bound=_Sized)
+V = TypeVar("V")
 
 
 class ByteCache(Generic[V]):
-    """Arrays by key. Any thread may use it."""
+    """Values by key, such as arrays, within a number of bytes. Any thread may use it."""
 
     def __init__(self, max_bytes: int, *, evict: bool = True) -> None:
         """evict: the least recently used make room; without it the first ones stay and later ones are not kept."""
         self._max_bytes = max_bytes
         self._evict = evict
-        self._arrays: OrderedDict[Hashable, V] = OrderedDict()
+        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
-        """Held now."""
+        """Of all values."""
 
     def get(self, key: Hashable) -> V | None:
-        """Return what is held under a key."""
+        """Return the value of a key."""
         with self._lock:
-            if key in self._arrays:
-                self._arrays.move_to_end(key)
-            return self._arrays.get(key)
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
 
-    def put(self, key: Hashable, array: V) -> None:
-        """Keep an array, unless it is larger than all the memory it may use."""
+    def put(self, key: Hashable, value: V, num_bytes: int) -> None:
+        """Keep a value of this size, unless it is larger than all the memory that may be used."""
         with self._lock:
             room = self._max_bytes if self._evict else self._max_bytes - self.num_bytes
-            if key in self._arrays or array.nbytes > room:
+            if key in self._values or num_bytes > room:
                 return
-            self._arrays[key] = array
-            self.num_bytes += array.nbytes
+            self._values[key] = value, num_bytes
+            self.num_bytes += num_bytes
             while self.num_bytes > self._max_bytes:
-                _, oldest = self._arrays.popitem(last=False)
-                self.num_bytes -= oldest.nbytes
+                _, (_, freed) = self._values.popitem(last=False)
+                self.num_bytes -= freed

@@ -375,14 +375,13 @@ class History:
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
         """Drop the checks at `first_step` and later: they will be repeated."""
         self._path = run_dir / NAME
-        keep_earlier(self._path, first_step)
-        self.state = _last_state(self._path) or State()
-        """State of the monitor after the newest check that is kept."""
+        self.roll_back(first_step)
 
     def roll_back(self, first_step: int) -> None:
         """Drop the checks at `first_step` and later: they will be repeated."""
         keep_earlier(self._path, first_step)
         self.state = _last_state(self._path) or State()
+        """State of the monitor after the newest check that is kept."""
 
     def add(self, metrics: CheckMetrics, verdict: Verdict, state: State) -> None:
         """Append one check."""

@@ -125,20 +125,18 @@ class Gallery(_Steps[PageRow]):
         """
         if not self.wants(step, group):
             return None
-        shown = _best_to_worst(group.rollouts, most=ROLLOUTS)
+        shown = _best_to_worst(group.rollouts)
         row = PageRow(
             title=_caption(group),
-            clips=tuple(fit_clip(_video(r), cell=CELL, max_frames=FRAMES) for _, r in shown),
-            labels=tuple(_labels(rollout) for _, rollout in shown),
+            clips=tuple(fit_clip(_video(r), cell=CELL, max_frames=FRAMES) for r in shown),
+            labels=tuple(map(_labels, shown)),
         )
         rows = self._keep(step, group.prompt.sample_id, row)
         folder = self._folder(step)
-        frames = max(len(_video(rollout)) for _, rollout in shown)
-        page_fps = (
-            _fps(group) * max(len(clip) for clip in row.clips) / frames
-        )  # same duration as the clips, with fewer frames
-        video = self._write_group(step, folder, group, row, fps=page_fps)
-        grid = self._write_grids(step, folder, rows, fps=page_fps)
+        frames = max(len(_video(rollout)) for rollout in shown)
+        fps = _fps(group) * max(map(len, row.clips)) / frames  # a page has fewer frames, and lasts as long as the clips
+        video = self._write_group(step, folder, group, row, fps=fps)
+        grid = self._write_grids(step, folder, rows, fps=fps)
         self._append_index(step, group, caption=_caption(group), file=video, grid=grid)
         return video
 
@@ -205,12 +203,12 @@ class AnswerGallery(_Steps[Question]):
         except MediaError as error:
             log.warning("sample %d is not in the gallery: %s", group.prompt.sample_id, error.reason)
             return None
-        question, shown = self._question(group), _best_to_worst(group.rollouts, most=ROLLOUTS)
+        question, shown = self._question(group), _best_to_worst(group.rollouts)
         clips = [fit_clip(clip, cell=PROMPT_CELL, max_frames=PROMPT_FRAMES) for clip in media]
         row = Question(
             text=question,
             pictures=tuple(frame for clip in clips for frame in clip),
-            answers=tuple((_labels(rollout), rollout.text) for _, rollout in shown),
+            answers=tuple((_labels(rollout), rollout.text) for rollout in shown),
         )
         rows, folder, sample = self._keep(step, group.prompt.sample_id, row), self._folder(step), group.prompt.sample_id
         file, grid = folder / f"sample_{sample}.png", folder / f"grid{self._suffix}.png"
@@ -228,10 +226,10 @@ class AnswerGallery(_Steps[Question]):
         raise AssertionError("rollouts of text have no media of their own")
 
 
-def _best_to_worst(rollouts: Sequence[Rollout], *, most: int) -> list[tuple[int, Rollout]]:
-    """(index in the group, rollout), highest reward first; evenly spaced ranks if there are more than `most`."""
-    ranked = sorted(enumerate(rollouts), key=lambda pair: -pair[1].reward)
-    chosen = np.linspace(0, len(ranked) - 1, min(most, len(ranked))).round().astype(int)
+def _best_to_worst(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The rollouts, highest reward first; of more than `ROLLOUTS` those of evenly spaced ranks."""
+    ranked = sorted(rollouts, key=lambda rollout: -rollout.reward)
+    chosen = np.linspace(0, len(ranked) - 1, min(ROLLOUTS, len(ranked))).round().astype(int)
     return [ranked[rank] for rank in chosen]
 
 

@@ -4,9 +4,10 @@
     a a a b b c           share 0: a a a c                 [a a a] [c]
                           share 1: b b                     [b b]   []      as many for every share
 
-Ranks of all shares take part in every collective of a step, so that the slowest share sets the pace and all run the
-same number of passes. A *piece* is a run of one group's sequences, which share their prompt and are cheaper beside each
-other; pieces are halved until the parts are even.
+All ranks take part in every collective of a step. Hence the slowest share sets the pace, and all shares run the same
+number of passes. A *piece* is a run of consecutive sequences of one group. They share their prompt, which is computed
+once if they are in the same microbatch, so pieces are kept whole where that leaves the shares even, and halved where it
+does not.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from itertools import groupby
 from cosmos_rl_core.types import Share
 
 EVEN = 1.03
-"""Parts are even once the costliest costs at most this times the mean; groups are then cut no further."""
+"""Parts count as even if the costliest one costs at most this times the mean; pieces are then not halved further."""
 QUADRATIC_LENGTH = 24_576
 """Length at which attention costs as much as all matrix products: 12 x hidden, at a hidden size of 2048."""
 
 Piece = list[int]
-"""Members that stay together, ascending."""
+"""Indices of sequences that stay together, ascending."""
 
 
 def time_of(length: int) -> float:
-    """Return the time of a sequence of `length` tokens, in that of a token of a short one."""
+    """Return the relative cost of a sequence; 1.0 is the cost of one token of a short sequence."""
     return length + length * length / QUADRATIC_LENGTH
 
 
@@ -41,17 +42,17 @@ def deal(
 ) -> list[list[int]]:
     """Return the microbatches of `share`, each the ascending indices of its sequences.
 
-    Every sequence is in one microbatch of one share; all shares have the same number of microbatches, a multiple of
-    `share.multiple`, of which some may be empty. A microbatch holds at most `capacity` tokens or one sequence. A batch
-    that is not divided (one share, multiple 1) keeps the order of its sequences; with groups it keeps that of its
-    groups, but for those that fit into the room of an earlier microbatch.
+    Every sequence is in one microbatch of one share. All shares have the same number of microbatches, a multiple of
+    `share.multiple`; some may be empty. A microbatch has at most `capacity` tokens, or a single longer sequence. A
+    batch that is not divided (one share, multiple 1) keeps the order of its sequences. With groups it keeps the order
+    of the groups, except for those that are moved forward to fill an earlier microbatch.
 
     Args:
         lengths: tokens of each sequence, at least 1.
-        costs: time of each sequence in any unit; by default its length and attention's quadratic part.
-        groups: the group of each sequence, members beside each other; by default each is its own.
+        costs: relative cost of each sequence, in any unit; default: `time_of` its length.
+        groups: the group of each sequence, members consecutive; default: each sequence is a group of its own.
     """
-    if share.count == share.multiple == 1:
+    if share.count == share.multiple == 1:  # nothing to balance: one rank runs all microbatches, in any sizes
         if groups is None:
             return _in_order(lengths, capacity)
         uncut = _first_fit(_cut(_pieces(groups), lengths, capacity), lengths, capacity)
@@ -59,23 +60,29 @@ def deal(
     if costs is None:
         costs = [time_of(length) for length in lengths]
     pieces = _pieces(groups if groups is not None else range(len(lengths)))
+    # Every rank computes the split of all shares, although it trains on one: the number of microbatches that each of
+    # them has to run is the maximum over the shares, rounded up to the multiple that the pipeline's schedule requires.
     shares = [_cut(part, lengths, capacity) for part in _evenly(pieces, share.count, costs)]
     filled = [_first_fit(_longest_first(part, lengths), lengths, capacity) for part in shares]
     number = -(-max(map(len, filled)) // share.multiple) * share.multiple
     bins = filled[share.index]
-    if share.multiple > 1:  # a pipeline fills and drains at the pace of its largest microbatch
+    if share.multiple > 1:
+        # The stages of a pipeline wait for its largest microbatch, so that equal ones are better than full ones. Equal
+        # cost does not imply that all fit: then the full ones of `_first_fit` remain.
         even = _evenly(shares[share.index], number, costs)
         bins = even if all(_fits(part, lengths, capacity) for part in even) else bins
     microbatches = [sorted(index for piece in part for index in piece) for part in bins]
     microbatches += [[] for _ in range(number - len(microbatches))]
+    # Costliest first, in all shares: ranks wait for one another in each pass, and passes of one place are alike.
     return sorted(microbatches, key=lambda part: (-sum(costs[index] for index in part), part))
 
 
 def divide(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Return the items of `costs` in `parts` parts of nearly equal sum, each ascending, costliest part first.
+    """Divide the indices of `costs` into parts of nearly equal sum, each ascending; the costliest part comes first.
 
-    Karmarkar and Karp's differencing (1982) for several parts: the two partial solutions that are least even are
-    joined, heavy parts with light ones. The sums differ by at most the costliest item.
+    Karmarkar and Karp's differencing (1982) for several parts. Every item begins as a solution of its own: one part has
+    the item, the others are empty. The two least even solutions are joined, the heaviest part of one with the lightest
+    of the other, until a single solution has all items. The sums differ by at most the costliest item.
     """
     solutions = [_Solution.of(index, cost, parts) for index, cost in enumerate(costs)] or [_Solution([0.0] * parts)]
     heapq.heapify(solutions)
@@ -86,7 +93,7 @@ def divide(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 class _Solution:
-    """Some of the items in parts, heaviest first; the least even solution is the smallest, for the heap."""
+    """A division of some of the items, heaviest part first. In the heap the least even solution is the smallest."""
 
     __slots__ = ("order", "parts", "sums")
 
@@ -94,13 +101,14 @@ class _Solution:
         self.sums = sums
         self.parts = parts or [[] for _ in sums]
         self.order = order
-        """Smallest item: breaks ties the same way everywhere."""
+        """Index of its first item, which breaks ties: all ranks must divide alike."""
 
     @classmethod
     def of(cls, index: int, cost: float, parts: int) -> _Solution:
         return cls([cost] + [0.0] * (parts - 1), [[index]] + [[] for _ in range(parts - 1)], index)
 
     def joined(self, other: _Solution) -> _Solution:
+        # The lists are in opposite orders here: the differences between the parts of both cancel out.
         sums = [a + b for a, b in zip(self.sums, reversed(other.sums), strict=True)]
         parts = [a + b for a, b in zip(self.parts, reversed(other.parts), strict=True)]
         heaviest_first = sorted(range(len(sums)), key=lambda part: -sums[part])
@@ -132,7 +140,7 @@ def _pieces(groups: Sequence[int]) -> list[Piece]:
 
 
 def _halved(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces as they are, in halves, in quarters, ..., alone."""
+    """Yield the pieces whole, in halves, in quarters, ..., and at last as single sequences."""
     current = list(pieces)
     yield current
     while any(len(piece) > 1 for piece in current):
@@ -142,7 +150,7 @@ def _halved(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _evenly(pieces: Sequence[Piece], parts: int, costs: Sequence[float]) -> list[list[Piece]]:
-    """Divide pieces into parts of even cost, cutting them no finer than that needs."""
+    """Divide pieces into parts of even cost; they are halved only until the parts are `EVEN`."""
     if not pieces:
         return [[] for _ in range(parts)]
     best: list[list[Piece]] = []
@@ -152,7 +160,7 @@ def _evenly(pieces: Sequence[Piece], parts: int, costs: Sequence[float]) -> list
         sums = [sum(costs[index] for index in piece) for piece in current]
         divided = divide(sums, parts)
         heaviest = max(sum(sums[piece] for piece in part) for part in divided)
-        if heaviest < lightest:
+        if heaviest < lightest:  # halves are not always better: differencing is a heuristic
             best, lightest = [[current[piece] for piece in part] for part in divided], heaviest
         if heaviest <= EVEN * mean:
             break
@@ -160,7 +168,7 @@ def _evenly(pieces: Sequence[Piece], parts: int, costs: Sequence[float]) -> list
 
 
 def _cut(pieces: Sequence[Piece], lengths: Sequence[int], capacity: int) -> list[Piece]:
-    """Cut pieces that are longer than a microbatch."""
+    """Cut pieces that are longer than a microbatch, in order."""
     return [
         [piece[index] for index in part]
         for piece in pieces
@@ -173,7 +181,10 @@ def _longest_first(pieces: Sequence[Piece], lengths: Sequence[int]) -> list[Piec
 
 
 def _first_fit(pieces: Sequence[Piece], lengths: Sequence[int], capacity: int) -> list[list[Piece]]:
-    """Put pieces into bins of at most `capacity` tokens, each into the first with room."""
+    """Put pieces into bins of at most `capacity` tokens, each into the first bin with room.
+
+    With pieces in descending order of length this is first-fit decreasing: at most 11/9 of the optimum, plus one bin.
+    """
     bins: list[list[Piece]] = []
     room: list[int] = []
     for piece in pieces:

@@ -59,7 +59,7 @@ def _with(microbatch: Microbatch, **terms: Any) -> Microbatch:
 
 
 class PolicyLearner:
-    """Implements `loop.Learner` over one process."""
+    """The verbs of `loop.train`, in one rank."""
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class PolicyLearner:
         return self.trainer.version
 
     async def forward_backward(self, step: TrainStep) -> None:
+        """Compute the gradients of the step. Raises EpochOver."""
         if self._skipped > self._max_skipped_steps:
             raise UserError(
                 f"the gradient was not finite in {self._skipped} steps in a row, the last at step {self.version - 1}; "
@@ -119,17 +120,20 @@ class PolicyLearner:
         await self.in_compute_thread(partial(self._forward_backward, step))
 
     async def sum_gradients(self) -> None:
+        """Sum the gradients over the policy replicas. Raises EpochOver."""
         if self.replicas is not None:
             with self._timeline.span("sum_gradients", step=self.version):
                 self._put_sums = await self.in_compute_thread(partial(self.trainer.summed, self.replicas))
 
     async def undo(self) -> None:
+        """Restore the weights of the step's start, and forget its gradients."""
         self._later, self._put_sums, self._results = (), None, []
         if self._undo is not None:
             await self.in_compute_thread(self._undo)
             self._undo = None
 
     async def optim_step(self) -> StepResult:
+        """Update the weights."""
         if self._undo is None:
             await self._fence()
         with self._timeline.span("optim_step", step=self.version):
@@ -143,6 +147,7 @@ class PolicyLearner:
                 self._fenced = await self._publisher.fence()
 
     async def publish(self) -> Mapping[str, float]:
+        """Offer the weights to the rollout replicas, and return the metrics of that."""
         await self._residence.end()
         if self._publisher is None or self.withholds:
             return {}
@@ -178,7 +183,8 @@ class PolicyLearner:
     def _update_together(self, later: Sequence[TrainBatch], replicas: ReplicaGroup) -> list[TrainBatch]:
         """Take all updates of the step but the last with the other replicas; they are undone if one is lost.
 
-        An update after the commit could not be: a loss would leave the replicas with different weights.
+        After the commit the step cannot be redone, and a replica that is lost then would leave the others with weights
+        that differ. So everything that needs the others comes before the commit, the last sum included.
         """
         self._undo = Undo(self.trainer.optimizer)
         for batch in later:
@@ -198,6 +204,7 @@ class PolicyLearner:
         """Take the step: apply the update whose gradients are computed, then compute and apply the later ones."""
         if self._put_sums is not None:
             self._put_sums()
+        # With other replicas `_later` is empty here: `_update_together` has taken all updates but this one.
         results = [*self._results, self.trainer.optim_step(last=not self._later)]
         for left, batch in reversed(list(enumerate(reversed(self._later)))):
             self._gradients_of(batch)

@@ -179,7 +179,7 @@ class Column:
         column = self._row_groups.get((piece.path, group))
         if column is None:
             column = self._read(piece.path, group)
-            self._row_groups.put((piece.path, group), column)
+            self._row_groups.put((piece.path, group), column, column.nbytes)
         return column[piece.number - (int(ends[group - 1]) if group else 0)].as_py()
 
     def _ends_of(self, path: Path) -> np.ndarray:
@@ -284,7 +284,7 @@ class Images:
         if decoded.shape[1:] != (*self.size, 3):
             size, expected = (f"{height}x{width}" for height, width in (decoded.shape[1:3], self.size))
             raise MediaError(f"{piece.path}: {piece.camera} is {size}, meta/info.json has {expected}")
-        self._cache.put(piece, decoded)
+        self._cache.put(piece, decoded, decoded.nbytes)
         return decoded
 
 

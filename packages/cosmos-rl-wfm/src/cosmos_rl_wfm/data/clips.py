@@ -66,7 +66,7 @@ class ClipReader:
         clip = self._decoded.get(key)
         if clip is None:
             clip = self._decode(row, rng)
-            self._decoded.put(key, clip)
+            self._decoded.put(key, clip, clip.nbytes)
         return clip
 
     def _decode(self, row: Row, rng: np.random.Generator) -> Clip:
