@@ -43,7 +43,7 @@ from cosmos_rl_llm.model.vision_parts import freeze
 from cosmos_rl_llm.model.weights import Weight, find_weights, open_weights
 from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters
-from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.policy import CausalLMPolicy, policy_over
 from cosmos_rl_llm.policy.rank_probe import check_ranks
 from cosmos_rl_llm.policy.token_model import TermOptions
 from cosmos_rl_llm.policy.truncation import Truncation
@@ -85,12 +85,7 @@ def build_policy(
         compute_dtype=compute_dtype,
         vision=None if chat.vision is None else chat.vision.family,
     )
-    if setup.parallel.pp == 1:
-        policy = CausalLMPolicy(network, options, chat=chat, setup=setup)
-    else:
-        from cosmos_rl_llm.policy.pipelined import PipelinedPolicy  # with torch's schedules, which others do not need
-
-        policy = PipelinedPolicy(network, options, chat=chat, setup=setup)
+    policy = policy_over(network, options, chat=chat, setup=setup)
     if setup.mesh is not None:
         materialise(policy.module, device=torch.device("cpu") if setup.memory.parameter_offload else setup.mesh.device)
         fill_adapters(policy.module, seed=seed)

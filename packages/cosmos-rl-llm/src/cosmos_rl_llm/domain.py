@@ -25,18 +25,16 @@ from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.long_prompt import engine_tolerance, prompt_beyond_window
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
 from cosmos_rl_llm.media.source import shows_media
+from cosmos_rl_llm.memory import held_by_policy, held_by_rollout
 from cosmos_rl_llm.model.checkpoint import (
     checkpoint_of,
-    fetch,
+    model_directory,
     read_shape,
     read_specs,
     resolve,
-    torch_engine_parts,
-    while_loading,
 )
-from cosmos_rl_llm.model.tower_memory import policy_parts
 from cosmos_rl_llm.rewards import REWARDS
-from cosmos_rl_llm.teacher.check import check_teacher, held_by_teacher
+from cosmos_rl_llm.teacher.check import check_teacher
 
 if TYPE_CHECKING:
     import numpy as np
@@ -209,28 +207,11 @@ class LLMDomain(DomainBase):
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[MemoryPart]:
         """The start of a rank of several, a teacher, pictures."""
-        directory = Path(resolve(config.model.path))
-        pictures = policy_parts(directory, config) if directory.is_dir() else ()
-        return (*while_loading(config, rank), *held_by_teacher(config, rank), *pictures)
+        return held_by_policy(config, rank)
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[MemoryPart]:
         """Keys and values, activations, and logits."""
-        options = config.rollout.options
-        if config.rollout.engine == "vllm":
-            chosen = engine_options(VllmEngineOptions, options)
-            name = "vLLM's keys, values and activations, within its gpu_memory_utilization"
-            share = None if chosen.cache_bytes else chosen.gpu_memory_utilization
-            return (MemoryPart(name=name, bytes=chosen.cache_bytes, share=share),)
-        if config.rollout.engine != "torch":
-            return super().held_by_rollout(config)
-        chosen = engine_options(LLMTorchOptions, options)
-        return torch_engine_parts(
-            _directory(config.model),
-            config.model,
-            chosen,
-            group_size=config.rollout.group_size,
-            max_terms=config.rollout.sampling.max_terms,
-        )
+        return held_by_rollout(config) if config.rollout.engine in self.engines else super().held_by_rollout(config)
 
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """vLLM has a dtype of its own."""
@@ -281,7 +262,7 @@ class LLMDomain(DomainBase):
             return tensors
         from cosmos_rl_llm.policy.lora import merge_adapters as merged
 
-        return merged(_directory(model), tensors, scaling=model.lora.scaling)
+        return merged(model_directory(model), tensors, scaling=model.lora.scaling)
 
 
 def _builders() -> ModuleType:
@@ -308,12 +289,6 @@ def _text_of(path_or_id: str) -> Callable[[int], str]:
 
     tokenizer = load_tokenizer(resolve(path_or_id))
     return cache(lambda token: str(tokenizer.decode([token])))
-
-
-def _directory(model: LLMModelConfig) -> Path:
-    """The directory of the model's files, fetched from the hub if necessary."""
-    source = Path(resolve(checkpoint_of(model)))
-    return source if source.is_dir() else Path(fetch(model))
 
 
 LLM = LLMDomain()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
-from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
@@ -28,7 +28,14 @@ from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, no_pictures
 from cosmos_rl_llm.media.preflight import media_problems
 from cosmos_rl_llm.media.source import shows_media
-from cosmos_rl_llm.model.checkpoint import legacy_template, read_context, read_specs, resolve
+from cosmos_rl_llm.model.checkpoint import (
+    VOCABULARIES,
+    legacy_template,
+    read_context,
+    read_specs,
+    resolve,
+    template_text,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,7 +45,6 @@ if TYPE_CHECKING:
 
 LONGEST = 16
 """Rows that are encoded, those with the most characters."""
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -63,8 +69,7 @@ def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Pro
             suggestion='set data.chat_template to one, or to "none" for plain text',
         )
     elif template and not shows_messages(partial(_rendered, template=template)):
-        given = as_toml(config.data.chat_template or "its own")
-        yield Problem(key="data.chat_template", given=given, wrong=SHOWS_NONE)
+        yield Problem(key="data.chat_template", given=as_toml(config.data.chat_template or "its own"), wrong=SHOWS_NONE)
     elif (directory / "tokenizer.json").is_file():
         yield from _of_lengths(config, directory, template, rows, held_out)
 
@@ -166,12 +171,7 @@ def _template(directory: Path, data: LLMDataConfig) -> str | None:
     if data.chat_template == PLAIN_TEXT:
         return ""
     if data.chat_template is not None:
-        if not data.chat_template.endswith(".jinja"):
-            return data.chat_template
-        file = Path(data.chat_template).expanduser()
-        if not file.is_file():
-            raise UserError(f"data.chat_template = {data.chat_template!r}: no such file")
-        return file.read_text(encoding="utf-8")
+        return template_text(data.chat_template)
     if (directory / "chat_template.jinja").is_file():
         return (directory / "chat_template.jinja").read_text(encoding="utf-8")
     settings, own = directory / "tokenizer_config.json", None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from cosmos_rl_llm.data.spans import SHOWS_NONE, ChatSpan, Message, Template, en
 from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View
 from cosmos_rl_llm.media.source import parts_of
 from cosmos_rl_llm.media.vision import Vision
+from cosmos_rl_llm.model.checkpoint import template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,8 +64,6 @@ class Chat:
     """Returns the ranks that read the pictures and videos of supervised rows together."""
     ahead: Ahead = field(default_factory=Ahead, compare=False)
     """Supervised rows that are read before their batch."""
-    given: Sequence[MediaItem] | None = None
-    """The pictures and videos of the row in work; None: they are read."""
 
     def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
         """Return the model's prompt.
@@ -89,8 +87,12 @@ class Chat:
             raise PromptError(f"{where}: the prompt has no tokens")
         return encoded
 
-    def encode_answers(self, row: Mapping[str, Any], *, where: str = "") -> Encoded:
+    def encode_answers(
+        self, row: Mapping[str, Any], *, items: Sequence[MediaItem] | None = None, where: str = ""
+    ) -> Encoded:
         """Return a row of supervised training: its prompt as `encode_prompt` does, and its answers.
+
+        items: the row's pictures and videos; None: they are read.
 
         Of {"prompt", "response"} the response is learnt, of {"messages"} every answer that has a prompt; each with the
         end of its turn, as the template closes it or else by the tokenizer's end-of-sequence token.
@@ -107,17 +109,23 @@ class Chat:
             if message["role"] == "assistant" and any(part["type"] != "text" for part in parts_of(message["content"])):
                 raise PromptError(f"{where}: a picture or video in a message of the assistant cannot be learnt")
         spans = self._template(row, where=where).answers(messages, last_alone="response" in row)
-        return self._encode_spans(spans, row, messages, where=where)
+        return self._encode_spans(spans, row, messages, items=items, where=where)
 
     def _template(self, row: Mapping[str, Any], *, where: str) -> Template:
         return Template(tokenizer=self.tokenizer, tools=row.get("tools"), where=where)
 
     def _encode_spans(
-        self, spans: Sequence[ChatSpan], row: Mapping[str, Any], messages: Sequence[Message], *, where: str
+        self,
+        spans: Sequence[ChatSpan],
+        row: Mapping[str, Any],
+        messages: Sequence[Message],
+        *,
+        items: Sequence[MediaItem] | None = None,
+        where: str,
     ) -> Encoded:
         """The tokens of a rendered chat with the pictures and videos of its messages."""
         seeing = self.of_row(row)
-        items = seeing.items(messages, where=where)
+        items = seeing.items(messages, where=where) if items is None else items
         shown = iter(seeing.expand([span.text for span in spans if not span.written], items, where=where))
         texts = [span.text if span.written else next(shown) for span in spans]
         tokens, learnt = self._join(encode_pieces(self.tokenizer, texts), spans)
@@ -163,8 +171,6 @@ class Chat:
 
     def items(self, messages: Iterable[Message], *, where: str) -> list[MediaItem]:
         """Return the pictures and videos of messages, processed. Raises MediaError, or PromptError for a text model."""
-        if self.given is not None:
-            return list(self.given)
         parts = [part for message in messages for part in parts_of(message["content"]) if part["type"] != "text"]
         if parts and self.vision is None:
             raise PromptError(f"{where or 'a row'}: {parts[0]['type']!r} in a chat, and model and engine read text")
@@ -224,13 +230,8 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) 
     """
     if template == PLAIN_TEXT:
         return
-    if template is not None and template.endswith(".jinja"):
-        file = Path(template).expanduser()
-        if not file.is_file():
-            raise UserError(f"data.chat_template = {template!r}: no such file")
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
-    elif template is not None:
-        tokenizer.chat_template = template
+    if template is not None:
+        tokenizer.chat_template = template_text(template)
     elif tokenizer.chat_template is None:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "

@@ -215,7 +215,7 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
         try:
             if read.unreadable:
                 raise SampleError(read.unreadable)
-            sample = encode_row(prompt.row, chat=replace(chat, given=read.items), where=prompt.origin)
+            sample = encode_row(prompt.row, chat=chat, items=read.items, where=prompt.origin)
             readable.append((prompt, replace(sample, pixels=read.pixels)))
         except SampleError as error:
             chat.faults.add(prompt.origin or prompt.sample_id, error.reason)
@@ -245,8 +245,12 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
     return replace(batch, microbatches=microbatches, rows_dropped=(*chat.faults.take_new(), *too_long))
 
 
-def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> TrainSequence:
+def encode_row(
+    row: Mapping[str, Any], *, chat: Chat, items: Sequence[MediaItem] | None = None, where: str = ""
+) -> TrainSequence:
     """Return a row as prompt and response; the mask excludes other roles' messages between the assistant's turns.
+
+    items: the row's pictures and videos; None: they are read.
 
     Raises SampleError for a row that cannot be learnt, and UserError if rows have no target responses at all.
     """
@@ -255,7 +259,7 @@ def encode_row(row: Mapping[str, Any], *, chat: Chat, where: str = "") -> TrainS
             "supervised training needs target responses: name their column in data.response_column, or that of whole "
             "chats in data.messages_column"
         )
-    encoded = chat.encode_answers(row, where=where)
+    encoded = chat.encode_answers(row, items=items, where=where)
     tokens, mask = encoded.tokens, encoded.learnt
     learnt = np.flatnonzero(mask[1:]) + 1  # the first token is predicted from nothing
     if not len(learnt):

@@ -60,21 +60,21 @@ def with_media(
     """
     before: list[dict[str, Any]] = []
     for kind, column in (("image", config.image_column), ("video", config.video_column)):
-        given = _of_column(row, column, where=where, key=f"data.{kind}_column")
+        contents = _of_column(row, column, where=where, key=f"data.{kind}_column")
         empty = [
             part
             for message in messages
             for part in (() if isinstance(message["content"], str) else message["content"])
             if part["type"] == kind and part[kind] is None
         ]
-        if empty and len(empty) != len(given):
+        if empty and len(empty) != len(contents):
             raise UserError(
-                f"{where}: {len(empty)} parts of type {kind!r} without a location, and {len(given)} in the column "
+                f"{where}: {len(empty)} parts of type {kind!r} without a location, and {len(contents)} in the column "
                 f"{column!r} (data.{kind}_column)"
             )
-        for part, one in zip(empty, given, strict=False):
+        for part, one in zip(empty, contents, strict=False):
             part[kind] = one
-        before += [] if empty else [{"type": kind, kind: one} for one in given]
+        before += [] if empty else [{"type": kind, kind: one} for one in contents]
     return _with_parts(messages, before, where=where)
 
 
@@ -120,5 +120,5 @@ def _of_column(row: Mapping[str, Any], column: str | None, *, where: str, key: s
         return []
     if column not in row:
         raise UserError(f"{where}: no column {column!r} ({key})")
-    given = row[column]
-    return given if isinstance(given, list) else [] if given is None else [given]
+    value = row[column]
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,15 +1,18 @@
-"""What both engines do alike with prompts and responses: encoding, limits of length, stop strings."""
+"""What both engines do alike with prompts and responses: encoding, limits of length, stop strings, rollouts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from cosmos_rl_core.errors import PromptError
-from cosmos_rl_core.types import Prompt, Sampling
+from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.data.reading import readers
+from cosmos_rl_llm.media.item import EMPTY_VIEW, View
 from cosmos_rl_llm.media.source import shows_media
 
 
@@ -66,3 +69,31 @@ class StopStrings:
         text = self.chat.decode(tokens)
         ends = [place for stop in self.strings if (place := text.find(stop)) >= 0]
         return text[: min(ends)] if ends else text
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Response:
+    """One sample of a prompt and its terms so far."""
+
+    prompt_tokens: np.ndarray
+    """[prompt] int32."""
+    view: View = EMPTY_VIEW
+    """Pictures and videos of the prompt."""
+    stops: StopStrings | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def as_rollout(self, arrays: Mapping[str, np.ndarray]) -> Rollout:
+        """Return the finished sample. arrays: those beside its tokens and pictures."""
+        assert self.finish_reason is not None and self.stops is not None
+        tokens = np.array(self.tokens, dtype=np.int32)
+        return Rollout(
+            arrays={"prompt_tokens": self.prompt_tokens, "tokens": tokens, **self.view.arrays, **arrays},
+            rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions[: len(tokens)], dtype=np.int32),
+            loss_mask=np.ones(len(tokens), dtype=bool),
+            text=self.stops.text(self.tokens),
+            finish_reason=self.finish_reason,
+        )

@@ -28,13 +28,11 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import parameters_on_meta
 from cosmos_rl_core.parallel.lora import adapter_weights, whole_weights
-from cosmos_rl_llm.model.checkpoint import resolve
+from cosmos_rl_llm.model.checkpoint import VOCABULARIES, resolve
 from cosmos_rl_llm.model.vision_parts import part_of
 
 LOADING = threading.Lock()
 """transformers changes global defaults while it builds a model; policy and engine may load theirs in two threads."""
-
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 
 
 def load_model(
@@ -140,8 +138,8 @@ def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBas
     source = resolve(path_or_id)
     directory = Path(source)
     # For a directory without tokenizer files transformers returns an empty tokenizer of the model's class.
-    if directory.is_dir() and not any((directory / name).is_file() for name in _VOCABULARIES):
-        raise UserError(f"model.path = {source!r} has no tokenizer; add one of {', '.join(_VOCABULARIES)}")
+    if directory.is_dir() and not any((directory / name).is_file() for name in VOCABULARIES):
+        raise UserError(f"model.path = {source!r} has no tokenizer; add one of {', '.join(VOCABULARIES)}")
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -11,21 +11,18 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
-from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.plan.estimate import MemoryEstimate, is_expert, layer_of
-from cosmos_rl_core.plan.layer_bytes import BYTES
-from cosmos_rl_core.plan.needs import MemoryPart
+from cosmos_rl_core.plan.estimate import is_expert, layer_of
 from cosmos_rl_core.plan.shape import ModelShape
-from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import neighbour
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header, weight_files
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.config import LLMModelConfig, LLMTorchOptions
+from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.model.bin_weights import convert_bin_weights
-from cosmos_rl_llm.model.tower_memory import engine_parts
 from cosmos_rl_llm.model.vision_parts import part_of
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+"""Files of which a tokenizer has one."""
 CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 
@@ -77,7 +74,8 @@ def read_context(directory: Path) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+"""Keys of config.json under which most families have the sizes of the decoder."""
 _GATE_COPIES = {"gpt_oss": 7}
 """Families whose gated activation is not activation(gate) * up: gpt-oss clamps both and scales the gate."""
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -94,9 +92,9 @@ def read_shape(
     weights = read_specs(directory) if weights is None else weights
     model_config = read_json_object(directory / "config.json", hint="see model.path")
     config = model_config.get("text_config", model_config)
-    if not weights or not all(isinstance(config.get(key), int) for key in _SIZES):
+    if not weights or not all(isinstance(config.get(key), int) for key in SIZES):
         return None
-    layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
+    layers, hidden, heads, vocabulary = (config[key] for key in SIZES)
     latent_head = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
     head_dim = latent_head or config.get("head_dim") or hidden // heads
     parts = {spec.name: part_of(spec.name) for spec in weights}
@@ -144,7 +142,7 @@ def _expert_sizes(config: Mapping[str, Any], weights: Iterable[WeightSpec]) -> d
     )
     if not number or not with_experts:
         return {}
-    width = _expert_width(config)
+    width = expert_width(config)
     return {
         "experts": number,
         "experts_per_token": config.get("num_experts_per_tok", 1),
@@ -155,7 +153,7 @@ def _expert_sizes(config: Mapping[str, Any], weights: Iterable[WeightSpec]) -> d
     }
 
 
-def _expert_width(config: Mapping[str, Any]) -> int:
+def expert_width(config: Mapping[str, Any]) -> int:
     return config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
 
 
@@ -185,58 +183,14 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
     return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)
 
 
-def while_loading(config: RunConfig, rank: MemoryEstimate) -> list[MemoryPart]:
-    """Return what a policy rank holds while its model is loaded; nothing to add where a policy has one rank."""
-    policy = config.policy
-    if ParallelDims.of(policy.parallel, world_size=policy.world_size).world_size == 1:
-        return []
-    return rank.while_filled(host=policy.memory.parameter_offload)
-
-
-PROMPTS = "prompts are read"
-TERMS = "terms are sampled"
-
-
-def torch_engine_parts(
-    directory: Path, model: LLMModelConfig, options: LLMTorchOptions, *, group_size: int, max_terms: int
-) -> tuple[MemoryPart, ...]:
-    """Return the memory of the torch engine beside the weights: keys and values, activations, and logits.
-
-    Rollouts are as long as `model.max_length` or the model's context, with `max_terms` terms; the engine is as full as
-    its options allow.
-    """
-    model_config = read_json_object(directory / "config.json", hint="see model.path")
-    config = model_config.get("text_config", model_config)
-    if not all(isinstance(config.get(key), int) for key in _SIZES):
-        return (MemoryPart(name="the engine's caches and activations", bytes=None),)
-    layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
-    size, head_dim = BYTES[model.dtype], config.get("head_dim") or hidden // heads
-    values = 2 * (config.get("num_key_value_heads") or heads) * head_dim
-    row = config["kv_lora_rank"] + config["qk_rope_head_dim"] if "kv_lora_rank" in config else values
-    longest = model.max_length or config.get("max_position_embeddings")
-    cached = options.cache_bytes // (layers * row * size)
-    prompt_tokens = cached // group_size  # each prompt is read once and cached for all of its rollouts
-    if longest is not None:  # slots and their length are powers of two where that fits
-        cached = min(cached, _power_of_two(options.max_sequences) * _power_of_two(longest))
-        prompts = -(-options.max_sequences // group_size)
-        prompt_tokens = min(prompt_tokens, prompts * max(longest - max_terms, 1))
-    inner = max(config.get("intermediate_size") or 0, config.get("num_experts_per_tok", 0) * _expert_width(config))
-    widest = max(3 * inner, 3 * heads * head_dim + values)
-    return (
-        MemoryPart(name="keys and values", bytes=cached * layers * row * size),
-        MemoryPart(name="activations", bytes=size * prompt_tokens * (3 * hidden + widest), at=(PROMPTS,)),
-        MemoryPart(
-            name="logits and probabilities",
-            bytes=2 * BYTES["float32"] * options.max_sequences * vocabulary,
-            at=(PROMPTS, TERMS),
-        ),
-        *engine_parts(directory, model, prompt_tokens=prompt_tokens, at=PROMPTS),
-    )
-
-
-def _power_of_two(number: int) -> int:
-    """The smallest that is at least `number`."""
-    return 1 << (number - 1).bit_length()
+def template_text(template: str) -> str:
+    """Return `data.chat_template`: Jinja text as it is, or that of a .jinja file. Raises UserError without the file."""
+    if not template.endswith(".jinja"):
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise UserError(f"data.chat_template = {template!r}: no such file")
+    return file.read_text(encoding="utf-8")
 
 
 def legacy_template(directory: Path) -> str | None:
@@ -268,3 +222,9 @@ def fetch(model: LLMModelConfig) -> str:
     except (OSError, ValueError) as error:
         where = f"model.path = {model.path!r} at model.revision = {model.revision!r}"
         raise UserError(f"{where} cannot be fetched from the hub: {error}") from error
+
+
+def model_directory(model: LLMModelConfig) -> Path:
+    """Return the directory of the model's files, fetched from the hub if necessary."""
+    source = Path(resolve(checkpoint_of(model)))
+    return source if source.is_dir() else Path(fetch(model))

@@ -34,7 +34,7 @@ from cosmos_rl_llm.policy.truncation import Repeats
 
 
 @dataclass(frozen=True, slots=True)
-class ContextLayout:
+class ContextLayout(SequenceLayout):
     """Attention of a rank's rows [L/cp] to the whole row."""
 
     layout: PackedLayout

@@ -14,9 +14,10 @@ Where tokens of a picture attend to each other in both directions, the outputs o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,12 +43,14 @@ _MAX_PADDING_TERMS = 32
 """Padding a sequence that is always accepted: below that a further block costs more than it saves."""
 
 
-class SequenceLayout(Protocol):
+class SequenceLayout(ABC):
     """The keyword `layout` of a forward pass, passed to every attention layer."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query [B, heads, Q, D], key [B, kv_heads, K, D], value [B, kv_heads, K, D'] -> [B, Q, heads, D']."""
-        ...
 
 
 def layout_attention(
@@ -139,7 +142,7 @@ class PictureSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLayout:
+class PackedLayout(SequenceLayout):
     """Sequences in one row, causal and isolated from one another; they may share the rows of a common prefix."""
 
     blocks: tuple[Block, ...]
@@ -207,7 +210,7 @@ class PackedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class CausalRows:
+class CausalRows(SequenceLayout):
     """One sequence per row, right-padded: sufficient for causal layers, such as recurrent ones."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -30,7 +30,7 @@ from cosmos_rl_core.parallel.stages import microbatch_multiple, num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share
 from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.model.miniature import NUM_LAYERS, MiniatureSize, miniature
-from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.policy import CausalLMPolicy, policy_over
 from cosmos_rl_llm.policy.probe import TOLERANCE, describe, first_line, probe_samples
 
 GRADIENT_TOLERANCE = 1e-2
@@ -99,7 +99,7 @@ def compare_ranks(
     for each in (small, alone):
         prepare(each)
         each.to(mesh.device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
-    spread = _spread(small, ModelSetup(mesh=mesh, parallel=setup.parallel))
+    spread = policy_over(small, setup=ModelSetup(mesh=mesh, parallel=setup.parallel))
     own = CausalLMPolicy(alone)
     share = replace(mesh.share, multiple=microbatch_multiple(setup.parallel))
     computed = _train(spread, samples, share)
@@ -108,14 +108,6 @@ def compare_ranks(
     off = max((_largest(mine - right) for (_, mine), right in zip(computed, expected, strict=True)), default=0.0)
     _train(own, samples, Share())
     return off, *_worst_gradient(_gradients(spread.module), _gradients(own.module))
-
-
-def _spread(model: PreTrainedModel, setup: ModelSetup) -> Any:
-    if setup.parallel.pp == 1:
-        return CausalLMPolicy(model, setup=setup)
-    from cosmos_rl_llm.policy.pipelined import PipelinedPolicy  # with torch's schedules, which others do not need
-
-    return PipelinedPolicy(model, setup=setup)
 
 
 def fitting_size(dims: ParallelDims, *, stages: int) -> MiniatureSize:

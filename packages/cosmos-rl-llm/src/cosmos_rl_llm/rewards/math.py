@@ -138,29 +138,28 @@ def _verified(answer: str, reference: str) -> bool:
     return verify(gold, target, timeout_seconds=None)
 
 
-class MathReward(Strict):
+class _Equivalence(Strict):
+    """Options of answers that `math-verify` compares."""
+
+    own_process: ClassVar[bool] = True
+
+    tolerance: float = Field(default=0.0, ge=0)
+    """Relative difference of two numbers that are equal too; `math-verify` compares decimals to six places."""
+
+
+class MathReward(_Equivalence):
     """1 if the response's final answer is equivalent to the reference, else 0.
 
     The final answer is the last \\boxed{...}, or the text after "####", "answer is" or "Answer:", or the last
     formula or number. It is compared by `math-verify`. A thought that was cut has no answer.
     """
 
-    own_process: ClassVar[bool] = True
-
-    tolerance: float = Field(default=0.0, ge=0)
-    """Relative difference of two numbers that are equal too; `math-verify` compares decimals to six places."""
-
     def __call__(self, group: RolloutGroup) -> list[float]:
         return _scores(group, [final_answer(answer_part(group, each)) for each in group.rollouts], self.tolerance)
 
 
-class BoxedReward(Strict):
+class BoxedReward(_Equivalence):
     """1 if the last \\boxed{...} of the response is equivalent to the reference; 0 without a box."""
-
-    own_process: ClassVar[bool] = True
-
-    tolerance: float = Field(default=0.0, ge=0)
-    """Relative difference of two numbers that are equal too; `math-verify` compares decimals to six places."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         return _scores(group, [last_boxed(answer_part(group, each)) for each in group.rollouts], self.tolerance)

@@ -1,4 +1,4 @@
-"""A teacher before it is loaded: whether it fits the model, and the memory that it adds to a policy rank. No torch."""
+"""A teacher before it is loaded: whether it fits the model. No torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ from pathlib import Path
 from cosmos_rl_core.algorithms.config import TeacherSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.plan.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.plan.layer_bytes import BYTES
-from cosmos_rl_core.plan.needs import START, STEP, MemoryPart
 from cosmos_rl_core.plan.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.model.checkpoint import read_context, read_shape, resolve
-
-TEACHES = "the teacher computes"
-"""The time of the teacher's passes, which are before the policy's."""
 
 
 def as_model(teacher: TeacherSection, model: LLMModelConfig) -> LLMModelConfig:
@@ -50,7 +44,7 @@ def check_teacher(config: RunConfig) -> None:
     shape = teacher_shape(config)
     if shape is not None:
         with of_teacher():
-            check_fit(shape, config.policy.parallel, dims=_dims(config))
+            check_fit(shape, config.policy.parallel, dims=policy_dims(config))
     sees, taught = (_config(directory).get("vision_config") is not None for directory in (teacher, model))
     check_sight(sees, taught, path=config.teacher.path)
     length = config.model.max_length or read_context(model)
@@ -109,7 +103,7 @@ def _config(directory: Path) -> Mapping[str, object]:
     return read_json_object(directory / "config.json", hint="see [teacher] path")
 
 
-def _dims(config: RunConfig) -> ParallelDims:
+def policy_dims(config: RunConfig) -> ParallelDims:
     return ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
 
 
@@ -119,39 +113,3 @@ def teacher_shape(config: RunConfig) -> ModelShape | None:
     with of_teacher():
         directory = Path(resolve(config.teacher.path))
         return read_shape(directory, as_model(config.teacher, config.model)) if directory.is_dir() else None
-
-
-def held_by_teacher(config: RunConfig, rank: MemoryEstimate) -> tuple[MemoryPart, ...]:
-    """Return the memory that [teacher] adds to a policy rank; `rank` is the policy's own."""
-    if config.teacher is None:
-        return ()
-    shape, policy, dims = teacher_shape(config), config.policy, _dims(config)
-    if shape is None:
-        return (MemoryPart(name="teacher", bytes=None),)
-    spread = dims.world_size > 1
-    size, parameter_bytes = BYTES[shape.compute_dtype], BYTES[policy.precision.parameters]
-    teacher_memory = estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms)
-    parameters = teacher_memory.parameters * (size if spread else parameter_bytes) // parameter_bytes
-    offloaded = policy.memory.parameter_offload and spread
-    parts = [MemoryPart(name="teacher", bytes=parameters, host=offloaded, away=True)]
-    if spread:
-        parts += [
-            MemoryPart(name="teacher, as it is filled", bytes=parameters, at=(START,), host=offloaded),
-            MemoryPart(
-                name="teacher's output head", bytes=-(-shape.vocabulary // dims.tp) * shape.hidden * size, away=True
-            ),
-            MemoryPart(name="teacher's gathered parameters", bytes=teacher_memory.gathered, at=(TEACHES,)),
-        ]
-    if config.teacher.loss == "divergence":
-        parts.append(MemoryPart(name="logits of policy and teacher", bytes=rank.logits, at=(STEP,)))
-        if not config.teacher.top_k:
-            kept = None if config.is_sft else _terms_per_rank(config, dims) * shape.hidden * size
-            parts.append(MemoryPart(name="teacher's hidden states of the step", bytes=kept, at=(STEP,)))
-    return tuple(parts)
-
-
-def _terms_per_rank(config: RunConfig, dims: ParallelDims) -> int:
-    """Terms of a step in one rank, with rollouts of maximum length; ranks along cp, tp and pp have the same."""
-    rollouts = config.policy.prompts_per_step * config.rollout.group_size
-    ranks = dims.dp_shard * dims.dp_replicate * config.policy.replicas
-    return -(-rollouts // ranks) * config.rollout.sampling.max_terms

@@ -26,14 +26,14 @@ from cosmos_rl_core.rollout.engine_thread import EngineRequest
 from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.config import LLMTorchOptions
-from cosmos_rl_llm.engines.prompts import StopStrings
+from cosmos_rl_llm.engines.prompts import Response, StopStrings
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, bytes_per_term, span_unit
 from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.output_head import OutputHead
 from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
-from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
+from cosmos_rl_llm.policy.packing import PackedLayout, SequenceLayout, install_attention
 from cosmos_rl_llm.policy.routing import RouteRecorder
 
 
@@ -66,41 +66,27 @@ class GenerationRequest(EngineRequest):
     def start(self) -> list[RunningSequence]:
         """Create the sequences."""
         numbers = range(self.first_sample, self.first_sample + self.num_samples)
-        self.sequences = [RunningSequence(request=self, sample=number) for number in numbers]
+        self.sequences = [
+            RunningSequence(
+                request=self, sample=number, prompt_tokens=self.prompt_tokens, view=self.view, stops=self.stops
+            )
+            for number in numbers
+        ]
         return self.sequences
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class RunningSequence:
-    """One sample and its terms so far."""
+class RunningSequence(Response):
+    """One sample of a request."""
 
     request: GenerationRequest
     sample: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
     """Recorded experts: [tokens, layers, k] of the prompt, then of each input token."""
-    finish_reason: FinishReason | None = None
 
     def rollout(self) -> Rollout:
         """The finished sample as a `Rollout`."""
-        assert self.finish_reason is not None and self.request.stops is not None
-        arrays = {
-            "prompt_tokens": self.request.prompt_tokens,
-            "tokens": np.array(self.tokens, dtype=np.int32),
-            **self.request.view.arrays,
-        }
-        if self.routes:
-            arrays["routes"] = np.concatenate(self.routes)
-        return Rollout(
-            arrays=arrays,
-            rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.array(self.versions, dtype=np.int32),
-            loss_mask=np.ones(len(self.tokens), dtype=bool),
-            text=self.request.stops.text(self.tokens),
-            finish_reason=self.finish_reason,
-        )
+        return self.as_rollout({"routes": np.concatenate(self.routes)} if self.routes else {})
 
 
 class RunningBatch:
@@ -245,7 +231,7 @@ class RunningBatch:
         self,
         tokens: Tensor,
         positions: Tensor,
-        layout: PackedLayout | DecodeLayout,
+        layout: SequenceLayout,
         media: Mapping[str, Tensor] | None = None,
         *,
         lengths: np.ndarray,
@@ -311,10 +297,9 @@ class RunningBatch:
         return sampler
 
     def _finish_reason(self, sequence: RunningSequence, token: int) -> FinishReason | None:
-        request = sequence.request
-        if token in self._stop_ids or (request.stops is not None and request.stops.end(sequence.tokens)):
+        if token in self._stop_ids or (sequence.stops is not None and sequence.stops.end(sequence.tokens)):
             return "stop"
-        return "length" if len(sequence.tokens) >= request.sampling.max_terms else None
+        return "length" if len(sequence.tokens) >= sequence.request.sampling.max_terms else None
 
     def _compact(self) -> None:
         """Move the last sequences into the rows of finished ones."""

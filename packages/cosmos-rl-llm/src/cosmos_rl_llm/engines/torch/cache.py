@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from cosmos_rl_llm.policy.attention import Scoring
+from cosmos_rl_llm.policy.packing import SequenceLayout
 
 _VECTORS = 32
 """Positions that fill whole vectors of any CPU."""
@@ -122,7 +123,7 @@ class SlotCache(Cache):
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLayout:
+class DecodeLayout(SequenceLayout):
     """One new token per row; it attends to its own slot of a `SlotCache` up to and including itself."""
 
     place: Tensor

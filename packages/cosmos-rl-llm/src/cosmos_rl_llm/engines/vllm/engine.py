@@ -16,15 +16,16 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling
+from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Chat, Encoded
-from cosmos_rl_llm.engines.prompts import StopStrings, check_length, encode, name_of
+from cosmos_rl_llm.engines.prompts import Response, StopStrings, check_length, encode, name_of
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
@@ -71,60 +72,37 @@ def parameters(
     )
 
 
-class VllmSequence:
-    """A sequence during generation."""
-
-    def __init__(self, prompt: Encoded, stops: StopStrings) -> None:
-        self.prompt, self._stops = prompt, stops
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._finish_reason: FinishReason | None = None
+@dataclass(eq=False, slots=True, kw_only=True)
+class VllmSequence(Response):
+    """A sequence during generation. Its versions, all of which come with its end, may be of more tokens than it has."""
 
     def add(self, part: CompletionOutput, *, first_version: int) -> bool:
         """Append the received tokens; return whether one of them completed a stop string.
 
         first_version: version of tokens sampled before vLLM received any version.
         """
-        stopped_before = self._finish_reason is not None
+        stopped_before = self.finish_reason is not None
         if not stopped_before:
             self._grow(part)
         if part.finish_reason is not None:
             assert part.weight_versions is not None, "vLLM returned no weight version"
             for span in part.weight_versions:
                 version = first_version if span.version == "default" else int(span.version)
-                self._versions += [version] * (span.end - span.start)
-            if self._finish_reason is None:
+                self.versions += [version] * (span.end - span.start)
+            if self.finish_reason is None:
                 assert part.finish_reason in ("stop", "length"), part.finish_reason
-                self._finish_reason = part.finish_reason
-        return self._finish_reason == "stop" and not stopped_before and part.finish_reason is None
+                self.finish_reason = part.finish_reason
+        return self.finish_reason == "stop" and not stopped_before and part.finish_reason is None
 
     def _grow(self, part: CompletionOutput) -> None:
         flat: Any = part.logprobs
         assert flat is not None, "`parameters` requests flat logprobs"
         for token, at in zip(part.token_ids, flat.start_indices, strict=True):
-            self._tokens.append(token)
-            self._logprobs.append(flat.logprobs[at])
-            if self._stops.end(self._tokens):
-                self._finish_reason = "stop"
+            self.tokens.append(token)
+            self.logprobs.append(flat.logprobs[at])
+            if self.stops is not None and self.stops.end(self.tokens):
+                self.finish_reason = "stop"
                 return
-
-    def rollout(self) -> Rollout:
-        """Return the finished sample as a `Rollout`."""
-        assert self._finish_reason is not None
-        num_terms = len(self._tokens)
-        return Rollout(
-            arrays={
-                "prompt_tokens": self.prompt.tokens,
-                "tokens": np.array(self._tokens, dtype=np.int32),
-                **self.prompt.view.arrays,
-            },
-            rollout_logprobs=np.array(self._logprobs, dtype=np.float32),
-            versions=np.array(self._versions[:num_terms], dtype=np.int32),
-            loss_mask=np.ones(num_terms, dtype=bool),
-            text=self._stops.text(self._tokens),
-            finish_reason=self._finish_reason,
-        )
 
 
 T = TypeVar("T")
@@ -179,7 +157,9 @@ class VllmEngine:
         encoded = await encode(self._chat, prompt)
         self._check(prompt, encoded, sampling)
         stops, stop_ids = StopStrings(self._chat, sampling.stop), sorted(self._chat.end_ids)
-        samples = [VllmSequence(encoded, stops) for _ in range(num_samples)]
+        samples = [
+            VllmSequence(prompt_tokens=encoded.tokens, view=encoded.view, stops=stops) for _ in range(num_samples)
+        ]
         shown = self._input(encoded)  # once a group: pictures are cast and split by item
         tasks = [
             asyncio.create_task(
@@ -199,7 +179,7 @@ class VllmEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._running.difference_update(tasks)
-        return self._chat.decode_prompt(encoded.tokens.tolist()), [sample.rollout() for sample in samples]
+        return self._chat.decode_prompt(encoded.tokens.tolist()), [sample.as_rollout({}) for sample in samples]
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         """Run `apply` in a thread while vLLM is paused between two tokens; running sequences continue afterwards.
