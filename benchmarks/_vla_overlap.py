@@ -30,7 +30,6 @@ from cosmos_rl_vla.engines.torch import SimulationEngine, VLATorchOptions
 from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
 from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.models.loaded import LoadedPolicy
-from cosmos_rl_vla.observations import ObservationConverter
 from cosmos_rl_vla.sims.metaworld import instruction
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
@@ -77,13 +76,7 @@ async def _rounds(
 ) -> dict[str, float]:
     passes: list[Callable[[], Acted]] = []
     note_passes(loaded, passes)
-    engine = SimulationEngine(
-        loaded.model,
-        weights=dict,
-        observer=ObservationConverter(loaded.stats, loaded.instructions),
-        pool=pool,
-        options=VLATorchOptions(),
-    )
+    engine = SimulationEngine(loaded, pool=pool, options=VLATorchOptions())
     seconds: dict[str, list[float]] = {name: [] for name in ("both", "simulation", "inference")}
     try:
         for number in range(rounds + 1):
@@ -145,16 +138,14 @@ def note_passes(loaded: LoadedPolicy, passes: list[Callable[[], Acted]]) -> None
         passes.append(lambda: act(inputs, randomness=randomness, greedy=greedy))
         return act(inputs, randomness=randomness, greedy=greedy)
 
-    vars(loaded.module)["act"] = noted  # in place of the method
+    vars(loaded.model)["act"] = noted  # in place of the method
 
 
 def tiny_policy(tasks: Sequence[str], folder: Path) -> LoadedPolicy:
     ActionStats.unit(4).save(folder)
     words = tuple(instruction(task) for task in tasks)
     config = VLAModelConfig(action_dim=4, state_dim=4, words=words, stats=str(folder / "action_stats.json"))
-    loaded = load(config)
-    loaded.module.requires_grad_(False).eval()
-    return loaded
+    return load(config)
 
 
 def timed(work: Callable[[], object]) -> float:

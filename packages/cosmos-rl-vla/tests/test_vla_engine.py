@@ -17,7 +17,8 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_engine, build_policy
-from cosmos_rl_vla.config import ActionNoiseSection, VLADataConfig, VLAModelConfig, VLASampling, VLATorchOptions
+from cosmos_rl_vla.config import ActionNoiseSection as Noise
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling, VLATorchOptions
 from cosmos_rl_vla.data.rows import load_rows
 from cosmos_rl_vla.policy.collate import collate
 
@@ -106,7 +107,7 @@ def test_an_episode_at_its_limit_is_bootstrapped_and_one_that_ends_is_not(model)
 
 
 def test_versions_are_those_of_each_decision_and_decide_its_noise(model):
-    model = model.model_copy(update={"noise": ActionNoiseSection(level=0.5, level_end=0.1, level_steps=4)})
+    model = model.model_copy(update={"noise": Noise(level=0.5, level_end=0.1, level_steps=4)})
 
     async def switch_later(engine):
         while engine.progress < 1:

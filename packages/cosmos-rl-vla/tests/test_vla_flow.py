@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Beta, Normal
 
+from cosmos_rl_vla.config import ActionNoiseSection as Noise
 from cosmos_rl_vla.models import flow
 from cosmos_rl_vla.models.flow import ActionGaussian
-from cosmos_rl_vla.models.pi.config import Noise
 
 X = torch.tensor([[[0.8, -0.4]]])
 V = torch.tensor([[[0.5, 1.0]]])
@@ -67,7 +67,10 @@ def test_flow_cps_draws_nothing_at_the_last_step():
 @pytest.mark.parametrize("index", range(4))
 def test_fixed_and_learned_noise_have_the_mean_of_the_ode(index):
     std = torch.full_like(X, 0.1)
-    for drawn in (step(Noise(kind="fixed", level=0.3), index), step(Noise(kind="learned"), index, std=std)):
+    for drawn in (
+        step(Noise(kind="fixed", level=0.3), index),
+        step(Noise(kind="learned"), index, std=std),
+    ):
         torch.testing.assert_close(drawn.mean, flow.ode_step(X, V, num_steps=4))
 
 
@@ -114,7 +117,11 @@ def test_flow_sde_keeps_the_distribution_of_the_ode():
         variance = tau**2 + (1 - tau) ** 2 * s**2
         velocity = x * (tau - (1 - tau) * s**2) / variance
         drawn = flow.transition(
-            x, velocity, index=torch.full((len(x),), index), num_steps=steps, noise=Noise(kind="sde", level=0.3)
+            x,
+            velocity,
+            index=torch.full((len(x),), index),
+            num_steps=steps,
+            noise=Noise(kind="sde", level=0.3),
         )
         x = drawn.mean + drawn.std * torch.randn(x.shape, generator=generator)
     assert x.std().item() == pytest.approx(math.sqrt(0.25 + 0.25 * s**2), rel=0.03)

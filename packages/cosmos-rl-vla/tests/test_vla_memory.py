@@ -56,7 +56,7 @@ def test_a_rollout_replica_takes_the_planned_memory(folder, dtype, options, rows
     parts, planned = parts_of(config)
     loaded = load(config.model)
     loaded.cast_parameters(getattr(torch, dtype))
-    module, spec = loaded.module.requires_grad_(False), spec_of(config.data)
+    module, spec = loaded.model.requires_grad_(False), spec_of(config.data)
     weights = parts["weights"].bytes + parts["parameters in float32, tables, heads"].bytes
     assert weights == sum(tensor.nbytes for tensor in tensors_of(module))
     [(height, width)], length = spec.cameras.values(), loaded.instructions.max_length

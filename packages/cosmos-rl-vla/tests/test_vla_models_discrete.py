@@ -71,7 +71,7 @@ def test_imitation_is_the_cross_entropy_of_the_demonstrated_choice():
 
 def test_an_exported_folder_is_the_same_policy(tmp_path):
     loaded = load(CONFIG)
-    loaded.write_config(tmp_path)
+    loaded.model.write_config(tmp_path, loaded.stats)
     torch.manual_seed(1)
     from safetensors.torch import save_file
 

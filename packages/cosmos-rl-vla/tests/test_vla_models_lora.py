@@ -74,12 +74,12 @@ def test_adapters_and_the_critic_are_trained_and_travel_and_nothing_else(bases, 
     loaded = stirred(bases[family])
     evaluated = loaded.model.evaluate(inputs(), act(loaded).replay)
     (evaluated.logprobs.sum() + evaluated.values.sum()).backward()
-    moved = {name for name, parameter in loaded.module.named_parameters() if parameter.grad is not None}
+    moved = {name for name, parameter in loaded.model.named_parameters() if parameter.grad is not None}
     assert moved and all(".lora_" in name or name.startswith("value_head.") for name in moved)
     sent = loaded.weights()
     assert sent.keys() == loaded.trained_weights().keys()
     assert all(name.startswith(("base_model.model.", "value_head.")) for name in sent)
-    assert sum(tensor.numel() for tensor in sent.values()) < sum(p.numel() for p in loaded.module.parameters()) / 4
+    assert sum(tensor.numel() for tensor in sent.values()) < sum(p.numel() for p in loaded.model.parameters()) / 4
 
 
 @FAMILIES
@@ -108,7 +108,7 @@ def test_the_reference_is_the_model_under_the_adapters(bases, family):
     policy = build_policy(bases[family], data=DATA, sampling=VLASampling(), seed=0, setup=ModelSetup())
     assert policy.reference() is not None
     loaded = stirred(bases[family])
-    with without_adapters(loaded.module):
+    with without_adapters(loaded.model):
         off = act(loaded, greedy=True).actions
     assert torch.equal(off, act(load(bases[family]), greedy=True).actions)
     assert not torch.equal(off, act(loaded, greedy=True).actions)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from cosmos_rl_vla.config import CriticSection as Critic
 from cosmos_rl_vla.models.base import Inputs, Randomness
-from cosmos_rl_vla.models.openvla.config import Critic, tiny
+from cosmos_rl_vla.models.openvla.config import tiny
 from cosmos_rl_vla.models.openvla.family import random_openvla
 from cosmos_rl_vla.models.openvla.model import ActionBins
 from cosmos_rl_vla.models.openvla.prismatic import stretched
@@ -179,7 +180,7 @@ def test_a_critic_gives_as_many_values_as_it_was_asked_for(per, count):
 
 @pytest.mark.parametrize("detach", [True, False])
 def test_the_critics_gradient_stays_in_it_if_it_is_detached(detach):
-    model = random_openvla(replace(OFT, critic=Critic(hidden=(8,), detach=detach)), seed=0)
+    model = random_openvla(replace(OFT, critic=Critic(pool="mean", hidden=(8,), detach=detach)), seed=0)
     inputs = observations()
     model.evaluate(inputs, model.act(inputs, randomness=draw()).replay).values.sum().backward()
     moved = {name.partition(".")[0] for name, p in model.named_parameters() if p.grad is not None}

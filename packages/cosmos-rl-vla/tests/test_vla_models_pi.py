@@ -8,15 +8,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from vla_fixtures import small_pi
 
+from cosmos_rl_vla.config import ActionNoiseSection as Noise
+from cosmos_rl_vla.config import CriticSection as Critic
 from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.pi.backbone import to_pixels
-from cosmos_rl_vla.models.pi.config import Noise, ValueSize, tiny
+from cosmos_rl_vla.models.pi.config import tiny
 from cosmos_rl_vla.models.pi.expert import AdaptiveRMSNorm
 from cosmos_rl_vla.models.pi.family import random_pi
 from cosmos_rl_vla.models.pi.model import PiModel
 
 CONFIG = small_pi()
-PI0 = replace(CONFIG, family="pi0", state="suffix", value=ValueSize(place="expert", hidden=(16,)))
+PI0 = replace(CONFIG, family="pi0", state="suffix", value=Critic(place="expert", pool="mean", hidden=(16,)))
 
 
 def observations(batch=4, *, cameras=1, length=5, seed=0):
@@ -103,7 +105,10 @@ def test_the_log_prob_is_of_the_stochastic_step_alone():
 
 
 def test_the_joint_log_prob_is_the_mean_over_the_steps_and_the_first_noise():
-    model, inputs = model_of(replace(CONFIG, noise=Noise(kind="fixed", level=0.3, steps="all"))), observations()
+    model, inputs = (
+        model_of(replace(CONFIG, noise=Noise(kind="fixed", level=0.3, steps="all"))),
+        observations(),
+    )
     acted = model.act(inputs, randomness=draw())
     prefix, before, after = model.backbone(inputs), acted.replay["before"], acted.replay["after"]
     logprobs = [torch.distributions.Normal(0.0, 1.0).log_prob(before[:, 0, :3, :2])]
@@ -159,7 +164,10 @@ def test_the_critic_does_not_move_what_it_reads():
 
 
 def test_the_critic_moves_the_trunk_where_it_is_asked_to():
-    model, inputs = model_of(replace(CONFIG, value=ValueSize(hidden=(16,), detach=False))), observations()
+    model, inputs = (
+        model_of(replace(CONFIG, value=Critic(pool="mean", hidden=(16,), detach=False))),
+        observations(),
+    )
     acted = model.act(inputs, randomness=draw())
     model.evaluate(inputs, acted.replay).values.sum().backward()
     assert model.backbone.state_in.weight.grad.abs().sum() > 0
@@ -169,7 +177,7 @@ def test_the_critic_moves_the_trunk_where_it_is_asked_to():
 @pytest.mark.parametrize("pool", ["mean", "attention"])
 def test_values_come_one_a_chunk_or_one_an_action(place, pool):
     for per, count in (("chunk", 1), ("action", 3)):
-        value = ValueSize(place=place, per=per, pool=pool, hidden=(16,))
+        value = Critic(place=place, per=per, pool=pool, hidden=(16,))
         model = model_of(replace(CONFIG, value=value, noise=Noise(kind="learned", steps="all")))
         acted = model.act(observations(), randomness=draw())
         assert acted.values.shape == (4, count) == (4, model.value_dim)
@@ -177,7 +185,7 @@ def test_values_come_one_a_chunk_or_one_an_action(place, pool):
 
 
 def test_a_model_without_critic_has_no_values():
-    model = model_of(replace(CONFIG, value=ValueSize(place="none")))
+    model = model_of(replace(CONFIG, value=Critic(place="none")))
     assert model.act(observations(), randomness=draw()).values.shape == (4, 0)
 
 

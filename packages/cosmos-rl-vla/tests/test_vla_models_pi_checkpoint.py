@@ -10,17 +10,20 @@ from safetensors.torch import load_file, save_file
 from vla_fixtures import load_pi, save_pi, small_pi
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_vla.config import ActionNoiseSection as Noise
+from cosmos_rl_vla.config import CriticSection as Critic
 from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.base import Inputs, Randomness
+from cosmos_rl_vla.models.checkpoint import Owner
 from cosmos_rl_vla.models.families import make
 from cosmos_rl_vla.models.instructions import word_instructions
-from cosmos_rl_vla.models.pi.checkpoint import own_name, public_name
-from cosmos_rl_vla.models.pi.config import Noise, ValueSize, full
-from cosmos_rl_vla.models.pi.family import random_pi, read_config, save_config
+from cosmos_rl_vla.models.pi.checkpoint import PiNames
+from cosmos_rl_vla.models.pi.config import full
+from cosmos_rl_vla.models.pi.family import random_pi, read_config
 from cosmos_rl_vla.models.pi.model import PiModel
 
-PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))
-PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=ValueSize(hidden=(16,)))
+PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=Critic(place="expert", pool="mean", hidden=(16,)))
+PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=Critic(pool="mean", hidden=(16,)))
 DRAW = Randomness(seeds=[1, 2], places=[0, 0])
 
 
@@ -144,13 +147,15 @@ def test_the_velocity_of_pi0_is_that_of_transformers():
     ],
 )
 def test_public_names_of_every_spelling_are_known(name, family, ours):
-    assert own_name(name, family=family) == ours
+    assert PiNames(family).owners(name) == (() if ours is None else (Owner(ours),))
 
 
 @pytest.mark.parametrize("config", [PI0, replace(PI05, state="prefix", aux_dim=1, noise=Noise(kind="learned"))])
 def test_every_weight_has_a_public_name_and_comes_back(config):
-    for name in random_pi(config, seed=0).state_dict():
-        assert own_name(public_name(name), family=config.family) == name
+    model = random_pi(config, seed=0)
+    names = model.names
+    for name in model.state_dict():
+        assert names.owners(names.public_name(name)) == (Owner(name),)
 
 
 def test_a_published_checkpoint_has_no_critic_and_its_own_is_drawn(tmp_path):
@@ -193,7 +198,7 @@ def test_weights_for_other_action_dimensions_are_refused(tmp_path):
 
 
 def test_a_file_that_is_no_safetensors_is_named(tmp_path):
-    save_config(PI05, tmp_path)
+    PI05.save(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"model\.safetensors is not a safetensors"):
         load_pi(tmp_path)
@@ -202,13 +207,13 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path):
 def test_a_directory_without_weights_or_config_says_so(tmp_path):
     with pytest.raises(UserError, match=r"config\.json is not there"):
         load_pi(tmp_path)
-    save_config(PI05, tmp_path)
+    PI05.save(tmp_path)
     with pytest.raises(UserError, match=r"no model\.safetensors"):
         load_pi(tmp_path)
 
 
 def test_the_dtype_that_a_cast_export_adds_is_read_over(tmp_path):
-    save_config(PI05, tmp_path)
+    PI05.save(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))
     assert read_config(tmp_path) == PI05
@@ -224,7 +229,7 @@ def test_the_dtype_that_a_cast_export_adds_is_read_over(tmp_path):
     ],
 )
 def test_a_config_with_a_wrong_key_is_refused(tmp_path, change, said):
-    save_config(PI05, tmp_path)
+    PI05.save(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=said):
@@ -232,7 +237,7 @@ def test_a_config_with_a_wrong_key_is_refused(tmp_path, change, said):
 
 
 def test_an_unknown_key_inside_a_part_is_named_with_its_place(tmp_path):
-    save_config(PI05, tmp_path)
+    PI05.save(tmp_path)
     path = tmp_path / "config.json"
     held = json.loads(path.read_text())
     held["noise"]["sigma"] = 1
@@ -283,7 +288,7 @@ def test_a_variant_of_another_size_is_refused(tmp_path):
 def test_the_full_sizes_are_those_of_the_public_checkpoints():
     with torch.device("meta"):
         model = PiModel(full("pi05", horizon=10, action_dim=7))
-    shapes = {public_name(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {model.names.public_name(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     assert shapes["paligemma_with_expert.paligemma.lm_head.weight"] == (257_152, 2048)
     assert shapes["paligemma_with_expert.gemma_expert.model.layers.17.mlp.up_proj.weight"] == (4096, 1024)
     assert shapes["paligemma_with_expert.gemma_expert.model.norm.dense.weight"] == (3072, 1024)
@@ -298,7 +303,7 @@ def test_statistics_beside_an_openpi_model_are_read_as_its_family_takes_them(tmp
         directory = tmp_path / config.family
         (directory / "assets/libero").mkdir(parents=True)
         (directory / "assets/libero/norm_stats.json").write_text(json.dumps({"norm_stats": {"actions": numbers}}))
-        save_config(config, directory)
+        config.save(directory)
         word_instructions(["go"]).save(directory)
         stats = make(VLAModelConfig(path=str(directory))).stats
         assert stats.unnormalise(np.ones((1, 2), np.float32)) == pytest.approx(high, abs=1e-5)

@@ -13,15 +13,17 @@ from vla_fixtures import load_pi, small_pi
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats, Gripper, Spread
+from cosmos_rl_vla.config import ActionNoiseSection as Noise
+from cosmos_rl_vla.config import CriticSection as Critic
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
-from cosmos_rl_vla.models.pi.checkpoint import HEADS, public_name
-from cosmos_rl_vla.models.pi.config import Noise, ValueSize, full
+from cosmos_rl_vla.models.checkpoint import HEADS
+from cosmos_rl_vla.models.pi.config import full
 from cosmos_rl_vla.models.pi.export import camera_names, export_pi, public_tensors, write_lerobot, write_openpi
-from cosmos_rl_vla.models.pi.family import random_pi, read_config, save_config
+from cosmos_rl_vla.models.pi.family import random_pi, read_config
 from cosmos_rl_vla.models.pi.model import PiModel
 
-PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))
-PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=ValueSize(hidden=(16,)))
+PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=Critic(place="expert", pool="mean", hidden=(16,)))
+PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=Critic(pool="mean", hidden=(16,)))
 FAMILIES = pytest.mark.parametrize("config", [PI0, PI05], ids=["pi0", "pi05"])
 KINDS = pytest.mark.parametrize("kind", ["quantile", "mean_std"])
 PUBLIC = full("pi05", horizon=10, action_dim=7)
@@ -42,7 +44,7 @@ def stats_of(kind):
 @pytest.mark.parametrize(("write", "prefix"), [(write_lerobot, "model."), (write_openpi, "")])
 def test_weights_come_back_to_the_bit_and_heads_stay_behind(config, write, prefix, tmp_path):
     model = random_pi(replace(config, noise=Noise(kind="learned", steps="all"), aux_dim=2), seed=0)
-    tensors = {public_name(name): tensor for name, tensor in model.state_dict().items()}
+    tensors = {model.names.public_name(name): tensor for name, tensor in model.state_dict().items()}
     save_file(dict(public_tensors(tensors.items(), prefix=prefix)), tmp_path / "model.safetensors")
     write(config, UNIT, tmp_path)
     loaded, fresh = load_pi(tmp_path, config=model.config, seed=1)
@@ -59,7 +61,7 @@ def test_names_and_shapes_are_those_of_lerobots_classes(family, count, digest):
     # the digest is of PI0Policy and PI05Policy of lerobot 0.6.2 on transformers 5.5.4, without the tied embeddings
     with torch.device("meta"):
         model = PiModel(full(family, horizon=10, action_dim=7))
-    public = ((public_name(name), tensor) for name, tensor in model.state_dict().items())
+    public = ((model.names.public_name(name), tensor) for name, tensor in model.state_dict().items())
     lines = sorted(f"{name} {list(tensor.shape)}" for name, tensor in public_tensors(public, prefix="model."))
     assert len(lines) == count
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] == digest
@@ -210,7 +212,7 @@ def test_statistics_of_several_data_sets_are_not_guessed_between(tmp_path):
 
 
 def exported(config, stats, directory, *, format="lerobot", **held):
-    save_config(config, directory)
+    config.save(directory)
     stats.save(directory)
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **held}))

@@ -143,7 +143,7 @@ def test_products_in_bfloat16_are_close_in_one_process_and_in_two(saved, paramet
 def test_an_update_with_bfloat16_products_keeps_weights_in_float32():
     loaded = loaded_model("bfloat16")
     parallelize(loaded, ModelSetup(), compute_dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in loaded.module.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])

@@ -94,7 +94,7 @@ def trainer_of(mesh, *, fresh):
     data, acted = decisions(loaded)
     if fresh:
         with torch.no_grad():
-            for parameter in loaded.module.parameters():
+            for parameter in loaded.model.parameters():
                 parameter.mul_(0.5)
     parallelize(loaded, ModelSetup(mesh=mesh))
     policy = VLAPolicy(loaded, sampling=VLASampling())

@@ -7,7 +7,7 @@ import torch
 
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
-from cosmos_rl_vla.engines import steady
+from cosmos_rl_vla.engines.torch import act_steadily
 from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.families import load
 
@@ -31,7 +31,7 @@ def test_what_a_policy_says_does_not_depend_on_who_else_asks(family):
 
     def act(places):
         draw = Randomness(seeds=places, places=[0] * len(places))
-        return steady.act(
+        return act_steadily(
             model, inputs.select(torch.tensor(places)), randomness=draw, greedy=False, rows=ROWS, length=LENGTH
         )
 

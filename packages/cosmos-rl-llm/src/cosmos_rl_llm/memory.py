@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.parallel.memory.activations import BYTES
-from cosmos_rl_core.parallel.process_memory import START, STEP, MemoryPart
+from cosmos_rl_core.plan.estimate import MemoryEstimate, estimate
+from cosmos_rl_core.plan.layer_bytes import BYTES
+from cosmos_rl_core.plan.needs import START, STEP, MemoryPart
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.storage.json_files import read_json_object

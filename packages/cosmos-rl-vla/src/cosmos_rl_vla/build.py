@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from cosmos_rl_core.errors import UserError
@@ -15,31 +13,21 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.engines.torch import SimulationEngine, VLATorchOptions
 from cosmos_rl_vla.models.families import make
-from cosmos_rl_vla.observations import ObservationConverter
+from cosmos_rl_vla.models.loaded import LoadedPolicy
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
-
-if TYPE_CHECKING:
-    from cosmos_rl_vla.data.demos import Demonstrations
-    from cosmos_rl_vla.models.loaded import LoadedPolicy
 
 
 def build_policy(
     config: VLAModelConfig, *, data: VLADataConfig, sampling: VLASampling | None, seed: int, setup: ModelSetup
 ) -> VLAPolicy:
     """Load the model and shard it by `setup`. Collective over the ranks of a replica."""
-    opened: dict[str, Demonstrations] = {}
+    measured = None
+    if data.demos:
+        from cosmos_rl_vla.data.demos import Demonstrations  # pyarrow and PyAV, for imitation alone
 
-    def demonstrations(section: VLADataConfig) -> Demonstrations:
-        from cosmos_rl_vla.data.demos import Demonstrations
-
-        key = section.model_dump_json()
-        if key not in opened:
-            opened[key] = Demonstrations.open(section)
-        return opened[key]
-
-    measured = demonstrations(data) if data.demos else None
+        measured = Demonstrations.open(data)
     loaded = make(
         config,
         stats=None if measured is None else measured.stats,
@@ -47,19 +35,19 @@ def build_policy(
         on_meta=setup.mesh is not None,
     )
     _check_terms(loaded, sampling)
-    loaded.module.eval()  # permanently: no dropout; `parallel.remat` decides activation checkpointing
+    loaded.model.eval()  # permanently: no dropout; `parallel.remat` decides activation checkpointing
     if setup.mesh is None:
-        loaded.module.to(own_device())
+        loaded.model.to(own_device())
     parallelize(loaded, setup, compute_dtype=getattr(torch, config.dtype))
     if setup.mesh is not None:
-        materialise(loaded.module, device=torch.device("cpu") if setup.memory.parameter_offload else setup.mesh.device)
-        fill_adapters(loaded.module, seed=config.seed)
+        materialise(loaded.model, device=torch.device("cpu") if setup.memory.parameter_offload else setup.mesh.device)
+        fill_adapters(loaded.model, seed=config.seed)
     phase(READING)
     loaded.fill()
     return VLAPolicy(
         loaded,
         sampling=sampling,
-        demonstrations=demonstrations,
+        opened=measured,
         aux_coef=config.aux_coef,
         seed=seed,
         reduce_once=setup.parallel.reduce_once,
@@ -70,11 +58,9 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: VLATor
     """Load the model and start the simulators."""
     loaded = make(config)
     loaded.cast_parameters(getattr(torch, config.dtype))
-    loaded.module.to(own_device())
+    loaded.model.to(own_device())
     phase(READING)
     loaded.fill()
-    weights = loaded.trained_weights()
-    loaded.module.requires_grad_(False).eval()
     phase(SIMULATORS)
     pool = SimulatorPool(
         data.simulator,
@@ -91,13 +77,7 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: VLATor
                 f"the model gives actions of {loaded.model.action_dim} dimensions, {data.simulator} takes "
                 f"{pool.spec.action_dim}; use a model made for it, or set [model] action_dim"
             )
-        return SimulationEngine(
-            loaded.model,
-            weights=lambda: weights,
-            observer=ObservationConverter(loaded.stats, loaded.instructions),
-            pool=pool,
-            options=options,
-        )
+        return SimulationEngine(loaded, pool=pool, options=options)
     except BaseException:
         pool.close()
         raise
@@ -107,7 +87,7 @@ def _check_terms(loaded: LoadedPolicy, sampling: VLASampling | None) -> None:
     """Raise UserError if rewards are per action and the model's values are not, or terms are parts of a choice."""
     if sampling is None:
         return
-    if loaded.is_choice and sampling.terms == "token":
+    if loaded.model.is_choice and sampling.terms == "token":
         raise UserError(
             '[rollout.sampling] terms = "token": a choice of one of several actions is one term; set terms = "action"'
         )

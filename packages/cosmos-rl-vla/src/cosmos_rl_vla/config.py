@@ -66,7 +66,10 @@ FamilyName = Literal["pi0", "pi05", "openvla", "openvla_oft", "mlp"]
 
 
 class ActionNoiseSection(Strict):
-    """[model.noise]: the denoising steps that sample noise and so have a likelihood; the others follow the ODE."""
+    """[model.noise]: the denoising steps that sample noise and so have a likelihood; the others follow the ODE.
+
+    The noise of a model's config.json, too.
+    """
 
     kind: Literal["sde", "cps", "learned", "fixed"] = "fixed"
     """"sde" (flow-SDE), "cps", "learned" (flow-noise: a head gives the deviation), "fixed": around the ODE's mean."""
@@ -85,9 +88,42 @@ class ActionNoiseSection(Strict):
     std_high: float = Field(default=0.16, gt=0)
     """learned: maximum standard deviation."""
 
+    def level_at(self, version: int) -> float:
+        """Return the noise level at a version of the weights."""
+        if self.level_end is None:
+            return self.level
+        return self.level + (self.level_end - self.level) * min(max(version, 0) / self.level_steps, 1)
+
+    def check(self, num_steps: int) -> None:
+        """Raise ValueError for options that exclude one another, and if none of K denoising steps would sample."""
+        if self.kind == "cps" and self.steps == "last":
+            raise ValueError(
+                'noise "cps" samples nothing at the last step: set steps to "random" or "all", or use another kind'
+            )
+        if self.ignore_last and self.steps == "last":
+            raise ValueError(
+                'ignore_last leaves steps = "last" without a step: set steps to "random" or "all", or remove it'
+            )
+        if self.kind == "cps" and num_steps == 1:
+            raise ValueError('noise "cps" samples nothing in a single denoising step: use 2 or more, or another kind')
+        if self.ignore_last and num_steps == 1:
+            raise ValueError("ignore_last needs 2 or more denoising steps")
+        if self.std_low > self.std_high:
+            raise ValueError(f"std_low {self.std_low} and std_high {self.std_high}: needs std_low <= std_high")
+        if self.kind == "cps" and (level := max(self.level, self.level_end or 0)) > 1:
+            raise ValueError(f'level {level} of noise "cps": must be at most 1')
+        if (self.level_end is None) != (self.level_steps == 0):
+            raise ValueError("set level_end and level_steps together: the final level, and the steps until it")
+        if self.kind == "learned" and self.level_end is not None:
+            raise ValueError('level_end: noise "learned" has no level; set std_low and std_high')
+
+    def num_stochastic(self, num_steps: int) -> int:
+        """Return n: steps 0 .. n - 1 may sample."""
+        return num_steps - self.ignore_last
+
 
 class CriticSection(Strict):
-    """[model.critic]: the value head."""
+    """[model.critic]: the value head, also of a model's config.json."""
 
     place: Literal["prefix", "expert", "none"] = "prefix"
     """Input of the head: the language model's outputs for the observation, or the expert's at the actions."""
@@ -99,6 +135,10 @@ class CriticSection(Strict):
     """Widths of the hidden layers."""
     detach: bool = True
     """Stop the critic's gradient at its input: through a shared trunk it would change the policy."""
+
+    def num_values(self, horizon: int) -> int:
+        """Return V, the values per decision of `horizon` actions."""
+        return 0 if self.place == "none" else 1 if self.per == "chunk" else horizon
 
 
 class VLAModelConfig(Strict):

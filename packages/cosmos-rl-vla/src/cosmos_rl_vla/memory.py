@@ -46,8 +46,8 @@ def held_by_rollout(config: RunConfig) -> list[MemoryPart]:
 def _beside(loaded: LoadedPolicy, model: VLAModelConfig) -> int:
     """Bytes of the module beside those of the directory's weights, and of adapters, in the model's dtype."""
     counted = sum(math.prod(spec.shape) for spec in read_weights(Path(model.path).expanduser()))
-    counted += sum(tensor.numel() for tensor in adapter_weights(loaded.module).values())
-    return max(0, sum(tensor.nbytes for tensor in tensors_of(loaded.module)) - BYTES[model.dtype] * counted)
+    counted += sum(tensor.numel() for tensor in adapter_weights(loaded.model).values())
+    return max(0, sum(tensor.nbytes for tensor in tensors_of(loaded.model)) - BYTES[model.dtype] * counted)
 
 
 def _decision(loaded: LoadedPolicy, spec: SimSpec, *, rows: int) -> int:
@@ -56,7 +56,7 @@ def _decision(loaded: LoadedPolicy, spec: SimSpec, *, rows: int) -> int:
     Raises UserError for a model of other states or actions than the simulator's.
     """
     loaded.stats.check(action_dim=spec.action_dim, state_dim=spec.state_dim)
-    module, length = loaded.module.requires_grad_(False), loaded.instructions.max_length
+    module, length = loaded.model.requires_grad_(False), loaded.instructions.max_length
     height, width = next(iter(spec.cameras.values()), (1, 1))
     with tensors_without_memory():
         module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))  # from meta and from real memory

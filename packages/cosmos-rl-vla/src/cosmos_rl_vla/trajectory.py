@@ -33,8 +33,7 @@ from cosmos_rl_vla.sims.pool.messages import ChunkResult
 from cosmos_rl_vla.terms import rewards_of, term_mask, term_steps, terms_of, values_of
 
 if TYPE_CHECKING:
-    from cosmos_rl_vla.models.base import Acted
-    from cosmos_rl_vla.observations import Seen
+    from cosmos_rl_vla.models.base import Acted, Inputs
 
 REPLAY = "replay/"
 """Prefix of the arrays of `Acted.replay`."""
@@ -68,7 +67,8 @@ class Decision:
 class Decided:
     """Outputs of one forward pass of the policy for n slots, as numpy arrays."""
 
-    seen: Seen
+    inputs: Inputs
+    """On the host."""
     actions: np.ndarray
     """[n, H, D] float32, normalised."""
     logprobs: np.ndarray
@@ -77,9 +77,9 @@ class Decided:
     version: int
 
     @classmethod
-    def of(cls, acted: Acted, seen: Seen, *, version: int) -> Decided:
+    def of(cls, acted: Acted, inputs: Inputs, *, version: int) -> Decided:
         return cls(
-            seen=seen,
+            inputs=inputs,
             actions=acted.actions.float().cpu().numpy(),
             logprobs=acted.logprobs.float().cpu().numpy(),
             values=acted.values.float().cpu().numpy(),
@@ -89,11 +89,11 @@ class Decided:
 
     def decision(self, row: int, *, actions: np.ndarray) -> Decision:
         """Return one slot's decision, with the actions that are submitted."""
-        seen = self.seen
+        inputs = self.inputs
         return Decision(
-            images=seen.images[row],
-            state=seen.states[row],
-            tokens=seen.tokens[row][seen.token_mask[row]],
+            images=inputs.images[row].numpy(),
+            state=inputs.state[row].numpy(),
+            tokens=inputs.tokens[row][inputs.token_mask[row]].numpy(),
             logprobs=self.logprobs[row],
             values=self.values[row],
             replay={name: array[row] for name, array in self.replay.items()},

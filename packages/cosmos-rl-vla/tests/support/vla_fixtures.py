@@ -12,9 +12,10 @@ import numpy as np
 from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.models.pi.checkpoint import public_name
-from cosmos_rl_vla.models.pi.config import GemmaSize, PiConfig, ValueSize, VisionSize
-from cosmos_rl_vla.models.pi.family import empty_pi, fill_pi, read_config, save_config
+from cosmos_rl_vla.config import CriticSection as Critic
+from cosmos_rl_vla.models.checkpoint import empty, fill, weight_files
+from cosmos_rl_vla.models.pi.config import GemmaSize, PiConfig, VisionSize
+from cosmos_rl_vla.models.pi.family import read_config
 from cosmos_rl_vla.models.pi.model import PiModel
 from cosmos_rl_vla.sims.pool.messages import ChunkResult
 from cosmos_rl_vla.sims.pool.worker import run_chunks
@@ -38,7 +39,7 @@ def small_pi(**changes: Any) -> PiConfig:
         model_action_dim=5,
         max_state_dim=6,
         num_steps=3,
-        value=ValueSize(hidden=(16,)),
+        value=Critic(pool="mean", hidden=(16,)),
     )
     return replace(base, **changes)
 
@@ -48,14 +49,16 @@ def load_pi(directory: Path, *, config: PiConfig | None = None, seed: int = 0) -
 
     config: replaces the directory's own; may differ from `read_config` in noise, critic or action sizes.
     """
-    model = empty_pi(config or read_config(directory), seed=seed)
-    return model, fill_pi(model, directory)
+    model = empty(PiModel, config or read_config(directory), seed=seed)
+    return model, fill(model, weight_files(directory))
 
 
 def save_pi(model: PiModel, directory: Path) -> None:
     """Write config.json and model.safetensors, with the names of the public checkpoints."""
-    save_config(model.config, directory)
-    tensors = {public_name(name): tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    model.config.save(directory)
+    tensors = {
+        model.names.public_name(name): tensor.detach().contiguous() for name, tensor in model.state_dict().items()
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -156,7 +156,7 @@ def loaded_model(variant: str, saved: str = "") -> LoadedPolicy:
     loaded = load(config_of(variant, saved))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in loaded.module.parameters():
+        for parameter in loaded.model.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     return loaded
 
@@ -241,7 +241,7 @@ def _terms_of_batch(acted: Acted, rows: list[int], *, supervised: bool) -> TermB
 
 def _gradients(loaded: LoadedPolicy, *, spread: bool) -> dict[str, Tensor]:
     found = {}
-    for name, parameter in loaded.module.named_parameters():
+    for name, parameter in loaded.model.named_parameters():
         assert isinstance(parameter, DTensor) == spread, name
         assert parameter.requires_grad or parameter.grad is None, name
         found[name] = torch.zeros(parameter.shape) if parameter.grad is None else whole(parameter.grad)

@@ -79,7 +79,8 @@ class Demonstrations:
     """An open dataset. Any thread may read samples."""
 
     def __init__(self, data: VLADataConfig, dataset: LeRobotDataset, frames: Frames, images: Images) -> None:
-        self._data, self._dataset, self._frames, self._images = data, dataset, frames, images
+        self.data = data
+        self._dataset, self._frames, self._images = dataset, frames, images
         numbers = frames.numbers
         self._actions, self._states = numbers[data.action_column], numbers[data.state_column]
         self._shown = numbers[HAS_ACTION][:, 0] > 0 if HAS_ACTION in numbers else np.ones(len(self._actions), bool)

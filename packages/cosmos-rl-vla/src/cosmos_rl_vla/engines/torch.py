@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch.nn import functional as F
 
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.parallel.offload.swap import Swap, tensors_of
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_vla.config import VLASampling, VLATorchOptions
-from cosmos_rl_vla.engines import steady
-from cosmos_rl_vla.models.base import Randomness
-from cosmos_rl_vla.observations import ObservationConverter, Seen
+from cosmos_rl_vla.models.base import Acted, ActionModel, Inputs, Randomness
+from cosmos_rl_vla.models.loaded import LoadedPolicy
 from cosmos_rl_vla.sims.pool.group import Lost, SlotReady
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 from cosmos_rl_vla.trajectory import Decided, Trajectory, padded_result
@@ -35,10 +35,10 @@ from cosmos_rl_vla.trajectory import Decided, Trajectory, padded_result
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cosmos_rl_vla.models.base import Acted, ActionModel
-
 
 _SEEDS = 2**63 - 1
+GREY = 128
+"""Pixel value of an image that is hidden from the policy."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -95,21 +95,15 @@ class Running:
 class SimulationEngine(ThreadedEngine[EpisodeRequest]):
     """Implements `interfaces.Sleeps` over simulators and an action model."""
 
-    def __init__(
-        self,
-        model: ActionModel,
-        *,
-        weights: Callable[[], Mapping[str, Tensor]],
-        observer: ObservationConverter,
-        pool: SimulatorPool,
-        options: VLATorchOptions,
-    ) -> None:
-        """weights: returns the live tensors that the trainer publishes. observer: converts observations to inputs."""
+    def __init__(self, loaded: LoadedPolicy, *, pool: SimulatorPool, options: VLATorchOptions) -> None:
+        """loaded: with its weights, on its device; it is frozen."""
         super().__init__("simulate")
-        self._model, self._weights, self._observer, self._pool = model, weights, observer, pool
-        module = cast(nn.Module, model)
-        self._device = next(module.parameters()).device
-        self._swap = Swap(lambda: tensors_of(module))
+        self._loaded, self._model, self._pool = loaded, loaded.model, pool
+        self._weights = loaded.trained_weights()
+        """The live tensors that the trainer publishes."""
+        self._model.requires_grad_(False).eval()
+        self._device = next(self._model.parameters()).device
+        self._swap = Swap(lambda: tensors_of(self._model))
         self._max_attempts = options.max_attempts
         self._steady_rows = options.slots if options.steady else 0
         self._episodes: deque[Running] = deque()
@@ -130,7 +124,7 @@ class SimulationEngine(ThreadedEngine[EpisodeRequest]):
         return self._pool
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self._weights()
+        return self._weights
 
     async def sleep(self) -> None:
         """Move the model to host memory. The simulators keep theirs."""
@@ -177,13 +171,17 @@ class SimulationEngine(ThreadedEngine[EpisodeRequest]):
             if running.request.done.done():
                 continue
             try:
-                self._observer.check(running.request.prompt.row, self._pool)
+                self._check(running.request.prompt.row["instruction"])
             except ValueError as error:
                 where = running.request.prompt.origin or running.request.task
                 running.request.fail(SampleError(f"{where}: {error}", final=True))
                 continue
             return running
         return None
+
+    def _check(self, instruction: str) -> None:
+        """Raise ValueError for an instruction longer than the model's maximum prompt."""
+        self._loaded.instructions([instruction], self._loaded.stats.normalise_state(self._pool.states[:1]))
 
     def _answer(self, events: Sequence[SlotReady | Lost]) -> None:
         """Process events of the slots, and act for those that are due."""
@@ -244,11 +242,11 @@ class SimulationEngine(ThreadedEngine[EpisodeRequest]):
     def _decide(self, slots: Sequence[int], *, greedy: bool) -> None:
         """Run the policy once over awaiting slots; slots at their step limit only need its value."""
         episodes = [self._slots[slot] for slot in slots]
-        seen = self._observer.observe(self._pool, slots, [running.request.prompt.row for running in episodes])
+        inputs = observe(self._loaded, self._pool, slots, [running.request.prompt.row for running in episodes])
         seeds = [running.seed for running in episodes]
         places = [len(running.trajectory.decisions) for running in episodes]
         randomness = Randomness(seeds=seeds, places=places, version=self._version)
-        decided = Decided.of(self._act(seen, randomness, greedy=greedy), seen, version=self._version)
+        decided = Decided.of(self._act(inputs, randomness, greedy=greedy), inputs, version=self._version)
         self._progress += 1
         chunks: dict[int, list[tuple[int, np.ndarray]]] = {}
         for row, (slot, running) in enumerate(zip(slots, episodes, strict=True)):
@@ -256,18 +254,18 @@ class SimulationEngine(ThreadedEngine[EpisodeRequest]):
                 self._finish(slot, last_values=decided.values[row])
                 continue
             left = running.request.sampling.max_steps - running.trajectory.steps
-            chunk = self._observer.actions(decided.actions[row])[:left]
+            chunk = self._loaded.stats.unnormalise(decided.actions[row])[:left]
             running.trajectory.decisions.append(decided.decision(row, actions=chunk))
             chunks.setdefault(len(chunk), []).append((slot, chunk))
         for alike in chunks.values():
             self._pool.submit([slot for slot, _ in alike], np.stack([chunk for _, chunk in alike]))
 
-    def _act(self, seen: Seen, randomness: Randomness, *, greedy: bool) -> Acted:
-        inputs = seen.inputs(self._device)
+    def _act(self, inputs: Inputs, randomness: Randomness, *, greedy: bool) -> Acted:
+        inputs = inputs.to(self._device)
         if not self._steady_rows:
             return self._model.act(inputs, randomness=randomness, greedy=greedy)
-        length = self._observer.max_tokens
-        return steady.act(
+        length = self._loaded.instructions.max_length
+        return act_steadily(
             self._model, inputs, randomness=randomness, greedy=greedy, rows=self._steady_rows, length=length
         )
 
@@ -277,3 +275,47 @@ class SimulationEngine(ThreadedEngine[EpisodeRequest]):
         last = None if camera is None else camera[slot].copy()
         rollout = running.trajectory.rollout(running.request.sampling, last_image=last, last_values=last_values)
         running.request.add(running.place, rollout)
+
+
+def observe(
+    loaded: LoadedPolicy, pool: SimulatorPool, slots: Sequence[int], rows: Sequence[Mapping[str, Any]]
+) -> Inputs:
+    """Copy the observations of `slots`, with each row's `instruction`; its `perturb` may grey the images out."""
+    chosen = list(slots)
+    cameras = [camera[chosen] for camera in pool.images.values()]
+    images = np.stack(cameras, axis=1) if cameras else np.zeros((len(chosen), 0, 1, 1, 3), np.uint8)
+    images[[row.get("perturb") == "grey_images" for row in rows]] = GREY
+    states = loaded.stats.normalise_state(pool.states[chosen])
+    tokens = loaded.instructions([row["instruction"] for row in rows], states)
+    arrays = {"images": images, "state": states, "tokens": tokens.tokens, "token_mask": tokens.mask}
+    return Inputs(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def act_steadily(
+    model: ActionModel, inputs: Inputs, *, randomness: Randomness, greedy: bool, rows: int, length: int
+) -> Acted:
+    """Act in passes of one shape: a policy's output for an episode is then bitwise equal in any batch.
+
+    The summation order of a matrix product depends on its number of rows. So a pass always has `rows` observations,
+    padded with its first one, and `length` tokens.
+    """
+    missing = length - inputs.tokens.shape[1]
+    tokens, mask = F.pad(inputs.tokens, (0, missing)), F.pad(inputs.token_mask, (0, missing))
+    inputs = replace(inputs, tokens=tokens, token_mask=mask)
+    parts: list[tuple[Acted, int]] = []
+    for first in range(0, len(inputs), rows):
+        count = min(rows, len(inputs) - first)
+        places = [*range(first, first + count), *[first] * (rows - count)]
+        own = replace(
+            randomness,
+            seeds=[randomness.seeds[place] for place in places],
+            places=[randomness.places[place] for place in places],
+        )
+        selected = inputs.select(torch.tensor(places, device=inputs.tokens.device))
+        parts.append((model.act(selected, randomness=own, greedy=greedy), count))
+    return Acted(
+        actions=torch.cat([acted.actions[:count] for acted, count in parts]),
+        logprobs=torch.cat([acted.logprobs[:count] for acted, count in parts]),
+        values=torch.cat([acted.values[:count] for acted, count in parts]),
+        replay={name: torch.cat([acted.replay[name][:count] for acted, count in parts]) for name in parts[0][0].replay},
+    )

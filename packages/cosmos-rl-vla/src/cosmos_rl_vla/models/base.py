@@ -1,4 +1,4 @@
-"""The protocol of action models: act at an observation, and recompute the log-probability of that action.
+"""Action models: act at an observation, and recompute the log-probability of that action.
 
     Inputs -- act(randomness) --> Acted: actions, log-probs, values, replay  in the rollout, without gradient
     Inputs, replay -- evaluate --> Evaluated: log-probs, values, entropy     in training, with gradient
@@ -11,13 +11,17 @@ loss sums them into terms.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from cosmos_rl_vla.actions import ActionStats
+from cosmos_rl_vla.models.checkpoint import WeightNames
 
 Replay = Mapping[str, Tensor]
 """Sampled values from which `evaluate` recomputes log-probabilities, every tensor [B, ...]: token ids, or flow states
@@ -42,21 +46,11 @@ class Inputs:
 
     def to(self, device: torch.device) -> Inputs:
         """Return the same on another device."""
-        return Inputs(
-            images=self.images.to(device),
-            state=self.state.to(device),
-            tokens=self.tokens.to(device),
-            token_mask=self.token_mask.to(device),
-        )
+        return Inputs(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def select(self, index: Tensor) -> Inputs:
         """Return the observations `index` [N] int64."""
-        return Inputs(
-            images=self.images[index],
-            state=self.state[index],
-            tokens=self.tokens[index],
-            token_mask=self.token_mask[index],
-        )
+        return Inputs(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,42 +115,59 @@ class SupervisedLosses:
     """[B] float32: squared error of the auxiliary targets; None without any."""
 
 
-class ActionModel(Protocol):
-    """A loaded policy: an `nn.Module` whose critic's parameters have the prefix "value_head.".
+class ActionModel(nn.Module, ABC):
+    """A policy's network; its critic's parameters have the prefix "value_head.".
 
     acted = model.act(inputs, randomness=..., greedy=False)       no gradient
     evaluated = model.evaluate(inputs, acted.replay)              == acted.logprobs and acted.values, before any step
     losses = model.supervised(inputs, actions, mask, randomness=...)
     """
 
-    @property
-    def horizon(self) -> int:
-        """H: actions executed per decision."""
-        ...
+    horizon: int
+    """H: actions executed per decision."""
+    model_horizon: int
+    """Actions that the network predicts per decision, >= H: the length of a demonstrated chunk."""
+    action_dim: int
+    """D: dimensions of an action."""
+    value_dim: int
+    """V: 1 for a value per chunk, H for a value per action, 0 without a critic."""
+    aux_dim: int = 0
+    """Dimensions of the auxiliary target of supervised training."""
+    is_choice: bool = False
+    """Whether an action is one of several, with one log-probability for all of its components."""
+    names: WeightNames
+    """Names of its weights in public checkpoints."""
+    hint: str = ""
+    """Remedy where weights and config.json do not belong together."""
 
-    @property
-    def model_horizon(self) -> int:
-        """Actions that the network predicts per decision, >= H: the length of a demonstrated chunk."""
-        ...
+    def init_heads(self) -> None:
+        """Recreate the heads that public checkpoints lack, with random initial values."""
 
-    @property
-    def action_dim(self) -> int:
-        """D: dimensions of an action."""
-        ...
+    def blocks(self) -> list[nn.Module]:
+        """Return the layers in the order they run, each a unit of sharding, checkpointing and compilation."""
+        return []
 
-    @property
-    def value_dim(self) -> int:
-        """V: 1 for a value per chunk, H for a value per action, 0 without a critic."""
-        ...
+    def root_blocks(self) -> list[nn.Module]:
+        """Return those whose inner tensors are also read from outside: they are sharded with the root module."""
+        return []
 
+    def exact(self) -> list[list[nn.Module]]:
+        """Return the modules that stay in float32 if the rest computes in bfloat16, in groups that run together."""
+        return []
+
+    @abstractmethod
+    def write_config(self, directory: Path, stats: ActionStats) -> None:
+        """Write config.json."""
+
+    @abstractmethod
     def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
         """Sample a chunk of actions per observation, without gradient."""
-        ...
 
+    @abstractmethod
     def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> ScoredActions:
         """Return log-probabilities, values and entropy of the actions that `act` sampled."""
-        ...
 
+    @abstractmethod
     def supervised(
         self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
     ) -> SupervisedLosses:
@@ -166,4 +177,8 @@ class ActionModel(Protocol):
         for a sample with auxiliary targets alone.
         aux: [B, n] float32 targets to predict from the observation, such as objects' positions; NaN where missing.
         """
-        ...
+
+
+def masked_mean(errors: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean [B] of the errors [B, N] that `mask` bool selects; 0 without any."""
+    return torch.where(mask, errors, 0).sum(1) / mask.sum(1).clamp(min=1)

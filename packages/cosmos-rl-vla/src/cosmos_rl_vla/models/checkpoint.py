@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import Index, fill_own_part, parameters_on_meta
 from cosmos_rl_core.parallel.lora import base_name
 from cosmos_rl_core.storage import safetensors_header as storage
+
+if TYPE_CHECKING:
+    from cosmos_rl_vla.models.base import ActionModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +43,22 @@ _MODEL, _PROJECTOR = "*model*.safetensors", "proprio_projector*.safetensors"
 """Files with weights; others hold statistics."""
 
 
-class WeightNames(Protocol):
-    """Mapping between a family's weight names in public checkpoints and the module's."""
+HEADS = ("value_head.", "aux_head.", "denoiser.noise_head.")
+"""Prefixes of heads that reinforcement learning and auxiliary targets add; random where a file lacks them."""
+
+
+class WeightNames:
+    """Mapping between weight names in public checkpoints and the module's: the identity, for a family without any."""
 
     def public_name(self, name: str) -> str:
         """Return the name of a parameter in a public checkpoint."""
-        ...
+        return name
 
-    def owners(self, name: str) -> Sequence[Owner]:
+    def owners(self, name: str) -> tuple[Owner, ...]:
         """Return the parameters whose values a tensor of a public checkpoint holds; none for an unused tensor.
 
         Raises KeyError for an unknown name.
         """
-        ...
-
-
-class SameNames:
-    """Identity mapping, for a family without public checkpoints."""
-
-    def public_name(self, name: str) -> str:
-        """Return the name unchanged."""
-        return name
-
-    def owners(self, name: str) -> tuple[Owner, ...]:
-        """Return the parameter of that name."""
         return (Owner(name),)
 
 
@@ -89,18 +84,11 @@ class _Source:
         return self.file.get_slice(self.name)[(slice(begin + rows.start, begin + rows.stop), *others)]
 
 
-class WithHeads(Protocol):
-    """A model with parts that public checkpoints lack."""
-
-    def init_heads(self) -> None:
-        """Recreate them with random initial values."""
-        ...
+M = TypeVar("M", bound="ActionModel")
+C = TypeVar("C")
 
 
-M = TypeVar("M", bound=WithHeads)
-
-
-def empty(make: Callable[[], M], *, seed: int, on_meta: bool = False) -> M:
+def empty(kind: Callable[[C], M], config: C, *, seed: int, on_meta: bool = False) -> M:
     """Build a model with uninitialised parameters, except for its heads, initialised by `seed`.
 
     Computed buffers such as rotary frequencies are initialised. `on_meta`: the uninitialised parameters are on meta.
@@ -109,33 +97,30 @@ def empty(make: Callable[[], M], *, seed: int, on_meta: bool = False) -> M:
         from transformers.initialization import no_init_weights  # not thread-safe: it patches a global
 
         with no_init_weights(), parameters_on_meta() if on_meta else nullcontext():
-            model = make()
+            model = kind(config)
         model.init_heads()
     return model
 
 
 @torch.no_grad()
-def fill(
-    module: nn.Module, files: Sequence[Path], *, names: WeightNames, may_lack: tuple[str, ...], hint: str
-) -> list[str]:
+def fill(module: ActionModel, files: Sequence[Path]) -> list[str]:
     """Fill this rank's shard of each parameter from safetensors, in the parameter's dtype.
 
-    Args:
-        may_lack: name prefixes of parts that may be missing or of another shape: they keep their values, as adapters
-        do. Tensors of such a part that the module lacks are ignored.
-        hint: remedy in errors about names or shapes.
+    Heads may be missing or of another shape: they keep their values, as adapters do. Tensors of a head that the module
+    lacks are ignored.
 
     Returns the names that keep their values. Raises UserError for any other weight that is missing, unknown or of
     another shape.
     """
+    names, hint = module.names, module.hint
     with ExitStack() as opened:
         sources, unknown = _sources(files, names=names, opened=opened)
         base_names = {name: base_name(name) for name in module.state_dict()}
         known = set(base_names.values())
-        sources = _without_others(sources, module, parts=may_lack)
+        sources = _without_others(sources, module)
         unknown += [source.name for ours, source in sources.items() if ours not in known]
         absent = sorted(name for name in known if name is not None and name not in sources)
-        missing = [name for name in absent if not name.startswith(may_lack)]
+        missing = [name for name in absent if not name.startswith(HEADS)]
         if missing or unknown:
             lacking = [names.public_name(name) for name in missing]
             raise UserError(_mismatch(files[0].parent, missing=lacking, unknown=unknown, hint=hint))
@@ -186,11 +171,11 @@ def _sources(files: Sequence[Path], *, names: WeightNames, opened: ExitStack) ->
     return sources, unknown
 
 
-def _without_others(sources: dict[str, _Source], module: nn.Module, *, parts: tuple[str, ...]) -> dict[str, _Source]:
-    """Remove parts that the module lacks, or has in other sizes."""
+def _without_others(sources: dict[str, _Source], module: ActionModel) -> dict[str, _Source]:
+    """Remove heads that the module lacks, or has in other sizes."""
     shapes = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
-    differ = [name for name, source in sources.items() if name.startswith(parts) and source.shape != shapes.get(name)]
-    others = tuple(part for part in parts if any(name.startswith(part) for name in differ))
+    differ = [name for name, source in sources.items() if name.startswith(HEADS) and source.shape != shapes.get(name)]
+    others = tuple(head for head in HEADS if any(name.startswith(head) for name in differ))
     return {name: source for name, source in sources.items() if not name.startswith(others)}
 
 

@@ -13,15 +13,13 @@ from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import UNIT, VLAModelConfig
-from cosmos_rl_vla.models.checkpoint import SameNames, WeightNames, read, weight_files
+from cosmos_rl_vla.models.checkpoint import HEADS, WeightNames, read, weight_files
 from cosmos_rl_vla.models.loaded import LoadedPolicy
 from cosmos_rl_vla.models.openvla.checkpoint import joined
 from cosmos_rl_vla.models.openvla.stats import published_stats
 from cosmos_rl_vla.models.pi.checkpoint import PiNames
 
 _OPENVLA = ("openvla", "openvla_oft")
-_HEADS = ("value_head.", "aux_head.", "denoiser.noise_head.")
-"""Name prefixes of heads that reinforcement learning adds."""
 _OUTPUT = "lm_head"
 """Excluded from adapters: OpenVLA reads rows of its weight, and pi models have none."""
 
@@ -64,7 +62,7 @@ def make(
         _freeze_trunk(loaded)
     if config.lora is not None:
         loaded = replace(loaded, lora=config.lora)
-        _add_adapters(loaded.module, config.lora, base=config.path, seed=config.seed)
+        _add_adapters(loaded.model, config.lora, base=config.path, seed=config.seed)
     return loaded
 
 
@@ -95,12 +93,12 @@ def _add_adapters(module: nn.Module, section: LoraSection, *, base: str, seed: i
     """
 
     def leave_out(name: str) -> bool:
-        return name.startswith(_HEADS) or name.rpartition(".")[2] == _OUTPUT
+        return name.startswith(HEADS) or name.rpartition(".")[2] == _OUTPUT
 
     layers = lora.pick_layers(module, section.target_modules, leave_out=leave_out)
     lora.add_adapters(module, section, layers=layers, package="cosmos-rl-vla", base=base, seed=seed)
     for name, parameter in module.named_parameters():
-        if name.startswith(_HEADS):
+        if name.startswith(HEADS):
             parameter.requires_grad_(True)
 
 
@@ -111,7 +109,7 @@ def _names_in(directory: Path) -> WeightNames:
 
         return names_of(directory)
     if family == "mlp":
-        return SameNames()
+        return WeightNames()
     from cosmos_rl_vla.models.pi.family import read_config
 
     return PiNames(read_config(directory).family)
@@ -146,6 +144,6 @@ def _family_of(directory: Path) -> str:
 
 def _freeze_trunk(loaded: LoadedPolicy) -> None:
     """Freeze the language and vision model."""
-    for name, parameter in loaded.module.named_parameters():
+    for name, parameter in loaded.model.named_parameters():
         if name.startswith("backbone.paligemma.") or name.startswith("backbone.language"):
             parameter.requires_grad_(False)

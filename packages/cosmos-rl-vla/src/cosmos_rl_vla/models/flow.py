@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_rl_vla.models.pi.config import Noise
+from cosmos_rl_vla.config import ActionNoiseSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def transition(
     *,
     index: Tensor,
     num_steps: int,
-    noise: Noise,
+    noise: ActionNoiseSection,
     level: Tensor | None = None,
     std: Tensor | None = None,
 ) -> ActionGaussian:
@@ -107,7 +107,7 @@ def ode_step(x: Tensor, velocity: Tensor, *, num_steps: int) -> Tensor:
     return x - velocity / num_steps
 
 
-def bounded_std(raw: Tensor, *, noise: Noise) -> Tensor:
+def bounded_std(raw: Tensor, *, noise: ActionNoiseSection) -> Tensor:
     """Map the head's output to a std between the bounds, evenly in its logarithm."""
     low, high = math.log(noise.std_low), math.log(noise.std_high)
     return (low + (high - low) * (raw.tanh() + 1) / 2).exp()

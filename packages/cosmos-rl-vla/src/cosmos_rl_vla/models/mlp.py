@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,28 @@ from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
-from cosmos_rl_vla.models.base import Acted, Inputs, Randomness, Replay, ScoredActions, SupervisedLosses
-from cosmos_rl_vla.models.checkpoint import SameNames, fill, weight_files
+from cosmos_rl_vla.models.base import (
+    Acted,
+    ActionModel,
+    Inputs,
+    Randomness,
+    Replay,
+    ScoredActions,
+    SupervisedLosses,
+    masked_mean,
+)
+from cosmos_rl_vla.models.checkpoint import WeightNames
 from cosmos_rl_vla.models.instructions import word_instructions
-from cosmos_rl_vla.models.loaded import LoadedPolicy, nothing_to_fill
+from cosmos_rl_vla.models.loaded import LoadedPolicy
 
 HIDDEN = (64, 64)
 
 
-class _MLP(nn.Module):
+class _MLP(ActionModel):
     """The layers, with a horizon of one action."""
 
     horizon = model_horizon = value_dim = 1
+    names = WeightNames()
 
     def __init__(self, *, state_dim: int, action_dim: int, hidden: Sequence[int] = HIDDEN) -> None:
         super().__init__()
@@ -44,13 +53,20 @@ class _MLP(nn.Module):
         self.mean = _layers((state_dim, *hidden, action_dim), last_gain=0.01)
         self.value_head = _layers((state_dim, *hidden, 1), last_gain=1.0)
 
+    def write_config(self, directory: Path, stats: ActionStats) -> None:
+        config = {"model_type": "cosmos_rl_mlp", "state_dim": self.state_dim, "action_dim": self.action_dim}
+        config |= {"hidden": list(self.hidden), "discrete": self.is_choice}
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
 
 class DiscreteMLPModel(_MLP):
-    """An `ActionModel` that chooses one of D actions, for a simulator that takes the highest of D scores.
+    """Chooses one of D actions, for a simulator that takes the highest of D scores.
 
     The action is a vector with a 1 at its place. The components of its log-probability are 0 but for that place, and
     those of the entropy are -p_d log p_d: their sums are those of the choice, which is one term under terms = "action".
     """
+
+    is_choice = True
 
     @torch.no_grad()
     def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
@@ -78,7 +94,7 @@ class DiscreteMLPModel(_MLP):
         """Return the cross-entropy of the demonstrated choice, the highest of its D scores."""
         logprobs = self.mean(inputs.state).log_softmax(-1)[:, None]
         error = -logprobs.gather(-1, actions.argmax(-1, keepdim=True))[..., 0]
-        return SupervisedLosses(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
+        return SupervisedLosses(loss=masked_mean(error, mask))
 
     def _one_hot(self, scores: Tensor) -> Tensor:
         """Scores [B, D] -> [B, 1, D]."""
@@ -86,7 +102,7 @@ class DiscreteMLPModel(_MLP):
 
 
 class MLPModel(_MLP):
-    """An `ActionModel` with normally distributed actions."""
+    """Samples normally distributed actions."""
 
     def __init__(self, *, state_dim: int, action_dim: int, hidden: Sequence[int] = HIDDEN) -> None:
         super().__init__(state_dim=state_dim, action_dim=action_dim, hidden=hidden)
@@ -118,7 +134,7 @@ class MLPModel(_MLP):
     ) -> SupervisedLosses:
         """Return the squared error of the mean."""
         error = (self.mean(inputs.state)[:, None] - actions).square().mean(-1)
-        return SupervisedLosses(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
+        return SupervisedLosses(loss=masked_mean(error, mask))
 
     def _logprob(self, mean: Tensor, actions: Tensor) -> Tensor:
         return -0.5 * ((actions - mean) / self.log_std.exp()) ** 2 - self.log_std - 0.5 * math.log(2 * math.pi)
@@ -138,10 +154,7 @@ def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> LoadedPoli
         model=model,
         stats=stats or ActionStats.unit(model.action_dim),
         instructions=word_instructions(("",)),
-        public_name=str,
-        is_choice=discrete,
-        write_config=partial(_write, model),
-        fill=partial(_fill, model, directory) if config.path else nothing_to_fill,
+        directory=directory if config.path else None,
     )
 
 
@@ -154,16 +167,6 @@ def _layers(widths: Sequence[int], *, last_gain: float) -> nn.Sequential:
         nn.init.zeros_(linear.bias)
         layers += [linear] if last else [linear, nn.Tanh()]
     return nn.Sequential(*layers)
-
-
-def _fill(model: _MLP, directory: Path) -> None:
-    fill(model, weight_files(directory), names=SameNames(), may_lack=(), hint="")
-
-
-def _write(model: _MLP, directory: Path) -> None:
-    config = {"model_type": "cosmos_rl_mlp", "state_dim": model.state_dim, "action_dim": model.action_dim}
-    config |= {"hidden": list(model.hidden), "discrete": isinstance(model, DiscreteMLPModel)}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _read(directory: Path) -> dict[str, Any]:

@@ -137,7 +137,6 @@ def collate_sft(
 
     Raises UserError if the demonstrations do not fit the model, and if most images cannot be read.
     """
-    assert policy.demonstrations is not None, "a policy of supervised training opens demonstrations"
     demonstrations = policy.demonstrations(data)
     _check_fit(demonstrations, policy, data)
     dealt = deal([1] * len(prompts), capacity=microbatch_terms, share=share)

@@ -42,18 +42,18 @@ def parallelize(loaded: LoadedPolicy, setup: ModelSetup, *, compute_dtype: torch
     dtype = setup.parameter_dtype(compute_dtype)
     loaded.cast_parameters(dtype)
     compiled = setup.compiles(obstacle="action models")
-    save_memory(loaded.blocks, setup.memory, compiled=compiled)
+    save_memory(loaded.model.blocks(), setup.memory, compiled=compiled)
     if setup.mesh is None:
         if dtype != compute_dtype:
             _autocast(loaded, compute_dtype)
         return
-    exact = () if compute_dtype == torch.float32 else loaded.exact
+    exact = () if compute_dtype == torch.float32 else loaded.model.exact()
     for module in (module for group in exact for module in group):
         module.register_forward_hook(_own_storage)
-    alone = {id(block) for block in loaded.root_blocks}
+    alone = {id(block) for block in loaded.model.root_blocks()}
     shard_fully(
-        loaded.module,
-        blocks=[block for block in loaded.blocks if id(block) not in alone],
+        loaded.model,
+        blocks=[block for block in loaded.model.blocks() if id(block) not in alone],
         mesh=setup.mesh,
         parallel=setup.parallel,
         memory=setup.memory,
@@ -63,7 +63,7 @@ def parallelize(loaded: LoadedPolicy, setup: ModelSetup, *, compute_dtype: torch
         cast_inputs=False,  # states, actions and their distributions are never rounded
     )
     for name in CALLS:
-        register_fsdp_forward_method(loaded.module, name)
+        register_fsdp_forward_method(loaded.model, name)
 
 
 def check_axes(parallel: ParallelSection, precision: PrecisionSection, *, compute_dtype: torch.dtype) -> None:
@@ -97,11 +97,11 @@ def _own_storage(_: nn.Module, __: Any, output: Tensor) -> Tensor:
 
 def _autocast(loaded: LoadedPolicy, dtype: torch.dtype) -> None:
     """Round weights to `dtype` when they are used, as `fully_shard` does for several ranks."""
-    device = next(loaded.module.parameters()).device.type
-    for module in (module for group in loaded.exact for module in group):
+    device = next(loaded.model.parameters()).device.type
+    for module in (module for group in loaded.model.exact() for module in group):
         module.forward = partial(_under, module.forward, device, None)
     for name in CALLS:
-        setattr(loaded.module, name, partial(_under, getattr(loaded.module, name), device, dtype))
+        setattr(loaded.model, name, partial(_under, getattr(loaded.model, name), device, dtype))
 
 
 def _under(call: Callable[..., Any], device: str, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ these "terms" is imitation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ class VLAPolicy(PolicyBase[nn.Module]):
         loaded: LoadedPolicy,
         *,
         sampling: VLASampling | None,
-        demonstrations: Callable[[VLADataConfig], Demonstrations] | None = None,
+        opened: Demonstrations | None = None,
         aux_coef: float = 1.0,
         seed: int = 0,
         reduce_once: bool = False,
@@ -50,17 +50,27 @@ class VLAPolicy(PolicyBase[nn.Module]):
 
         Args:
             sampling: the units of terms and steps; None in supervised training.
-            demonstrations: opens the demonstrations of a [data] section.
+            opened: the demonstrations that the model's statistics were measured on.
             aux_coef: coefficient of the auxiliary loss in supervised training.
             seed: of the noise and flow times of supervised training.
         """
-        super().__init__(loaded.module, reduce_once=reduce_once)
+        super().__init__(loaded.model, reduce_once=reduce_once)
         self._loaded = loaded
         self._model = loaded.model
         self._sampling = sampling
         self._aux_coef = aux_coef
-        self.demonstrations = demonstrations
+        self._opened = [] if opened is None else [opened]
         self.seed = seed
+
+    def demonstrations(self, data: VLADataConfig) -> Demonstrations:
+        """Return the demonstrations of a [data] section, opened at its first use. Raises UserError for damage."""
+        from cosmos_rl_vla.data.demos import Demonstrations
+
+        known = next((demonstrations for demonstrations in self._opened if demonstrations.data == data), None)
+        if known is None:
+            known = Demonstrations.open(data)
+            self._opened.append(known)
+        return known
 
     @property
     def model_horizon(self) -> int:
@@ -70,7 +80,7 @@ class VLAPolicy(PolicyBase[nn.Module]):
     @property
     def aux_dim(self) -> int:
         """Dimensions of its auxiliary target; 0: none."""
-        return self._loaded.aux_dim
+        return self._model.aux_dim
 
     @property
     def stats(self) -> ActionStats:

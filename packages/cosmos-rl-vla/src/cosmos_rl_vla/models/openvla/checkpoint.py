@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cosmos_rl_vla.models.checkpoint import Owner
+from cosmos_rl_vla.models.checkpoint import Owner, WeightNames
 from cosmos_rl_vla.models.openvla.config import TowerKind, TowerSize
 
 _BLOCKS: Mapping[TowerKind, str] = {"dinov2": "encoder.layer.", "siglip": "encoder.layers."}
@@ -52,13 +52,11 @@ _BLOCK = re.compile(r"blocks\.(?P<number>\d+)\.(?P<rest>.+)")
 _UNUSED = ("norm.", "fc_norm.", "attn_pool.", "head.", "mask_token")
 """Parts of a tower after its features."""
 _PLAIN = ("projector.", "language_model.", "proprio_projector.", "value_head.")
-HEADS = ("value_head.",)
-"""Prefixes of heads that are randomly initialised if a file lacks them."""
 HINT = "check that config.json and the weights belong together"
 
 
-class OpenVLANames:
-    """Both directions of the map; see `checkpoint.Names`."""
+class OpenVLANames(WeightNames):
+    """Both directions of the map."""
 
     def __init__(self, towers: Sequence[TowerSize]) -> None:
         self._towers: dict[str, TowerSize] = dict(zip(_PLACES, towers, strict=True))

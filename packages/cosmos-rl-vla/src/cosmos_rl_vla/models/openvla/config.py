@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cosmos_rl_vla.config import CriticSection
+
+OURS = "cosmos_rl"
+"""Key of config.json with what the public format lacks, and name of the dataset whose statistics we write."""
 Family = Literal["openvla", "openvla_oft"]
 TowerKind = Literal["dinov2", "siglip"]
 
@@ -57,18 +61,6 @@ TOWERS: Mapping[str, TowerSize] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Critic:
-    """The value head, on the hidden state from which the first action token is sampled."""
-
-    per: Literal["chunk", "action", "none"] = "chunk"
-    """One value per decision, one per action, or no critic."""
-    hidden: tuple[int, ...] = (512, 128)
-    """Widths of the hidden layers."""
-    detach: bool = True
-    """Stop the critic's gradient at the language model: through a shared trunk it would change the policy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVLAConfig:
     """Configuration of one OpenVLA model."""
 
@@ -95,12 +87,13 @@ class OpenVLAConfig:
     """Temperature of the distribution over action tokens, in rollouts and in training."""
     image_crop: float = 1.0
     """Area fraction of the centre crop of an image."""
-    critic: Critic = field(default_factory=Critic)
+    critic: CriticSection = field(default_factory=lambda: CriticSection(pool="mean", hidden=(512, 128)))
+    """The value head, on the hidden state from which the first action token is sampled."""
 
     @property
     def value_dim(self) -> int:
         """V: values per decision."""
-        return {"none": 0, "chunk": 1, "action": self.horizon}[self.critic.per]
+        return self.critic.num_values(self.horizon)
 
     @property
     def first_token(self) -> int:
@@ -144,5 +137,5 @@ def tiny(family: Family, *, num_words: int, horizon: int, action_dim: int, state
         horizon=horizon,
         action_dim=action_dim,
         state_dim=state_dim,
-        critic=Critic(hidden=(128,)),
+        critic=CriticSection(pool="mean"),
     )

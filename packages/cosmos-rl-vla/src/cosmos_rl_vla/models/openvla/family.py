@@ -6,10 +6,8 @@ public format lacks (family, chunks, sizes of small towers, critic) are in the k
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,13 @@ from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import check_fields, read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
-from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
+from cosmos_rl_vla.models.checkpoint import empty, shapes_in, weight_files
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
-from cosmos_rl_vla.models.loaded import LoadedPolicy, nothing_to_fill
-from cosmos_rl_vla.models.openvla.checkpoint import HEADS, HINT, OpenVLANames
-from cosmos_rl_vla.models.openvla.config import TOWERS, Critic, Family, OpenVLAConfig, TowerSize, tiny
+from cosmos_rl_vla.models.loaded import LoadedPolicy
+from cosmos_rl_vla.models.openvla.checkpoint import OpenVLANames
+from cosmos_rl_vla.models.openvla.config import OURS, TOWERS, Family, OpenVLAConfig, TowerSize, tiny
 from cosmos_rl_vla.models.openvla.model import OpenVLAModel
-from cosmos_rl_vla.models.openvla.stats import to_published
 
-_OURS = "cosmos_rl"
-_DATASET = "cosmos_rl"
-"""Dataset name of the statistics we write."""
 OFT_HORIZON = 8
 """Actions of a chunk of OpenVLA-OFT in LIBERO."""
 _LEFT_OUT = ("torch_dtype", "dtype")
@@ -68,38 +62,6 @@ def random_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
         return OpenVLAModel(config)
 
 
-def empty_openvla(config: OpenVLAConfig, *, seed: int, on_meta: bool = False) -> OpenVLAModel:
-    """Build a model with uninitialised parameters, or with `on_meta` none, except for its critic, set by `seed`."""
-    return empty(lambda: OpenVLAModel(config), seed=seed, on_meta=on_meta)
-
-
-def fill_openvla(model: OpenVLAModel, directory: Path) -> None:
-    """Fill a model, or this rank's shards, with the weights of a directory, which may lack a critic.
-
-    Raises UserError.
-    """
-    fill(model, weight_files(directory), names=OpenVLANames(model.config.towers), may_lack=HEADS, hint=HINT)
-
-
-def save_config(config: OpenVLAConfig, stats: ActionStats, directory: Path) -> None:
-    """Write config.json."""
-    written = {
-        "model_type": "openvla",
-        "architectures": ["OpenVLAForActionPrediction"],
-        "use_fused_vision_backbone": True,
-        "timm_model_ids": [size.timm_id for size in config.towers],
-        "timm_override_act_layers": [None, None],
-        "image_sizes": [size.image_size for size in config.towers],
-        "image_resize_strategy": "resize-naive",
-        "text_config": {"model_type": "llama", **config.language},
-        "pad_to_multiple_of": config.vocab_padding,
-        "n_action_bins": config.bins,
-        "norm_stats": {_DATASET: to_published(stats)},
-        _OURS: msgspec.to_builtins(config),
-    }
-    (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-
-
 def read_config(directory: Path, *, family: Family | None, action_dim: int) -> OpenVLAConfig:
     """Read config.json, ours or a public one.
 
@@ -111,13 +73,16 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
     """
     path = directory / "config.json"
     stored = read_json_object(path)
-    if _OURS not in stored:
+    if OURS not in stored:
         return _from_public(stored, directory, family=family, action_dim=action_dim)
-    check_fields(stored[_OURS], used=[each.name for each in fields(OpenVLAConfig)], where=f"{path}, {_OURS}")
+    check_fields(stored[OURS], used=[each.name for each in fields(OpenVLAConfig)], where=f"{path}, {OURS}")
+    critic = stored[OURS].get("critic", {})
+    if critic.get("per") == "none":  # as the first versions wrote it
+        stored[OURS]["critic"] = {**critic, "place": "none", "per": "chunk"}
     try:
-        config = msgspec.convert(stored[_OURS], OpenVLAConfig)
+        config = msgspec.convert(stored[OURS], OpenVLAConfig, dec_hook=lambda kind, value: kind.model_validate(value))
     except msgspec.ValidationError as error:
-        raise UserError(f"{path}, {_OURS}: {error}") from None
+        raise UserError(f"{path}, {OURS}: {error}") from None
     if family not in (None, config.family):
         raise UserError(f"[model] family: {path} is of {config.family}, not of {family}; remove the key")
     return config
@@ -126,7 +91,7 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
 def names_of(directory: Path) -> OpenVLANames:
     """Return the name mapping of a directory's weights. Raises UserError."""
     config = read_json_object(directory / "config.json")
-    if _OURS in config:
+    if OURS in config:
         return OpenVLANames(read_config(directory, family=None, action_dim=1).towers)
     return OpenVLANames(_public_towers(config, directory))
 
@@ -204,7 +169,7 @@ def make_openvla(
     if config.path:
         sizes = _chosen(read_config(directory, family=family, action_dim=len(stats.action)), config)
         instructions = Instructions.load(directory, format=sizes.prompt, max_length=MAX_TOKENS[sizes.prompt])
-        model = empty_openvla(sizes, seed=config.seed, on_meta=on_meta)
+        model = empty(OpenVLAModel, sizes, seed=config.seed, on_meta=on_meta)
     else:
         assert family is not None and config.action_dim is not None and config.state_dim is not None
         instructions = word_instructions(words, max_length=MAX_TOKENS["words"])
@@ -223,11 +188,7 @@ def make_openvla(
         model=model,
         stats=stats,
         instructions=instructions,
-        public_name=OpenVLANames(sizes.towers).public_name,
-        write_config=partial(save_config, sizes, stats),
-        fill=partial(fill_openvla, model, directory) if config.path else nothing_to_fill,
-        blocks=tuple(model.blocks()),
-        exact=() if model.value_head is None else ((model.value_head,),),
+        directory=directory if config.path else None,
     )
 
 
@@ -247,12 +208,9 @@ def _refuse(config: VLAModelConfig) -> None:
 
 def _chosen(sizes: OpenVLAConfig, config: VLAModelConfig) -> OpenVLAConfig:
     """Return the sizes with the recipe's overrides."""
-    names = ("horizon", "action_dim", "temperature", "image_crop")
-    changes: dict[str, object] = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    if (critic := config.critic) is not None:
-        per = "none" if critic.place == "none" else critic.per
-        changes["critic"] = Critic(per=per, hidden=critic.hidden, detach=critic.detach)
-    chosen = replace(sizes, **changes)
+    names = ("horizon", "action_dim", "temperature", "image_crop", "critic")
+    given = {name: getattr(config, name) for name in names}
+    chosen = replace(sizes, **{name: value for name, value in given.items() if value is not None})
     try:
         chosen.check()
     except ValueError as error:

@@ -10,18 +10,34 @@ critic reads too. OFT's L1 regression head has no likelihood, and is not impleme
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.rollout.kv_cache import cache_argument
-from cosmos_rl_vla.models.base import Acted, Inputs, Randomness, Replay, ScoredActions, SupervisedLosses
-from cosmos_rl_vla.models.openvla.config import OpenVLAConfig
+from cosmos_rl_vla.actions import ActionStats
+from cosmos_rl_vla.models.base import (
+    Acted,
+    ActionModel,
+    Inputs,
+    Randomness,
+    Replay,
+    ScoredActions,
+    SupervisedLosses,
+    masked_mean,
+)
+from cosmos_rl_vla.models.openvla.checkpoint import HINT, OpenVLANames
+from cosmos_rl_vla.models.openvla.config import OURS, OpenVLAConfig
 from cosmos_rl_vla.models.openvla.prismatic import Projector, ProprioProjector, VisionBackbone
+from cosmos_rl_vla.models.openvla.stats import to_published
 from cosmos_rl_vla.models.value import Readout
 
 END = 2
@@ -40,8 +56,10 @@ class Observed:
     """int64 [B]: index of the prompt's last token."""
 
 
-class OpenVLAModel(nn.Module):
-    """An `ActionModel`. Parameters have the public checkpoints' names; the critic's prefix is "value_head."."""
+class OpenVLAModel(ActionModel):
+    """Parameters have the public checkpoints' names; the critic's prefix is "value_head."."""
+
+    hint = HINT
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -51,6 +69,7 @@ class OpenVLAModel(nn.Module):
         self.config = config
         self.horizon = self.model_horizon = config.horizon
         self.action_dim, self.value_dim = config.action_dim, config.value_dim
+        self.names = OpenVLANames(config.towers)
         self.bins = ActionBins(first=config.first_token, count=config.bins)
         self.vision_backbone = VisionBackbone(config)
         self.language_model = LlamaForCausalLM(LlamaConfig(**config.language))
@@ -60,11 +79,31 @@ class OpenVLAModel(nn.Module):
         self.value_head = self._value_head()
 
     def init_heads(self) -> None:
-        """Recreate the heads that public checkpoints lack, with random initial values."""
         self.value_head = self._value_head()
 
+    def write_config(self, directory: Path, stats: ActionStats) -> None:
+        config = self.config
+        written = {
+            "model_type": "openvla",
+            "architectures": ["OpenVLAForActionPrediction"],
+            "use_fused_vision_backbone": True,
+            "timm_model_ids": [size.timm_id for size in config.towers],
+            "timm_override_act_layers": [None, None],
+            "image_sizes": [size.image_size for size in config.towers],
+            "image_resize_strategy": "resize-naive",
+            "text_config": {"model_type": "llama", **config.language},
+            "pad_to_multiple_of": config.vocab_padding,
+            "n_action_bins": config.bins,
+            "norm_stats": {OURS: to_published(stats)},
+            OURS: msgspec.to_builtins(config, enc_hook=BaseModel.model_dump),
+        }
+        (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+    def exact(self) -> list[list[nn.Module]]:
+        """The critic."""
+        return [] if self.value_head is None else [[self.value_head]]
+
     def blocks(self) -> list[nn.Module]:
-        """Return the layers in the order they run, each a unit of sharding, checkpointing and compilation."""
         vision = self.vision_backbone
         towers = (vision.featurizer, vision.fused_featurizer)
         return [*(block for tower in towers for block in tower.blocks()), *self.language_model.model.layers]
@@ -109,7 +148,7 @@ class OpenVLAModel(nn.Module):
         hidden = self._hidden(self._observe(inputs), tokens.flatten(1))
         log_probs = self._as_chunk(self.bins.log_probs(self._logits(hidden), temperature=1.0))
         error = -self.bins.gather(log_probs, tokens).mean(-1)
-        return SupervisedLosses(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
+        return SupervisedLosses(loss=masked_mean(error, mask))
 
     def _hidden(self, observed: Observed, tokens: Tensor) -> Tensor:
         """Return the outputs [B, H D, width] that predict `tokens` [B, H D]."""

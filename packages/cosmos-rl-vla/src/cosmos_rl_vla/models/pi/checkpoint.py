@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cosmos_rl_vla.models.checkpoint import Owner
+from cosmos_rl_vla.models.checkpoint import Owner, WeightNames
 from cosmos_rl_vla.models.pi.config import Family
 
 _VLM = "paligemma_with_expert.paligemma."
@@ -45,58 +45,45 @@ _SPELLINGS = (
 _UNUSED = (f"{_EXPERT}lm_head.", f"{_EXPERT}model.embed_tokens.", "normalize_", "unnormalize_")
 """The expert outputs no text; old lerobot files have statistics among the weights."""
 _TOWER = f"{_VLM}model.vision_tower."
-HEADS = ("value_head.", "aux_head.", "denoiser.noise_head.")
-"""Prefixes of heads that reinforcement learning adds; randomly initialised if a file lacks them."""
 HINT = (
     "check that its config.json is of these weights (pi0 or pi05, sizes, input of the state; model_action_dim, "
     "max_state_dim, horizon)"
 )
 
 
-def public_name(name: str) -> str:
-    """Return the public name of a weight."""
-    for theirs, ours in _PREFIXES:
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    raise AssertionError(name)
-
-
-def own_name(name: str, *, family: Family) -> str | None:
-    """Return the module's name of a public one; None for an unused weight. Raises KeyError for an unknown name."""
-    name = name.removeprefix("model.")
-    for old, new in _SPELLINGS:
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    if name.startswith(_TOWER) and not name.startswith(f"{_TOWER}vision_model."):
-        name = f"{_TOWER}vision_model.{name.removeprefix(_TOWER)}"
-    if name.startswith(_UNUSED) or (family == "pi05" and name.startswith("state_proj.")):
-        return None
-    if family == "pi05":
-        name = name.removeprefix("action_") if name.startswith("action_time_mlp_") else name
-    elif name.startswith("time_mlp_"):
-        name = f"action_{name}"
-    for theirs, ours in _PREFIXES:
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    raise KeyError(name)
-
-
-def family_of(names: Iterable[str]) -> Family:
-    """Return the family of a checkpoint from its weight names: pi0.5 has adaptive norms."""
-    return "pi05" if any(name.endswith("input_layernorm.dense.weight") for name in names) else "pi0"
-
-
-class PiNames:
-    """Both directions of the map; see `checkpoint.Names`."""
+class PiNames(WeightNames):
+    """Both directions of the map, for a family."""
 
     def __init__(self, family: Family) -> None:
         self._family: Family = family
 
     def public_name(self, name: str) -> str:
         """Return the public name of a weight."""
-        return public_name(name)
+        for theirs, ours in _PREFIXES:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        raise AssertionError(name)
 
     def owners(self, name: str) -> tuple[Owner, ...]:
-        """Return the module's name of a public one, if it is used."""
-        ours = own_name(name, family=self._family)
-        return () if ours is None else (Owner(ours),)
+        """Return the parameter of a public weight; none for an unused one. Raises KeyError for an unknown name."""
+        name = name.removeprefix("model.")
+        for old, new in _SPELLINGS:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        if name.startswith(_TOWER) and not name.startswith(f"{_TOWER}vision_model."):
+            name = f"{_TOWER}vision_model.{name.removeprefix(_TOWER)}"
+        if name.startswith(_UNUSED) or (self._family == "pi05" and name.startswith("state_proj.")):
+            return ()
+        if self._family == "pi05":
+            name = name.removeprefix("action_") if name.startswith("action_time_mlp_") else name
+        elif name.startswith("time_mlp_"):
+            name = f"action_{name}"
+        for theirs, ours in _PREFIXES:
+            if name.startswith(theirs):
+                return (Owner(ours + name.removeprefix(theirs)),)
+        raise KeyError(name)
+
+
+def family_of(names: Iterable[str]) -> Family:
+    """Return the family of a checkpoint from its weight names: pi0.5 has adaptive norms."""
+    return "pi05" if any(name.endswith("input_layernorm.dense.weight") for name in names) else "pi0"

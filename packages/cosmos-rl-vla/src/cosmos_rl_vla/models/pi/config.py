@@ -2,68 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-Kind = Literal["sde", "cps", "learned", "fixed"]
-Steps = Literal["random", "last", "all"]
+import msgspec
+from pydantic import BaseModel
 
+from cosmos_rl_vla.config import ActionNoiseSection, CriticSection
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Noise:
-    """The denoising steps that sample, and their noise level. All others follow the ODE."""
-
-    kind: Kind = "fixed"
-    level: float = 0.3
-    """sde: a of sigma. cps: 0 .. 1, a right angle at 1. fixed: the std. learned: not read."""
-    level_end: float | None = None
-    """Level after a linear schedule over `level_steps` optimizer steps; None: constant."""
-    level_steps: int = 0
-    steps: Steps = "last"
-    """random: one step per decision, uniformly. last: the step that ends at the action. all: every step, with the
-    initial noise; the log-prob is the mean over them."""
-    ignore_last: bool = False
-    """The last step follows the ODE: "random" never picks it, "all" counts the steps before it."""
-    std_low: float = 0.08
-    """learned: minimum standard deviation."""
-    std_high: float = 0.16
-    """learned: maximum standard deviation."""
-
-    def level_at(self, version: int) -> float:
-        """Return the noise level at a version of the weights."""
-        if self.level_end is None:
-            return self.level
-        return self.level + (self.level_end - self.level) * min(max(version, 0) / self.level_steps, 1)
-
-    def check(self, num_steps: int) -> None:
-        """Raise ValueError for options out of range, and if none of K denoising steps would sample."""
-        if self.kind == "cps" and self.steps == "last":
-            raise ValueError(
-                'noise "cps" samples nothing at the last step: set steps to "random" or "all", or use another kind'
-            )
-        if self.ignore_last and self.steps == "last":
-            raise ValueError(
-                'ignore_last leaves steps = "last" without a step: set steps to "random" or "all", or remove it'
-            )
-        if self.kind == "cps" and num_steps == 1:
-            raise ValueError('noise "cps" samples nothing in a single denoising step: use 2 or more, or another kind')
-        if self.ignore_last and num_steps == 1:
-            raise ValueError("ignore_last needs 2 or more denoising steps")
-        if not 0 < self.std_low <= self.std_high:
-            raise ValueError(f"std_low {self.std_low} and std_high {self.std_high}: needs 0 < std_low <= std_high")
-        for level in (self.level, self.level if self.level_end is None else self.level_end):
-            if level <= 0 or (self.kind == "cps" and level > 1):
-                raise ValueError(f'level {level} of noise "{self.kind}": must be above 0, and at most 1 for cps')
-        if (self.level_end is None) != (self.level_steps == 0):
-            raise ValueError("set level_end and level_steps together: the final level, and the steps until it")
-        if self.kind == "learned" and self.level_end is not None:
-            raise ValueError('level_end: noise "learned" has no level; set std_low and std_high')
-
-    def num_stochastic(self, num_steps: int) -> int:
-        """Return n: steps 0 .. n - 1 may sample."""
-        return num_steps - self.ignore_last
-
-
+MODEL_TYPE = "cosmos_rl_pi"
 Family = Literal["pi0", "pi05"]
 
 MAX_TOKENS = {"words": 24, "pi0": 48, "pi05": 200}
@@ -96,22 +45,6 @@ class VisionSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueSize:
-    """Configuration of the critic."""
-
-    place: Literal["prefix", "expert", "none"] = "prefix"
-    """Input of the head: the language model's outputs, or the expert's at the executed actions."""
-    per: Literal["chunk", "action"] = "chunk"
-    """One value per decision, or one per executed action."""
-    pool: Literal["mean", "attention"] = "mean"
-    """Pooling of token features into one vector: the mean, or attention of learned queries."""
-    hidden: tuple[int, ...] = (1024, 512, 256)
-    """Widths of the hidden layers."""
-    detach: bool = True
-    """Stop the critic's gradient at its input: through a shared trunk it would change the policy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PiConfig:
     """Configuration of one pi0 or pi0.5 model."""
 
@@ -139,8 +72,8 @@ class PiConfig:
     """Maximum dimensions of proprioception."""
     num_steps: int
     """K: denoising steps per decision."""
-    noise: Noise = field(default_factory=Noise)
-    value: ValueSize = field(default_factory=ValueSize)
+    noise: ActionNoiseSection = field(default_factory=ActionNoiseSection)
+    value: CriticSection = field(default_factory=CriticSection)
     aux_dim: int = 0
     """Dimensions of the auxiliary target predicted from the prefix in supervised training; 0: none."""
     prompt_tokens: int | None = None
@@ -154,9 +87,12 @@ class PiConfig:
     @property
     def value_dim(self) -> int:
         """V: values per decision."""
-        if self.value.place == "none":
-            return 0
-        return 1 if self.value.per == "chunk" else self.horizon
+        return self.value.num_values(self.horizon)
+
+    def save(self, directory: Path) -> None:
+        """Write config.json."""
+        written = {"model_type": MODEL_TYPE, **msgspec.to_builtins(self, enc_hook=BaseModel.model_dump)}
+        (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
     def check(self) -> None:
         """Raise ValueError for sizes that do not fit together, naming the key."""
@@ -201,7 +137,6 @@ def tiny(
         model_action_dim=action_dim,
         max_state_dim=max_state_dim,
         num_steps=4,
-        value=ValueSize(pool="attention", hidden=(128,)),
         aux_dim=aux_dim,
     )
 
@@ -222,6 +157,6 @@ def full(family: Family, *, horizon: int, action_dim: int, model_horizon: int = 
         model_action_dim=32,
         max_state_dim=32,
         num_steps=5,
-        noise=Noise(kind="sde", level=0.5, steps="random"),
-        value=ValueSize(place="prefix" if family == "pi05" else "expert"),
+        noise=ActionNoiseSection(kind="sde", level=0.5, steps="random"),
+        value=CriticSection(place="prefix" if family == "pi05" else "expert", pool="mean", hidden=(1024, 512, 256)),
     )

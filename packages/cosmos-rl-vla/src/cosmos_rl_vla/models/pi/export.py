@@ -28,8 +28,8 @@ from cosmos_rl_vla.actions import FILE, ActionStats
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
 from cosmos_rl_vla.data.lerobot import read_dataset
 from cosmos_rl_vla.models.pi.checkpoint import EXPERT_OUTPUT, LANGUAGE_OUTPUT, OURS_ALONE
-from cosmos_rl_vla.models.pi.config import PiConfig, full
-from cosmos_rl_vla.models.pi.family import MODEL_TYPE, read_config
+from cosmos_rl_vla.models.pi.config import MODEL_TYPE, PiConfig, full
+from cosmos_rl_vla.models.pi.family import read_config
 from cosmos_rl_vla.models.pi.public_config import VARIANTS
 from cosmos_rl_vla.normalise import Spread, narrowest
 from cosmos_rl_vla.published import LEROBOT_FILE, OPENPI_EPSILON, OPENPI_FILE, lerobot_cameras

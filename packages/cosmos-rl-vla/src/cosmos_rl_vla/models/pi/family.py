@@ -6,52 +6,31 @@ A directory has config.json, model.safetensors, tokenizer.json and action_stats.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
-from cosmos_rl_vla.models.checkpoint import empty, fill, weight_files
+from cosmos_rl_vla.models.checkpoint import empty
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
-from cosmos_rl_vla.models.loaded import LoadedPolicy, nothing_to_fill
-from cosmos_rl_vla.models.pi.checkpoint import HEADS, HINT, PiNames, public_name
-from cosmos_rl_vla.models.pi.config import MAX_TOKENS, Noise, PiConfig, ValueSize, tiny
+from cosmos_rl_vla.models.loaded import LoadedPolicy
+from cosmos_rl_vla.models.pi.config import MAX_TOKENS, MODEL_TYPE, PiConfig, tiny
 from cosmos_rl_vla.models.pi.model import PiModel
 from cosmos_rl_vla.models.pi.public_config import from_lerobot, from_openpi
-
-MODEL_TYPE = "cosmos_rl_pi"
 
 
 def random_pi(config: PiConfig, *, seed: int) -> PiModel:
     """Build a randomly initialised model, determined by the seed."""
     with forked_rng(seed=seed):
         return PiModel(config)
-
-
-def empty_pi(config: PiConfig, *, seed: int, on_meta: bool = False) -> PiModel:
-    """Build a model with uninitialised parameters, or with `on_meta` none, except for its heads, set by `seed`."""
-    return empty(lambda: PiModel(config), seed=seed, on_meta=on_meta)
-
-
-def fill_pi(model: PiModel, directory: Path) -> list[str]:
-    """Fill a model, or this rank's shards, with the weights of a directory. Returns the heads that it lacks."""
-    names = PiNames(model.config.family)
-    return fill(model, weight_files(directory), names=names, may_lack=HEADS, hint=HINT)
-
-
-def save_config(config: PiConfig, directory: Path) -> None:
-    """Write config.json."""
-    written = {"model_type": MODEL_TYPE, **msgspec.to_builtins(config)}
-    (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def read_config(directory: Path) -> PiConfig:
@@ -70,10 +49,10 @@ def _from_ours(stored: dict[str, Any], path: Path) -> PiConfig:
     if stored.pop("model_type", None) != MODEL_TYPE:
         raise UserError(f'{path} is not of a pi model: needs "type": "pi0" or "pi05", or a config.json written by SFT')
     try:
-        config = msgspec.convert(stored, PiConfig)
+        config = msgspec.convert(stored, PiConfig, dec_hook=lambda kind, value: kind.model_validate(value))
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {error}") from None
-    if unknown := _unknown(stored, msgspec.to_builtins(config)):
+    if unknown := _unknown(stored, msgspec.to_builtins(config, enc_hook=BaseModel.model_dump)):
         raise UserError(f"{path}: unknown {', '.join(unknown)}")
     return config
 
@@ -92,7 +71,7 @@ def make_pi(
     if config.path:
         sizes = _chosen(read_config(directory), config)
         instructions = Instructions.load(directory, format=sizes.prompt, max_length=sizes.max_prompt_tokens)
-        model = empty_pi(sizes, seed=config.seed, on_meta=on_meta)
+        model = empty(PiModel, sizes, seed=config.seed, on_meta=on_meta)
     else:
         instructions = word_instructions(words, max_length=MAX_TOKENS["words"])
         assert config.action_dim is not None and config.state_dim is not None
@@ -115,29 +94,15 @@ def make_pi(
         model=model,
         stats=stats,
         instructions=instructions,
-        public_name=public_name,
-        write_config=partial(save_config, sizes),
-        fill=partial(fill_pi, model, directory) if config.path else nothing_to_fill,
-        aux_dim=sizes.aux_dim,
-        blocks=tuple(model.blocks()),
-        root_blocks=(model.backbone.paligemma.language_model.layers[-1],),
-        exact=tuple(map(tuple, model.exact())),
+        directory=directory if config.path else None,
     )
 
 
 def _chosen(sizes: PiConfig, config: VLAModelConfig) -> PiConfig:
     """Return the sizes with the recipe's overrides."""
-    changes: dict[str, object] = {}
-    for name in ("horizon", "num_steps", "action_dim"):
-        if getattr(config, name) is not None:
-            changes[name] = getattr(config, name)
-    if config.aux_dim:
-        changes["aux_dim"] = config.aux_dim
-    if config.noise is not None:
-        changes["noise"] = Noise(**config.noise.model_dump())
-    if config.critic is not None:
-        changes["value"] = ValueSize(**config.critic.model_dump())
-    chosen = replace(sizes, **changes)
+    given = {name: getattr(config, name) for name in ("horizon", "num_steps", "action_dim", "noise")}
+    given |= {"value": config.critic, "aux_dim": config.aux_dim or None}
+    chosen = replace(sizes, **{name: value for name, value in given.items() if value is not None})
     try:
         chosen.check()
     except ValueError as error:

@@ -9,57 +9,78 @@ Letters as in `base`; S stochastic steps of a decision (1, or all of them), M ac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.parallel.device import to_device
+from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models import flow
-from cosmos_rl_vla.models.base import Acted, Inputs, Randomness, Replay, ScoredActions, SupervisedLosses
+from cosmos_rl_vla.models.base import (
+    Acted,
+    ActionModel,
+    Inputs,
+    Randomness,
+    Replay,
+    ScoredActions,
+    SupervisedLosses,
+    masked_mean,
+)
 from cosmos_rl_vla.models.flow import ActionGaussian
 from cosmos_rl_vla.models.pi.backbone import Backbone
+from cosmos_rl_vla.models.pi.checkpoint import HINT, PiNames
 from cosmos_rl_vla.models.pi.config import PiConfig
 from cosmos_rl_vla.models.pi.expert import Denoised, Denoiser, Prefix, pad_last
 from cosmos_rl_vla.models.value import Readout
 
 
-class PiModel(nn.Module):
-    """An `ActionModel`. Parameters: "backbone.", "denoiser." (the expert), "value_head.", "aux_head."."""
+class PiModel(ActionModel):
+    """Parameters: "backbone.", "denoiser." (the expert), "value_head.", "aux_head."."""
+
+    hint = HINT
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
         config.check()
         self.config = config
         self.horizon, self.action_dim, self.value_dim = config.horizon, config.action_dim, config.value_dim
-        self.model_horizon = config.model_horizon
+        self.model_horizon, self.aux_dim = config.model_horizon, config.aux_dim
+        self.names = PiNames(config.family)
         self.backbone = Backbone(config)
         self.denoiser = Denoiser(config)
         self.value_head = _value_head(config)
         self.aux_head = _aux_head(config)
 
     def init_heads(self) -> None:
-        """Recreate the heads that public checkpoints lack, with random initial values."""
         self.denoiser.init_noise_head()
         self.value_head, self.aux_head = _value_head(self.config), _aux_head(self.config)
 
+    def write_config(self, directory: Path, stats: ActionStats) -> None:
+        self.config.save(directory)
+
     def blocks(self) -> list[nn.Module]:
-        """Return the layers in the order they run, each a unit of sharding, checkpointing and compilation."""
         paligemma = self.backbone.paligemma
         return [*paligemma.vision_tower.encoder.layers, *paligemma.language_model.layers, *self.denoiser.expert.layers]
 
-    def exact(self) -> list[list[nn.Module]]:
-        """Return the modules that stay in float32 if the transformers compute in bfloat16, in groups that run together.
+    def root_blocks(self) -> list[nn.Module]:
+        """The language model's last layer: the expert reads its keys and values, and its output may be unused."""
+        return [self.backbone.paligemma.language_model.layers[-1]]
 
-        Norms, input and output projections of the expert, and heads: log-probs are differences of close numbers, so the
-        last operations before them need the precision (openpi keeps the same parts).
+    def exact(self) -> list[list[nn.Module]]:
+        """Norms, input and output projections of the expert, and heads, as openpi keeps them.
+
+        Log-probs are differences of close numbers, so the last operations before them need the precision. Adapters are
+        cast with the rest.
         """
         parts = self.denoiser.expert.named_modules()
         networks = [part for name, part in parts if name.endswith((".self_attn", ".mlp"))]
         inside = {id(module) for part in networks for module in part.modules()}
-        around = [
+        own = {name: module for name, module in self.denoiser.named_modules() if ".lora_" not in name}
+        around: list[nn.Module] = [
             module
-            for module in self.denoiser.modules()
+            for module in own.values()
             if id(module) not in inside and next(module.parameters(recurse=False), None) is not None
         ]
         return [around, *([head] for head in (self.value_head, self.aux_head) if head is not None)]
@@ -127,8 +148,7 @@ class PiModel(nn.Module):
         clean = pad_last(actions, self.config.model_action_dim)
         denoised = self.denoiser(flow.mix(clean, noise, tau), tau=tau, state=inputs.state, prefix=prefix)
         error = (denoised.velocity - (noise - clean)).square()[..., : self.action_dim].mean(-1)
-        loss = torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1)
-        return SupervisedLosses(loss=loss, aux=None if aux is None else self._aux_loss(prefix, aux))
+        return SupervisedLosses(loss=masked_mean(error, mask), aux=None if aux is None else self._aux_loss(prefix, aux))
 
     def _advance(self, x: Tensor, denoised: Denoised, *, step: int, noises: Noises | None) -> tuple[Tensor, Tensor]:
         """Return the state after a step and its log-prob [B, H, D], 0 for samples whose stochastic step is another."""
@@ -189,9 +209,8 @@ class PiModel(nn.Module):
     def _aux_loss(self, prefix: Prefix, targets: Tensor) -> Tensor:
         if self.aux_head is None:
             raise ValueError(f"{targets.shape[1]} auxiliary targets for a model without any: build it with aux_dim")
-        has_target = ~targets.isnan()
         error = (self.aux_head(prefix.hidden, prefix.mask) - targets.nan_to_num()).square()
-        return torch.where(has_target, error, 0).sum(1) / has_target.sum(1).clamp(min=1)
+        return masked_mean(error, ~targets.isnan())
 
     def _noises(self, randomness: Randomness, *, device: torch.device) -> Noises:
         noise, steps, shape = (
