@@ -166,13 +166,14 @@ class RewardPool:
             await self._wait_for(1, ended)  # another worker may have taken them
         if ended.done():
             return []
+        # A request whose worker died runs alone: it begins a batch that nothing joins, and it joins no other.
         batch = [self._queue.popleft()]
         while self._queue and len(batch) < self.settings.batch_size and not batch[0].attempts:
             if self._queue[0].attempts:
                 break
             batch.append(self._queue.popleft())
         if self._queue:
-            self._arrived.set()
+            self._arrived.set()  # for the other workers, which wait for the same event
         return batch
 
     async def _wait_for(self, count: int, ended: asyncio.Task[str]) -> None:

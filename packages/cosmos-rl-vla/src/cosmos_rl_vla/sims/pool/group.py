@@ -190,11 +190,13 @@ class SimulatorProcess:
         """Return the seconds until the next check for progress; at or below 0 the process hangs."""
         if not self._building and not self._unanswered:
             return math.inf
+        # The process counts its calls into simulators in shared memory. A limit begins anew with each call, so a chunk
+        # of many steps may take long, and a single step may not.
         count, phase = (int(number) for number in self._pulse)
         if count != self._count:
             self._count, self._moved_at = count, time.monotonic()
         left = self._limit(phase).seconds - (time.monotonic() - self._moved_at)
-        # by then it may be in a call of another limit
+        # After the shortest limit this is asked again, as the process may be in a call of another kind by then.
         return min(left, self._limits.reset_timeout_s, self._limits.step_timeout_s)
 
     def hung(self) -> ProcessDied:
