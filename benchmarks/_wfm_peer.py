@@ -55,7 +55,7 @@ class PlainLoop:
         self.sigmas = torch.linspace(1, 0, work.num_steps + 1, dtype=torch.float64).float()
         self.generator = torch.Generator().manual_seed(seed)
         self._shape = model.latent_shape(size)
-        self._codec = cast(Codec, model._codec)
+        self._codec = cast(Codec, model.codec)
 
     def step(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """Roll out, train, update; return seconds."""

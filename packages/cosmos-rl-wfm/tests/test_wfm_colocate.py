@@ -87,8 +87,8 @@ def test_a_sleeping_engine_has_no_part_of_its_pipeline_on_the_gpu_and_answers_as
         pipeline = engine._model
         parts = {
             "network": [pipeline.network],
-            "codec": [pipeline._codec._vae],
-            "text encoder": [pipeline._captions._encoder],
+            "codec": [pipeline.codec._vae],
+            "text encoder": [pipeline.captions._encoder],
         }
         tensors = {name: [*tensors_of(*modules)] for name, modules in parts.items()}
         sizes, answers = [], []
@@ -135,7 +135,7 @@ class Sides:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         moments = [value for state in trainer.optimizer.state.values() for value in state.values() if value.dim()]
         averages = [tensor for follower in policy._followers for tensor in follower._copies.values()]
-        vae = getattr(model._codec, "_vae", None)
+        vae = getattr(model.codec, "_vae", None)
         codec = [] if vae is None else list(tensors_of(vae))
         unconditional = policy._unconditional
         caption = [] if unconditional is None else list(unconditional.tensors().values())
@@ -145,7 +145,7 @@ class Sides:
 
     def engine_bytes(self):
         model = self.built["engine"]._model
-        vae = getattr(model._codec, "_vae", None)
+        vae = getattr(model.codec, "_vae", None)
         return num_bytes(tensors_of(model.network, *([] if vae is None else [vae])))
 
 

@@ -10,8 +10,9 @@ from safetensors.numpy import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from wfm_fixtures import mock_data, prompt, tiny_model
 
+from cosmos_rl_core.data.video import ByteCache
 from cosmos_rl_core.types import Prompt
-from cosmos_rl_wfm.conditions import CaptionCache, Conditions, bytes_of
+from cosmos_rl_wfm.conditions import Conditions
 from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.captions import pad_text
@@ -40,7 +41,7 @@ class FatModel:
 
 
 def conditions_of(model, *, max_bytes, data=None):
-    captions = CaptionCache(max_bytes=max_bytes)
+    captions = ByteCache[Condition](max_bytes)
     return Conditions(model, ClipReader(data or mock_data()), GivenSection(), captions=captions), captions
 
 
@@ -59,7 +60,7 @@ def test_more_captions_than_fit_take_no_more_memory_than_they_may():
 def test_a_caption_larger_than_the_cache_is_embedded_and_pushes_nothing_out():
     model = FatModel()
     conditions, cache = conditions_of(model, max_bytes=ONE_CAPTION - 1)
-    assert bytes_of(conditions.of(prompt(caption="large"))) == ONE_CAPTION
+    assert conditions.of(prompt(caption="large")).nbytes == ONE_CAPTION
     assert cache.num_bytes == 0
 
 
@@ -86,7 +87,7 @@ def test_rows_of_one_caption_have_each_its_own_embedding(tmp_path):
 
 
 def test_sections_that_share_a_cache_read_their_own_embeddings():
-    cache = CaptionCache(max_bytes=2**30)
+    cache = ByteCache[Condition](2**30)
     sizes = {}
     for tokens in (2, 3):
         data = mock_data(mock={"rows": 1, "embedding_tokens": tokens, "embedding_width": 8})

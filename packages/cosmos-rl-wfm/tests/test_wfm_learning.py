@@ -22,7 +22,7 @@ from cosmos_rl_wfm.objectives.formulas import (
 )
 from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, replay, sample, sample_noise
 from cosmos_rl_wfm.samplers.times import flow_times, sample_times
-from cosmos_rl_wfm.samplers.window import Window
+from cosmos_rl_wfm.samplers.window import WindowSection as Window
 
 pytestmark = pytest.mark.xdist_group("wfm_learning")  # one process makes what they share
 
@@ -73,7 +73,7 @@ def reward_now(velocity, *, seeds=range(10_000, 10_256)):
 def test_flow_grpo_learns(pretrained):
     velocity = copy.deepcopy(pretrained)
     optimizer = torch.optim.Adam(velocity.parameters(), lr=1e-3)
-    plan = DenoisingPlan(times=flow_times(8), rule="flow_sde", noise_level=0.7, steps=Window().at(8))
+    plan = DenoisingPlan(times=flow_times(8), rule="flow_sde", noise_level=0.7, steps=Window().choose_steps(8))
     before = reward_now(velocity)
     for version in range(30):
         seeds = range(64 * version, 64 * (version + 1))

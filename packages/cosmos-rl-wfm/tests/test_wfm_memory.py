@@ -64,14 +64,14 @@ def parts_of(config, *, rollout=False):
 def test_an_autoencoder_takes_the_planned_memory(frames, tiling):
     """Peaks of the same code with and without values; of long clips the plan measures a few frames."""
     model = tiny_model(codec_tiling=tiling)
-    vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
+    vae = model.codec._vae  # pyright: ignore[reportAttributeAccessIssue]
     size = ClipSize(frames=frames, height=64, width=272)  # two tiles
     latents = model.latent_shape(size)
     clips = clips_at_once(frames * size.height * size.width)
     with torch.no_grad(), LiveBytes(without=tensors_of(vae)) as decoding:
-        to_video(model._codec.decode(torch.zeros(clips, *latents)))
+        to_video(model.codec.decode(torch.zeros(clips, *latents)))
     with torch.no_grad(), LiveBytes(without=tensors_of(vae)) as encoding:
-        model._codec.encode(to_clips(torch.zeros(clips, frames, size.height, size.width, 3, dtype=torch.uint8)))
+        model.codec.encode(to_clips(torch.zeros(clips, frames, size.height, size.width, 3, dtype=torch.uint8)))
     name, values = tiny_vae("wan")
     found = codec_bytes(name, values, dtype="float32", tiling=tiling, size=size, latents=latents)
     assert found == CodecBytes(weights=bytes_of(vae), encode=encoding.peak, decode=decoding.peak)
@@ -84,8 +84,8 @@ def test_frames_larger_than_a_tile_take_less_memory_in_tiles(width, differs):
     for tiling in (False, True):
         model = tiny_model(codec_tiling=tiling)
         latents = torch.randn(1, *model.latent_shape(size), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad(), LiveBytes(without=tensors_of(model._codec._vae)) as held:  # pyright: ignore
-            videos.append(to_video(model._codec.decode(latents)))
+        with torch.no_grad(), LiveBytes(without=tensors_of(model.codec._vae)) as held:  # pyright: ignore
+            videos.append(to_video(model.codec.decode(latents)))
         peaks.append(held.peak)
     assert (peaks[1] < peaks[0]) == differs
     assert videos[0].shape == videos[1].shape
@@ -95,11 +95,11 @@ def test_frames_larger_than_a_tile_take_less_memory_in_tiles(width, differs):
 def test_clips_without_memory_take_what_real_ones_do():
     """Peaks of the same code with and without values; a pass over more layers keeps no more."""
     model = tiny_model()
-    vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
+    vae = model.codec._vae  # pyright: ignore[reportAttributeAccessIssue]
     size = ClipSize(frames=5, height=32, width=32)
     latents = model.latent_shape(size)
     with torch.no_grad(), LiveBytes(without=tensors_of(vae)) as held:
-        to_video(model._codec.decode(torch.zeros(clips_at_once(5 * 32 * 32), *latents)))
+        to_video(model.codec.decode(torch.zeros(clips_at_once(5 * 32 * 32), *latents)))
     name, values = tiny_vae("wan")
     found = codec_bytes(name, values, dtype="float32", tiling=False, size=size, latents=latents)
     assert found.decode == held.peak
@@ -127,8 +127,8 @@ def test_a_rollout_replica_holds_encoder_and_autoencoder_and_decodes(folder):
     assert kept > 0 and (parts["weights"].bytes or 0) + kept == sum(
         parameter.nbytes for parameter in built.network.parameters()
     )
-    assert parts["text encoder"].bytes == bytes_of(built._captions._encoder)  # pyright: ignore
-    assert parts["autoencoder"].bytes == bytes_of(built._codec._vae)  # pyright: ignore
+    assert parts["text encoder"].bytes == bytes_of(built.captions._encoder)  # pyright: ignore
+    assert parts["autoencoder"].bytes == bytes_of(built.codec._vae)  # pyright: ignore
     assert parts["cached captions"].bytes == MEBI and parts["cached captions"].host
     for work in ("a caption's embedding", "states of the samples", "a forward pass", "decoding of clips"):
         assert (parts[work].bytes or 0) > 0 and parts[work].at

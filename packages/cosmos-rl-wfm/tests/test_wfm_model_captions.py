@@ -208,7 +208,7 @@ def test_an_offloaded_encoder_embeds_the_same_and_keeps_its_ties(tmp_path):
     )
     for name, tensor in plain.encode_text(CAPTIONS).tensors().items():
         assert torch.equal(tensor, offloaded.encode_text(CAPTIONS).tensors()[name])
-    [encoder] = offloaded._captions.modules
+    [encoder] = offloaded.captions.modules
     assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
 
 
@@ -222,7 +222,7 @@ def test_an_offloaded_encoder_is_on_the_gpu_only_while_a_caption_is_embedded(tmp
     async def go(offload):
         config, options = pipeline_config(tmp_path, offload=offload), WFMTorchOptions()
         engine = await asyncio.to_thread(build_engine, config, data=DATA, options=options)
-        [encoder] = engine._model._captions.modules
+        [encoder] = engine._model.captions.modules
         during = []
         encoder.register_forward_hook(lambda module, *_: during.append({t.is_cuda for t in tensors_of(module)}))
         answers, between = [], []

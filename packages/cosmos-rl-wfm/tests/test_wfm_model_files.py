@@ -55,7 +55,7 @@ def test_a_trainer_of_cached_latents_needs_no_other_weights(tmp_path):
     save_pipeline(tmp_path)
     (tmp_path / "vae" / "diffusion_pytorch_model.safetensors").unlink()
     built = build(tmp_path, parts=("network",))
-    assert not built.has_codec
+    assert built.codec is None
     assert built.latent_shape(CLIP) == (16, 2, 4, 4)  # by its configuration
     with pytest.raises(UserError, match="vae has no safetensors"):
         build(tmp_path)
@@ -129,7 +129,7 @@ def test_codec_and_captions_can_come_later(tmp_path):
     save_pipeline(tmp_path)
     built = build(tmp_path, parts=("network",))
     load_parts(built, config(tmp_path), {"codec", "text"})
-    assert built.has_codec and built.has_captions
+    assert built.codec is not None and built.captions is not None
     clip = torch.arange(256, dtype=torch.uint8).repeat(60).view(1, 5, 32, 32, 3)
     assert torch.equal(built.encode(clip), build(tmp_path).encode(clip))
 

@@ -1,7 +1,9 @@
 """Conventions of time, sign and guidance: two Euler steps of ours are those of each family's own pipeline."""
 
 import functools
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -9,9 +11,8 @@ from wfm_fixtures import FAMILIES, clips, image_to_video_model, noise, size_of, 
 
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.networks.cosmos import without_torchvision
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
-from cosmos_rl_wfm.policy import guided_velocity
+from cosmos_rl_wfm.policy import GuidedVelocity
 
 CAPTIONS = ["a red square moves left", "two discs"]
 model = functools.cache(tiny_model)
@@ -20,7 +21,7 @@ model = functools.cache(tiny_model)
 def euler(built, latents, scheduler, *, condition, unconditional=None, scale=0.0):
     """Sample by dx = v dt over the scheduler's sigmas."""
     guidance = None if unconditional is None else scale
-    velocity = guided_velocity(built, condition, unconditional, guidance=guidance)
+    velocity = GuidedVelocity.of(built, condition, unconditional, guidance=guidance)
     for now, after in zip(scheduler.sigmas, scheduler.sigmas[1:]):
         latents = latents + (after - now) * velocity(latents, now.expand(len(latents)).float())
     return latents
@@ -33,7 +34,7 @@ def scheduler():
 
 
 def vae_of(built):
-    return built._codec._vae
+    return built.codec._vae
 
 
 def shared(built, pipeline, *, scale, **more):
@@ -127,9 +128,19 @@ def cosmos_pipeline(built):
     )
 
 
+def to_tensor(image):
+    """An image -> float32 [3, H, W] in [0, 1]."""
+    return torch.from_numpy(np.array(image) / np.float32(255)).movedim(-1, 0)
+
+
 @pytest.mark.parametrize("with_image", [False, True])
 @torch.no_grad()
-def test_cosmos_samples_as_its_pipeline(with_image):
+def test_cosmos_samples_as_its_pipeline(monkeypatch, with_image):
+    from diffusers.pipelines.cosmos import pipeline_cosmos2_5_predict
+
+    # torchvision is not installed: the one function of it that the pipeline calls
+    stand_in = SimpleNamespace(transforms=SimpleNamespace(functional=SimpleNamespace(to_tensor=to_tensor)))
+    monkeypatch.setattr(pipeline_cosmos2_5_predict, "torchvision", stand_in, raising=False)
     built = model("cosmos")
     clip, latents, pipeline = clips(built), noise(built), cosmos_pipeline(built)
     text = condition = built.encode_text([CAPTIONS[0]])
@@ -139,8 +150,7 @@ def test_cosmos_samples_as_its_pipeline(with_image):
     call = shared(built, pipeline, scale=3.0, num_frames=5, latents=latents)
     image = Image.fromarray(clip[0, 0].numpy()) if with_image else None
     texts = {"prompt_embeds": text.text, "negative_prompt_embeds": blank.text}
-    with without_torchvision():
-        expected = pipeline(image=image, **texts, **call)[0]
+    expected = pipeline(image=image, **texts, **call)[0]
     found = euler(built, latents, pipeline.scheduler, condition=condition, unconditional=blank, scale=3.0)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
@@ -194,7 +204,7 @@ def test_the_unguided_scale_leaves_the_velocity_of_the_caption(family):
     built = model(family)
     condition, blank = built.encode_text(CAPTIONS[:1]), built.encode_text([""])
     latents, times = noise(built), torch.tensor([0.5])
-    guided = guided_velocity(built, condition, blank, guidance=built.unguided)(latents, times)
+    guided = GuidedVelocity.of(built, condition, blank, guidance=built.unguided)(latents, times)
     assert torch.equal(guided, built.velocity(latents, times, condition))
-    twice = guided_velocity(built, condition, blank, guidance=built.unguided + 1)(latents, times)
+    twice = GuidedVelocity.of(built, condition, blank, guidance=built.unguided + 1)(latents, times)
     assert not torch.allclose(twice, guided)

@@ -3,17 +3,14 @@
 import functools
 import sys
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from wfm_fixtures import FAMILIES, clips, image_to_video_model, noise, size_of, tiny_model
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models import codec
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import TextSection, WFMModelConfig
-from cosmos_rl_wfm.models.networks.cosmos import without_torchvision
 
 CAPTIONS = ["a red square moves left", "two discs"]
 model = functools.cache(tiny_model)
@@ -83,7 +80,7 @@ def test_the_same_seed_makes_the_same_network_and_leaves_the_random_state():
 
 def test_a_part_that_was_not_asked_for_is_not_there():
     built = build_model(WFMModelConfig(family="wan", tiny=True, text=TextSection(encoder="words")))
-    assert not built.has_codec
+    assert built.codec is None
     with pytest.raises(AssertionError, match="without its codec"):
         built.encode(torch.zeros(1, 5, 32, 32, 3, dtype=torch.uint8))
 
@@ -186,40 +183,26 @@ def test_a_network_without_given_frames_says_so():
 # ---- torchvision
 
 
-def test_the_stand_in_for_torchvision_lasts_for_the_call_alone():
+def test_the_stand_in_for_torchvision_takes_the_nearest_pixel():
     from diffusers.models.transformers import transformer_cosmos
     from diffusers.utils import is_torchvision_available
 
     if is_torchvision_available():
         pytest.skip("torchvision is installed")
-    assert "transforms" not in vars(transformer_cosmos)
-    with without_torchvision():
-        with without_torchvision():
-            pass
-        resized = transformer_cosmos.transforms.functional.resize(torch.arange(16.0).view(1, 1, 4, 4), [2, 2])
-        assert resized.tolist() == [[[[0.0, 2.0], [8.0, 10.0]]]]
-    assert "transforms" not in vars(transformer_cosmos)
+    model("cosmos")
+    transforms = transformer_cosmos.transforms
+    image = torch.arange(16.0).view(1, 1, 4, 4)
+    resized = transforms.functional.resize(image, [2, 2], interpolation=transforms.InterpolationMode.NEAREST)
+    assert resized.tolist() == [[[[0.0, 2.0], [8.0, 10.0]]]]
     assert "torchvision" not in sys.modules
-
-
-def test_an_image_becomes_a_tensor_without_torchvision():
-    from diffusers.pipelines.cosmos import pipeline_cosmos2_5_predict as module
-    from diffusers.utils import is_torchvision_available
-
-    if is_torchvision_available():
-        pytest.skip("torchvision is installed")
-    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    with without_torchvision():
-        found = module.torchvision.transforms.functional.to_tensor(Image.fromarray(pixels))
-    assert found.shape == (3, 2, 4) and float(found[1, 1, 2]) == pytest.approx(pixels[1, 2, 1] / 255)
 
 
 def test_clips_are_decoded_in_parts_of_a_bounded_number_of_pixels(monkeypatch):
     built = model("wan")
     latents = noise(built, 5)
     whole, passes = built.decode(latents), []
-    decode = built._codec.decode
-    monkeypatch.setattr(built._codec, "decode", lambda part: (passes.append(len(part)), decode(part))[1])
+    decode = built.codec.decode
+    monkeypatch.setattr(built.codec, "decode", lambda part: (passes.append(len(part)), decode(part))[1])
     monkeypatch.setattr(codec, "PIXELS_AT_ONCE", 2 * latents[0, 0].numel() * 4 * 8 * 8)
     in_parts = built.decode(latents)
     assert passes == [2, 2, 1]

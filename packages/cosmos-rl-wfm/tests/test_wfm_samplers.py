@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, guided, replay, sample, sample_noise
+from cosmos_rl_wfm.policy import GuidedVelocity
+from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, replay, sample, sample_noise
 from cosmos_rl_wfm.samplers.steps import RULES
 from cosmos_rl_wfm.samplers.times import edm_times, flow_times
-from cosmos_rl_wfm.samplers.window import Window
+from cosmos_rl_wfm.samplers.window import WindowSection as Window
 
 SHAPE = (2, 3, 4)
 
@@ -15,35 +16,48 @@ SHAPE = (2, 3, 4)
 # Guidance
 
 
-class Counted:
-    """A linear velocity that counts its calls."""
+class Linear:
+    """A model whose velocity is linear, with a slope for each condition; counts its calls."""
 
-    def __init__(self, slope):
-        self.slope = torch.tensor(slope, requires_grad=True)
-        self.calls = 0
+    unguided = 1.0
 
-    def __call__(self, x, times):
-        self.calls += 1
-        return self.slope * x
+    def __init__(self):
+        self.slopes = {"towards": torch.tensor(2.0, requires_grad=True), "away": torch.tensor(0.5, requires_grad=True)}
+        self.calls = []
+
+    def velocity(self, x, times, condition):
+        self.calls.append(condition.name)
+        return self.slopes[condition.name] * x
+
+
+class Named:
+    """A condition with a name for a caption."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def with_text(self, other):
+        return other
+
+
+def guided(model, *, guidance):
+    velocity = GuidedVelocity.of(model, Named("towards"), Named("away"), guidance=guidance)
+    return velocity(torch.tensor([[1.0]]), torch.tensor([0.5]))
 
 
 def test_guidance_by_hand():
-    towards, away = Counted(2.0), Counted(0.5)
-    v = guided(towards, away, scale=3.0)(torch.tensor([[1.0]]), torch.tensor([0.5]))
+    model = Linear()
+    v = guided(model, guidance=4.0)
     assert v.item() == 2.0 + 3.0 * (2.0 - 0.5)
     v.backward()
-    assert (towards.slope.grad, away.slope.grad) == (4.0, -3.0)
+    assert (model.slopes["towards"].grad, model.slopes["away"].grad) == (4.0, -3.0)
 
 
-def test_guidance_off_makes_no_unconditional_pass():
-    towards, away = Counted(2.0), Counted(0.5)
-    assert guided(towards, away, scale=0.0)(torch.tensor([[1.0]]), torch.tensor([0.5])).item() == 2.0
-    assert (towards.calls, away.calls) == (1, 0)
-
-
-def test_guidance_without_an_unconditional_velocity_is_refused():
-    with pytest.raises(ValueError, match=r"guidance = 2\.0 needs an unconditional velocity"):
-        guided(Counted(1.0), None, scale=2.0)
+@pytest.mark.parametrize("guidance", [None, 1.0])
+def test_guidance_off_makes_no_unconditional_pass(guidance):
+    model = Linear()
+    assert guided(model, guidance=guidance).item() == 2.0
+    assert model.calls == ["towards"]
 
 
 # Sampler
@@ -63,7 +77,7 @@ class Network(nn.Module):
 
 
 def plan_of(rule="flow_sde", *, window=None, num_steps=6):
-    steps = (window or Window()).at(num_steps)
+    steps = (window or Window()).choose_steps(num_steps)
     return DenoisingPlan(times=flow_times(num_steps, shift=2.0), rule=rule, noise_level=0.6, steps=steps)
 
 
@@ -115,7 +129,7 @@ def test_samples_with_one_start_and_seeds_of_their_own_part_ways():
 
 
 @pytest.mark.parametrize("rule", sorted(set(RULES) - {"ode"}))
-@pytest.mark.parametrize("window", [Window(), Window(name="fixed", steps=(0, 2, 4), elsewhere="sde")])
+@pytest.mark.parametrize("window", [Window(), Window(window="fixed", steps=(0, 2, 4), elsewhere="sde")])
 def test_replay_of_the_same_batch_gives_a_ratio_of_exactly_one(rule, window):
     velocity, plan = Network(), plan_of(rule, window=window)
     trajectory = rollouts(plan, velocity=velocity)
@@ -150,10 +164,10 @@ def test_another_policy_has_another_ratio():
 
 
 def test_a_trajectory_holds_only_the_states_of_trained_steps():
-    neighbours = rollouts(plan_of(window=Window(name="fixed", steps=(1, 2))))
+    neighbours = rollouts(plan_of(window=Window(window="fixed", steps=(1, 2))))
     assert neighbours.path.shape == (3, 3, *SHAPE)  # states 1, 2, 3
     assert (neighbours.path_from.tolist(), neighbours.path_to.tolist()) == ([0, 1], [1, 2])
-    apart = rollouts(plan_of(window=Window(name="fixed", steps=(0, 3))))
+    apart = rollouts(plan_of(window=Window(window="fixed", steps=(0, 3))))
     assert apart.path.shape == (3, 4, *SHAPE)  # states 0, 1, 3, 4
     assert (apart.path_from.tolist(), apart.path_to.tolist()) == ([0, 2], [1, 3])
     times = flow_times(6, shift=2.0)
@@ -171,7 +185,7 @@ def test_a_rollout_without_trained_steps_keeps_no_path():
 
 def test_the_ode_is_followed_outside_the_window():
     # Up to its first stochastic step a rollout is the deterministic one.
-    late = rollouts(plan_of(window=Window(name="fixed", steps=(4,))))
+    late = rollouts(plan_of(window=Window(window="fixed", steps=(4,))))
     times, velocity, state = flow_times(6, shift=2.0), Network(), sample_noise((3, 4, 5), SHAPE)
     with torch.no_grad():
         for index in range(4):
@@ -180,7 +194,9 @@ def test_the_ode_is_followed_outside_the_window():
 
 
 def test_a_schedule_that_begins_below_one_scales_the_noise():
-    plan = DenoisingPlan(times=edm_times(6), rule="cps", noise_level=0.2, steps=Window(name="fixed", steps=(0,)).at(6))
+    plan = DenoisingPlan(
+        times=edm_times(6), rule="cps", noise_level=0.2, steps=Window(window="fixed", steps=(0,)).choose_steps(6)
+    )
     trajectory = rollouts(plan)
     torch.testing.assert_close(trajectory.path[:, 0], sample_noise((3, 4, 5), SHAPE) * (200 / 201))
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from wfm_fixtures import seeded
 
 from cosmos_rl_wfm.samplers.times import edm_times, flow_times, sample_times
-from cosmos_rl_wfm.samplers.window import Window, WindowChoice
+from cosmos_rl_wfm.samplers.window import WindowChoice
+from cosmos_rl_wfm.samplers.window import WindowSection as Window
 
 # Times
 
@@ -62,24 +63,26 @@ def test_sampled_times_repeat_with_the_generator():
 
 
 def test_all_steps_but_the_last():
-    assert Window().at(5) == WindowChoice(stochastic=(0, 1, 2, 3), trained=(0, 1, 2, 3))
+    assert Window().choose_steps(5) == WindowChoice(stochastic=(0, 1, 2, 3), trained=(0, 1, 2, 3))
 
 
 def test_fixed_steps_with_the_ode_or_noise_elsewhere():
-    assert Window(name="fixed", steps=(4, 0, 2)).at(8) == WindowChoice(stochastic=(0, 2, 4), trained=(0, 2, 4))
-    everywhere = Window(name="fixed", steps=(0, 2), elsewhere="sde").at(5)
+    assert Window(window="fixed", steps=(4, 0, 2)).choose_steps(8) == WindowChoice(
+        stochastic=(0, 2, 4), trained=(0, 2, 4)
+    )
+    everywhere = Window(window="fixed", steps=(0, 2), elsewhere="sde").choose_steps(5)
     assert everywhere == WindowChoice(stochastic=(0, 1, 2, 3), trained=(0, 2))
 
 
 def test_a_sliding_window_moves_from_noise_to_clean_and_stays():
-    window = Window(name="sliding", width=3, stride=2, every=10)
-    at = {version: window.at(9, version=version).trained for version in (0, 9, 10, 20, 30, 1000)}
+    window = Window(window="sliding", width=3, stride=2, every=10)
+    at = {version: window.choose_steps(9, version=version).trained for version in (0, 9, 10, 20, 30, 1000)}
     assert at == {0: (0, 1, 2), 9: (0, 1, 2), 10: (2, 3, 4), 20: (4, 5, 6), 30: (5, 6, 7), 1000: (5, 6, 7)}
 
 
 def test_a_sliding_window_starts_over_where_asked():
-    window = Window(name="sliding", width=2, stride=1, every=1, low=1, high=4, restart=True)
-    assert [window.at(6, version=version).trained for version in range(3)] == [(1, 2), (2, 3), (1, 2)]
+    window = Window(window="sliding", width=2, stride=1, every=1, low=1, high=4, restart=True)
+    assert [window.choose_steps(6, version=version).trained for version in range(3)] == [(1, 2), (2, 3), (1, 2)]
 
 
 @settings(max_examples=60)
@@ -87,9 +90,9 @@ def test_a_sliding_window_starts_over_where_asked():
     name=st.sampled_from(["random_window", "random_subset"]), seed=st.integers(0, 10**9), version=st.integers(0, 10**4)
 )
 def test_random_windows_stay_in_their_range_and_repeat(name, seed, version):
-    window = Window(name=name, width=3, low=1, high=8)
-    trained = window.at(12, version=version, seed=seed).trained
-    assert trained == window.at(12, version=version, seed=seed).trained
+    window = Window(window=name, width=3, low=1, high=8)
+    trained = window.choose_steps(12, version=version, seed=seed).trained
+    assert trained == window.choose_steps(12, version=version, seed=seed).trained
     assert len(set(trained)) == 3
     assert trained == tuple(sorted(trained))
     assert trained[0] >= 1
@@ -100,23 +103,22 @@ def test_random_windows_stay_in_their_range_and_repeat(name, seed, version):
 
 @pytest.mark.parametrize("name, count", [("random_window", 5), ("random_subset", 35)])
 def test_random_windows_visit_every_place_and_change_with_version_and_seed(name, count):
-    window = Window(name=name, width=3, high=7)
-    by_version = {window.at(10, version=version).trained for version in range(400)}
-    by_seed = {window.at(10, seed=seed).trained for seed in range(400)}
+    window = Window(window=name, width=3, high=7)
+    by_version = {window.choose_steps(10, version=version).trained for version in range(400)}
+    by_seed = {window.choose_steps(10, seed=seed).trained for seed in range(400)}
     assert len(by_version) == len(by_seed) == count  # 5 places of 3 neighbours in 7; 7 over 3 subsets
 
 
 @pytest.mark.parametrize(
     "window, steps, message",
     [
-        (Window(name="fixed", steps=(0, 4)), 5, "name steps from 0 to 3"),
-        (Window(name="fixed"), 5, r"steps = \[\]"),
-        (Window(name="sliding", width=4), 4, "a window of 4 steps does not fit steps 0 to 2 of 4"),
-        (Window(name="random_subset", width=1, high=4), 4, "the last one, 3, is never trained"),
-        (Window(name="sliding", every=0), 9, "every = 0 of a sliding window must be 1 or more"),
+        (Window(window="fixed", steps=(0, 4)), 5, "name steps from 0 to 3"),
+        (Window(window="fixed"), 5, r"steps = \[\]"),
+        (Window(window="sliding", width=4), 4, "a window of 4 steps does not fit steps 0 to 2 of 4"),
+        (Window(window="random_subset", width=1, high=4), 4, "the last one, 3, is never trained"),
         (Window(), 1, "2 denoising steps or more"),
     ],
 )
 def test_a_window_that_does_not_fit_is_named(window, steps, message):
     with pytest.raises(ValueError, match=message):
-        window.at(steps)
+        window.choose_steps(steps)

@@ -115,4 +115,4 @@ def test_a_guided_policy_keeps_no_text_encoder():
     sampling = FlowSampling(num_steps=3, window="fixed", steps=(0,), guidance=3.0)
     policy = build_policy(pixel_model(), data=mock_data(), sampling=sampling, seed=0, setup=ModelSetup())
     assert policy._unconditional is not None
-    assert not policy._model.has_captions
+    assert policy._model.captions is None

@@ -11,9 +11,10 @@ from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.engines.torch import WFMTorchOptions
 from cosmos_rl_wfm.objectives.formulas import noisy
 from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, sample
-from cosmos_rl_wfm.samplers.steps import RULES, StateGaussian, churn_level, step
+from cosmos_rl_wfm.samplers.steps import RULES, StateGaussian, step
 from cosmos_rl_wfm.samplers.times import flow_times
-from cosmos_rl_wfm.samplers.window import Window, WindowChoice
+from cosmos_rl_wfm.samplers.window import WindowChoice
+from cosmos_rl_wfm.samplers.window import WindowSection as Window
 from cosmos_rl_wfm.sampling import FlowSampling
 
 stochastic_rules = pytest.mark.parametrize("rule", sorted(set(RULES) - {"ode"}))
@@ -95,12 +96,8 @@ def test_churn_is_cps_at_the_raised_times():
     raised = (1 + eta) * sigma_next
     t_next = raised / (1 + raised)
     wanted = euler * (1 - t_next), sigma_next * math.sqrt(eta**2 + 2 * eta) * (1 - t_next)
-    level = churn_level(s_churn, num_steps=steps)
+    level = 2 / math.pi * math.acos(1 / (1 + eta))
     assert one_step("cps", x=x, v=v, t=t, t_next=t_next, noise_level=level) == pytest.approx(wanted)
-
-
-def test_churn_is_limited_as_in_edm():
-    assert churn_level(1000.0, num_steps=10) == pytest.approx(2 / math.pi * math.acos(1 / math.sqrt(1.2)))
 
 
 @stochastic_rules
@@ -185,7 +182,7 @@ def end_of(rule, *, num_steps, noise_level=0.0, order=1):
         times=flow_times(num_steps),
         rule=rule,
         noise_level=noise_level,
-        steps=WindowChoice() if rule == "ode" else Window().at(num_steps),
+        steps=WindowChoice() if rule == "ode" else Window().choose_steps(num_steps),
         order=order,
     )
     clean = sample(known_velocity, torch.randn(4, 10_000, generator=generator), plan=plan, seeds=range(4)).clean
@@ -225,7 +222,11 @@ def test_second_order_forgets_the_velocity_before_the_noise():
         return known_velocity(x, times)
 
     plan = DenoisingPlan(
-        times=flow_times(6), rule="cps", noise_level=0.5, steps=Window(name="fixed", steps=(0, 1)).at(6), order=2
+        times=flow_times(6),
+        rule="cps",
+        noise_level=0.5,
+        steps=Window(window="fixed", steps=(0, 1)).choose_steps(6),
+        order=2,
     )
     clean = sample(watched, noise, plan=plan, seeds=[0]).clean
     times = plan.times

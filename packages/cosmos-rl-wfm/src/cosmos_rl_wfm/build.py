@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from cosmos_rl_core.data import video as decoding
+from cosmos_rl_core.data.video import ByteCache
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.lora import merge
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_wfm.conditions import CaptionCache, Conditions
+from cosmos_rl_wfm.conditions import Conditions
 from cosmos_rl_wfm.data import mock, video
 from cosmos_rl_wfm.data.cache import TensorCache, code_of, key_of
 from cosmos_rl_wfm.data.clips import ClipReader
@@ -63,29 +64,38 @@ def build_policy(
     if in_parts:
         offloaded = setup.memory.parameter_offload
         fill_network(model, config, device=torch.device("cpu") if offloaded else device, seed=config.seed)
-    captions = CaptionCache(max_bytes=config.text.cache_bytes)
-    loaded: dict[WFMDataConfig, Clips] = {}
-
-    def clips(section: WFMDataConfig) -> Clips:
-        if section not in loaded:
-            _check_sizes(model, section)
-            load_parts(model, config, {"codec", "text"}, seed=config.seed, device=device)
-            loader = _clip_loader(model, config, section, seed=seed)
-            conditions = _conditions(model, config, section, captions)
-            loaded[section] = Clips(model, section, loader=loader, conditions=conditions)
-        return loaded[section]
-
     old, ema = None if sampling is None else sampling.old_decay, config.ema
     return FlowPolicy(
         model,
         sampling=sampling,
         unconditional=unconditional,
-        clips=clips,
+        clips=ClipSources(model, config, seed=seed, device=device),
         old=None if old is None else Follower(model.network, decay=OLD_WEIGHT_DECAYS[old].at),
         average=None if ema is None else Follower(model.network, decay=average_decay(ema)),
         average_is_reference=config.pulls_to_average,
         reduce_once=setup.parallel.reduce_once,
     )
+
+
+class ClipSources:
+    """The real clips of [data] sections. Codec and text encoder are loaded with the first section."""
+
+    def __init__(self, model: DiffusersModel, config: WFMModelConfig, *, seed: int, device: torch.device) -> None:
+        self._model, self._config = model, config
+        self._seed, self._device = seed, device
+        self._captions = ByteCache[Condition](config.text.cache_bytes)
+        self._sections: dict[WFMDataConfig, Clips] = {}
+
+    def of(self, section: WFMDataConfig) -> Clips:
+        """Return the clips of a section, made at its first use. Raises UserError for sizes that do not fit."""
+        if section not in self._sections:
+            model, config = self._model, self._config
+            _check_sizes(model, section)
+            load_parts(model, config, {"codec", "text"}, seed=config.seed, device=self._device)
+            loader = _clip_loader(model, config, section, seed=self._seed)
+            conditions = _conditions(model, config, section, self._captions)
+            self._sections[section] = Clips(model, section, loader=loader, conditions=conditions)
+        return self._sections[section]
 
 
 def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: WFMTorchOptions) -> FlowEngine:
@@ -94,12 +104,12 @@ def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: WFMTor
     size = size_of(data)
     model.check(size)
     model.network.requires_grad_(False).eval()
-    captions = CaptionCache(max_bytes=config.text.cache_bytes)
+    captions = ByteCache[Condition](config.text.cache_bytes)
     return FlowEngine(model, size=size, conditions=_conditions(model, config, data, captions), options=options)
 
 
 def _conditions(
-    model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, captions: CaptionCache
+    model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, captions: ByteCache[Condition]
 ) -> Conditions:
     reader = ClipReader(data, text_width=model.family.text_width)
     return Conditions(model, reader, config.given, captions=captions)
@@ -109,7 +119,7 @@ def _unconditional(model: DiffusersModel, config: WFMModelConfig, *, device: tor
     """Embed the negative prompt; does not keep the encoder in memory for it."""
     load_parts(model, config, {"text"}, seed=config.seed, device=device)
     condition = model.encode_text([model.traits.negative_prompt])
-    model.free_captions()
+    model.captions = None
     return condition.to(device)
 
 

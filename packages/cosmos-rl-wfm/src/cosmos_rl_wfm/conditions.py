@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from cosmos_rl_core.data.video import ByteCache
 from cosmos_rl_core.errors import PromptError, SampleError
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.clips import ClipReader
@@ -24,43 +24,17 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 
 
-class CaptionCache:
-    """LRU cache of embedded captions in host memory, at most `max_bytes`.
-
-    The limit is in bytes since captions are large: 512 x 100,352 numbers in Predict2.5, 98 MiB in bfloat16.
-    """
-
-    def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._conditions: OrderedDict[Hashable, Condition] = OrderedDict()
-        self.num_bytes = 0
-        """Bytes in the cache."""
-
-    def get(self, key: Hashable) -> Condition | None:
-        """Return the condition [1] of `key`, on the CPU; None if it is not cached."""
-        if key in self._conditions:
-            self._conditions.move_to_end(key)
-        return self._conditions.get(key)
-
-    def put(self, key: Hashable, condition: Condition) -> None:
-        """Cache a condition [1] on the CPU, unless it is larger than the whole cache."""
-        size = bytes_of(condition)
-        if key in self._conditions or size > self._max_bytes:
-            return
-        self._conditions[key] = condition
-        self.num_bytes += size
-        while self.num_bytes > self._max_bytes:
-            _, oldest = self._conditions.popitem(last=False)
-            self.num_bytes -= bytes_of(oldest)
-
-
 class Conditions:
     """Makes conditions, on the CPU; embedded captions are cached. One thread calls it at a time."""
 
     def __init__(
-        self, model: DiffusersModel, reader: ClipReader, given: GivenSection, *, captions: CaptionCache
+        self, model: DiffusersModel, reader: ClipReader, given: GivenSection, *, captions: ByteCache[Condition]
     ) -> None:
-        """Take the reader of one [data] section; `captions` may be shared with the conditions of other sections."""
+        """Take the reader of one [data] section.
+
+        captions: embedded ones in host memory, [1] each; may be shared with the conditions of other sections. Its limit
+            is in bytes since captions are large: 512 x 100,352 numbers in Predict2.5, 98 MiB in bfloat16.
+        """
         self._model, self._reader, self._given = model, reader, given
         self._captions = captions
         self._unconditional: Condition | None = None
@@ -111,11 +85,6 @@ class Conditions:
             return condition
         count = int(rng.integers(section.min_frames, section.max_frames + 1))
         return self._model.with_given(condition, video, counts=torch.tensor([count]))
-
-
-def bytes_of(condition: Condition) -> int:
-    """Return the bytes of a condition's tensors."""
-    return sum(tensor.nbytes for tensor in condition.tensors().values())
 
 
 def joined(conditions: Sequence[Condition], counts: Sequence[int]) -> Condition:

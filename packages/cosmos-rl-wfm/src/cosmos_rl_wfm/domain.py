@@ -159,7 +159,7 @@ class WFMDomain(DomainBase):
         from cosmos_rl_wfm.supervised import collate_sft
 
         assert policy.clips is not None, "a policy of real data has clips"
-        return collate_sft(prompts, clips=policy.clips(data), microbatch_terms=microbatch_terms, share=share)
+        return collate_sft(prompts, clips=policy.clips.of(data), microbatch_terms=microbatch_terms, share=share)
 
     def export_weights(
         self, model: WFMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool

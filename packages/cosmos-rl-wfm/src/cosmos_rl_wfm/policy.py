@@ -9,8 +9,8 @@ is flow matching: supervised training, and DDRL's data term.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,13 +26,12 @@ from cosmos_rl_wfm.ema import Follower, FollowerReference
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.weights import named_weights
 from cosmos_rl_wfm.objectives.formulas import flow_matching_loss, noisy
-from cosmos_rl_wfm.samplers.sampler import Velocity, guided, replay
+from cosmos_rl_wfm.samplers.sampler import replay
 from cosmos_rl_wfm.sampling import FlowSampling
 
 if TYPE_CHECKING:
-    from cosmos_rl_wfm.data.config import WFMDataConfig
+    from cosmos_rl_wfm.build import ClipSources
     from cosmos_rl_wfm.models.model import DiffusersModel
-    from cosmos_rl_wfm.supervised import Clips
 
 OLD = "old:"
 """Prefix of the names of old weights in a checkpoint."""
@@ -56,7 +55,7 @@ class FlowPolicy(PolicyBase[nn.Module]):
         *,
         sampling: FlowSampling | None,
         unconditional: Condition | None = None,
-        clips: Callable[[WFMDataConfig], Clips] | None = None,
+        clips: ClipSources | None = None,
         old: Follower | None = None,
         average: Follower | None = None,
         average_is_reference: bool = False,
@@ -67,7 +66,7 @@ class FlowPolicy(PolicyBase[nn.Module]):
         Args:
             sampling: the sampling settings of the rollouts; None in supervised training.
             unconditional: the condition of guidance's unconditional pass.
-            clips: makes, of a data section, the maker of supervised terms of its real clips.
+            clips: the real clips of data sections.
             old: the weights that sample the rollouts, where those are not the trained ones.
             average: the average of the trained weights; with `average_is_reference` the reference of a KL term.
         """
@@ -133,7 +132,7 @@ class FlowPolicy(PolicyBase[nn.Module]):
     def _of_steps(self, inputs: Mapping[str, Tensor], condition: Condition) -> PolicyOutputs:
         assert self._sampling is not None, "steps of rollouts have a sampling"
         reached = replay(
-            self._velocity(condition),
+            GuidedVelocity.of(self._model, condition, self._unconditional, guidance=self._sampling.guidance),
             inputs["states"],
             times=inputs["times"],
             next_times=inputs["next_times"],
@@ -180,25 +179,35 @@ class FlowPolicy(PolicyBase[nn.Module]):
         """The velocity [T, C, f, h, w] of a pass; on a GPU those of a whole step would take too much of its memory."""
         return to_host({"velocity": self.forward(microbatch).tensors["velocity"]})["velocity"]
 
-    def _velocity(self, condition: Condition) -> Velocity:
-        guidance = None if self._sampling is None else self._sampling.guidance
-        return guided_velocity(self._model, condition, self._unconditional, guidance=guidance)
 
+@dataclass(frozen=True, slots=True)
+class GuidedVelocity:
+    """A model with its condition bound, and the unconditional one where guidance is on.
 
-def guided_velocity(
-    model: DiffusersModel, condition: Condition, unconditional: Condition | None, *, guidance: float | None
-) -> Velocity:
-    """Bind a condition, and the unconditional one where guidance is on; `guidance` is in the model's convention."""
+    v + scale (v - v_unconditional): classifier-free guidance (arXiv 2207.12598). Training must use the guidance of the
+    rollout: the ratio of a guided policy to an unguided one is meaningless.
+    """
 
-    def conditional(x: Tensor, times: Tensor, /) -> Tensor:
-        return model.velocity(x, times, condition)
+    model: DiffusersModel
+    condition: Condition
+    unconditional: Condition | None = None
+    """None: no guidance, and no second pass."""
+    scale: float = 0.0
 
-    scale = 0.0 if guidance is None else guidance - model.unguided
-    if not scale or unconditional is None:
-        return guided(conditional, None, scale=scale)
-    bare = condition.with_text(unconditional)
+    @classmethod
+    def of(
+        cls, model: DiffusersModel, condition: Condition, unconditional: Condition | None, *, guidance: float | None
+    ) -> GuidedVelocity:
+        """`guidance` is in the model's convention; `unconditional` [1] is needed where it is on."""
+        scale = 0.0 if guidance is None else guidance - model.unguided
+        if not scale:
+            return cls(model, condition)
+        assert unconditional is not None, "guidance has an unconditional caption"
+        return cls(model, condition, condition.with_text(unconditional), scale)
 
-    def without(x: Tensor, times: Tensor, /) -> Tensor:
-        return model.velocity(x, times, bare)
-
-    return guided(conditional, without, scale=scale)
+    def __call__(self, x: Tensor, times: Tensor) -> Tensor:
+        """Return v [B, C, f, h, w] at states of that shape and times [B]."""
+        v = self.model.velocity(x, times, self.condition)
+        if self.unconditional is None:
+            return v
+        return v + self.scale * (v - self.model.velocity(x, times, self.unconditional))

@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
-from cosmos_rl_wfm.samplers import DensityName, RuleName, ScheduleName, WindowName
-from cosmos_rl_wfm.samplers.window import Window
+from cosmos_rl_wfm.samplers import DensityName, RuleName, ScheduleName
+from cosmos_rl_wfm.samplers.window import WindowChoice, WindowSection
 
 if TYPE_CHECKING:
     from cosmos_rl_wfm.samplers.sampler import DenoisingPlan
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 OldDecay = Literal["none", "slow", "late"]
 
 
-class FlowSampling(Strict):
+class FlowSampling(WindowSection):
     """[rollout.sampling]: the denoising of a sample and the choice of its trained steps."""
 
     unit: ClassVar[str] = "terms"
@@ -42,24 +42,6 @@ class FlowSampling(Strict):
     without it there is no unconditional pass."""
     same_noise: bool = False
     """Start all rollouts of a group from the same noise."""
-    window: WindowName = "all"
-    """Rule that chooses the trained steps."""
-    steps: tuple[int, ...] = ()
-    """window = "fixed": the steps, 0 is the noisiest."""
-    width: int = Field(default=4, ge=1)
-    """window = "random_window", "random_subset" or "sliding": number of steps."""
-    low: int = Field(default=0, ge=0)
-    """The same windows: the first eligible step."""
-    high: int | None = Field(default=None, ge=1)
-    """The same windows: the end of the eligible steps, exclusive; by default the last step."""
-    stride: int = Field(default=1, ge=1)
-    """window = "sliding": steps it moves by."""
-    every: int = Field(default=25, ge=1)
-    """window = "sliding": versions after which it moves."""
-    restart: bool = False
-    """window = "sliding": start over at the end of its range instead of staying there."""
-    elsewhere: Literal["ode", "sde"] = "ode"
-    """Rule of the steps that are not trained."""
     times_per_rollout: int = Field(default=2, ge=1)
     """rule = "ode": times at which each clean sample is trained."""
     density: DensityName = "uniform"
@@ -71,7 +53,7 @@ class FlowSampling(Strict):
     @model_validator(mode="after")
     def _trains_something(self) -> Self:
         if self.trains_steps:
-            self.chosen.at(self.num_steps)  # raises ValueError with the mismatch
+            self.choose_steps(self.num_steps)  # raises ValueError with the mismatch
         if self.rule == "cps" and self.noise_level > 1:
             raise ValueError(f"noise_level = {self.noise_level}: cps takes at most 1")
         return self
@@ -82,23 +64,9 @@ class FlowSampling(Strict):
         return self.rule != "ode"
 
     @property
-    def chosen(self) -> Window:
-        return Window(
-            name=self.window,
-            steps=self.steps,
-            width=self.width,
-            low=self.low,
-            high=self.high,
-            stride=self.stride,
-            every=self.every,
-            restart=self.restart,
-            elsewhere=self.elsewhere,
-        )
-
-    @property
     def max_terms(self) -> int:
         """Trained terms of a rollout."""
-        return len(self.chosen.at(self.num_steps).trained) if self.trains_steps else self.times_per_rollout
+        return len(self.choose_steps(self.num_steps).trained) if self.trains_steps else self.times_per_rollout
 
     @property
     def least_microbatch_terms(self) -> int:
@@ -121,14 +89,13 @@ class FlowSampling(Strict):
         """Return the steps of a rollout sampled with weights `version`; `shift` is the model's."""
         from cosmos_rl_wfm.samplers.sampler import DenoisingPlan
         from cosmos_rl_wfm.samplers.times import edm_times, flow_match_euler_times, flow_times
-        from cosmos_rl_wfm.samplers.window import WindowChoice
 
         if self.schedule == "edm":
             times = edm_times(self.num_steps)
         else:
             build = flow_times if self.schedule == "flow" else flow_match_euler_times
             times = build(self.num_steps, shift=shift)
-        steps = self.chosen.at(self.num_steps, version=version, seed=seed) if self.trains_steps else WindowChoice()
+        steps = self.choose_steps(self.num_steps, version=version, seed=seed) if self.trains_steps else WindowChoice()
         return DenoisingPlan(
             times=times, rule=self.rule, noise_level=self.noise_level, steps=steps, order=self.solver_order
         )

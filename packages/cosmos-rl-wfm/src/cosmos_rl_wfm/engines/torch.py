@@ -25,7 +25,7 @@ from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_wfm.conditions import Conditions, arrays_of, joined
 from cosmos_rl_wfm.models.base import ClipSize, Condition
 from cosmos_rl_wfm.models.weights import named_weights
-from cosmos_rl_wfm.policy import guided_velocity
+from cosmos_rl_wfm.policy import GuidedVelocity
 from cosmos_rl_wfm.samplers.sampler import DenoisingPlan, DenoisingTrajectory, sample, sample_noise
 from cosmos_rl_wfm.samplers.times import sample_times
 from cosmos_rl_wfm.sampling import FlowSampling, WFMTorchOptions
@@ -186,7 +186,7 @@ class FlowEngine(ThreadedEngine[ClipRequest]):
         condition = joined([one for one, _ in conditions], [count for _, count in conditions]).to(device)
         sampling, plan, seeds = batch.sampling, batch.plan, batch.seeds
         without = None if sampling.guidance is None else self._conditions.unconditional.to(device)
-        inner = guided_velocity(self._model, condition, without, guidance=sampling.guidance)
+        inner = GuidedVelocity.of(self._model, condition, without, guidance=sampling.guidance)
         versions: list[int] = []
         noise = sample_noise(batch.starts, self._model.latent_shape(self._size), device=device)
         trajectory = sample(partial(self._step, inner, versions, batch), noise, plan=plan, seeds=seeds)
@@ -196,9 +196,7 @@ class FlowEngine(ThreadedEngine[ClipRequest]):
             return _of_steps(trajectory, video, terms[list(plan.steps.trained)])
         return _of_clean(trajectory, video, int(terms.min()), seeds, sampling, shift=self._shift)
 
-    def _step(
-        self, velocity: Velocity, versions: list[int], batch: DenoisingBatch, x: Tensor, times: Tensor, /
-    ) -> Tensor:
+    def _step(self, velocity: Velocity, versions: list[int], batch: DenoisingBatch, x: Tensor, times: Tensor) -> Tensor:
         if not self._take_posts() or batch.is_cancelled:
             raise _Cancelled
         versions.append(self._version)

@@ -43,6 +43,11 @@ class Condition:
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: tensor for name, tensor in values if tensor is not None}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
     def to(self, device: torch.device) -> Condition:
         """Return the condition on another device."""
         return self._each(lambda tensor: tensor.to(device))

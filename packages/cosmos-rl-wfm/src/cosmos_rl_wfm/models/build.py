@@ -87,18 +87,16 @@ def build_model(
         _add_adapters(network, config.lora, family=family_targets, base=config.path, seed=seed)
     if folder is None or filled:
         torch.nn.Module.to(network, device)
-    traits = _traits(config, family, folder)
-    return DiffusersModel(
+    model = DiffusersModel(
         network,
         family=family,
         grid=_grid(config, family, folder),
-        traits=traits,
-        codec=_codec(config, family, folder, seed=seed, device=device) if "codec" in parts else None,
-        captions=_captions(config, family, folder, traits, device=device) if "text" in parts else None,
-        images=_images(config, folder, device=device) if "codec" in parts else None,
+        traits=_traits(config, family, folder),
         source=folder,
         compute_dtype=None if network_dtype == dtype else dtype,
     )
+    _add_parts(model, config, folder, parts, seed=seed, device=device)
+    return model
 
 
 def _add_adapters(
@@ -126,13 +124,23 @@ def load_parts(
     `device`: of these parts; None: this process's own.
     """
     quiet()
-    folder, family = _open(config, parts), model.family
-    device = device or own_device()
-    if "codec" in parts and not model.has_codec:
-        codec = _codec(config, family, folder, seed=seed, device=device)
-        model.take(codec=codec, images=_images(config, folder, device=device))
-    if "text" in parts and not model.has_captions:
-        model.take(captions=_captions(config, family, folder, model.traits, device=device))
+    _add_parts(model, config, _open(config, parts), parts, seed=seed, device=device or own_device())
+
+
+def _add_parts(
+    model: DiffusersModel,
+    config: WFMModelConfig,
+    folder: ModelFolder | None,
+    parts: Collection[Part],
+    *,
+    seed: int,
+    device: torch.device,
+) -> None:
+    if "codec" in parts and model.codec is None:
+        model.codec = _codec(config, model.family, folder, seed=seed, device=device)
+        model.images = _images(config, folder, device=device)
+    if "text" in parts and model.captions is None:
+        model.captions = _captions(config, model.family, folder, model.traits, device=device)
 
 
 def fill_network(model: DiffusersModel, config: WFMModelConfig, *, device: torch.device, seed: int = 0) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import html
 import re
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +28,15 @@ _SYSTEM = "You are a helpful assistant who will provide prompts to an image gene
 """Instruction before every caption of Predict2.5."""
 
 
-class CaptionEncoder(Protocol):
+class CaptionEncoder(ABC):
     """captions -> Condition with text [B, L, E] and mask [B, L], on the encoder's device."""
 
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """Networks of the encoder."""
-        ...
+    modules: Sequence[nn.Module] = ()
+    """Networks of the encoder."""
 
-    def __call__(self, captions: Sequence[str]) -> Condition: ...
+    @abstractmethod
+    def __call__(self, captions: Sequence[str]) -> Condition:
+        """Embed captions, without gradient."""
 
 
 def load_captions(
@@ -80,12 +81,12 @@ def load_captions(
     )
 
 
-class OffloadedCaptions:
+class OffloadedCaptions(CaptionEncoder):
     """An encoder with its weights in host memory, pinned for a GPU; on the device only while it embeds."""
 
     def __init__(self, encoder: CaptionEncoder, *, device: torch.device) -> None:
         """encoder: loaded on the CPU."""
-        self._encoder, self._device = encoder, device
+        self._encoder, self._device, self.modules = encoder, device, encoder.modules
         self._slots: list[tuple[nn.Module, str, int]] = []
         """Where a tensor belongs: module, name, index in `_host`; tied tensors have one index."""
         self._host: list[Tensor] = []
@@ -97,10 +98,6 @@ class OffloadedCaptions:
                     self._host.append(_like(tensor, _host_copy(tensor, device)))
                 self._slots.append((module, name, indices[id(tensor)]))
         self._place(self._host)
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return self._encoder.modules
 
     def __call__(self, captions: Sequence[str]) -> Condition:
         self._place([_like(tensor, tensor.to(self._device, non_blocking=True)) for tensor in self._host])
@@ -154,14 +151,15 @@ def _tokens(tokenizer: Any, captions: Sequence[str], *, length: int) -> tuple[Te
     return encoded.input_ids, encoded.attention_mask
 
 
-class _T5:
+class _OneEncoder(CaptionEncoder):
+    """A tokenizer and a language model, for captions of `length` tokens."""
+
     def __init__(self, tokenizer: Any, encoder: Any, *, length: int) -> None:
         self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
+        self.modules = (encoder,)
 
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return (self._encoder,)
 
+class _T5(_OneEncoder):
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
         ids, mask = _tokens(self._tokenizer, [_plain(caption) for caption in captions], length=self._length)
@@ -170,14 +168,7 @@ class _T5:
         return Condition(text=hidden * mask[..., None].to(hidden.dtype), text_mask=mask.bool())
 
 
-class _Qwen:
-    def __init__(self, tokenizer: Any, encoder: Any, *, length: int) -> None:
-        self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return (self._encoder,)
-
+class _Qwen(_OneEncoder):
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
         """[B, length, layers x hidden]: each layer's states normalised to mean 0 and deviation 1 by token."""
@@ -206,13 +197,10 @@ def _normal(states: Tensor) -> Tensor:
     return (states - states.mean(dim=-1, keepdim=True)) / (states.std(dim=-1, keepdim=True) + 1e-8)
 
 
-class _StableDiffusion3:
+class _StableDiffusion3(CaptionEncoder):
     def __init__(self, *, clips: Sequence[tuple[Any, Any]], t5: tuple[Any, Any], length: int) -> None:
         self._clips, self._t5, self._length = clips, t5, length
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return tuple(encoder for _, encoder in (*self._clips, self._t5))
+        self.modules = tuple(encoder for _, encoder in (*clips, t5))
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
@@ -231,16 +219,12 @@ class _StableDiffusion3:
         return out.hidden_states[-2], out[0]
 
 
-class _Gemma:
+class _Gemma(_OneEncoder):
     def __init__(self, tokenizer: Any, encoder: Any, *, length: int, instruction: str, bare: Collection[str]) -> None:
         """bare: captions without the instruction."""
-        self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
+        super().__init__(tokenizer, encoder, length=length)
         self._instruction, self._bare = instruction, bare
         tokenizer.padding_side = "right"
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return (self._encoder,)
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
@@ -268,10 +252,7 @@ class ImageEncoder:
         self._device, self._dtype = device, dtype
         self._encoder = load_part(folder, "image_encoder", dtype=dtype).to(device)
         self._processor = load_part(folder, "image_processor", dtype=None)
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return (self._encoder,)
+        self.modules = (self._encoder,)
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
@@ -280,10 +261,8 @@ class ImageEncoder:
         return self._encoder(pixels.to(self._device, self._dtype), output_hidden_states=True).hidden_states[-2]
 
 
-class CachedCaptions:
+class CachedCaptions(CaptionEncoder):
     """Embeds only the empty caption, as zeros; all others come from `pad_text`."""
-
-    modules: Sequence[nn.Module] = ()
 
     def __init__(self, *, width: int, length: int, pooled_width: int | None = None) -> None:
         self._width, self._length, self._pooled_width = width, length, pooled_width
@@ -323,13 +302,11 @@ def pad_text(embeddings: Sequence[Tensor], *, length: int, width: int, where: Se
 _WORD = re.compile(r"[^\W_]+|[^\w\s]")
 
 
-class WordEncoder:
+class WordEncoder(CaptionEncoder):
     """Maps a word to a Gaussian vector seeded by the word and the seed, without a vocabulary.
 
     The pooled vector of a caption is seeded by the whole caption in the same way.
     """
-
-    modules: Sequence[nn.Module] = ()
 
     def __init__(self, *, width: int, length: int, seed: int = 0, pooled_width: int | None = None) -> None:
         """`length`: most words of a caption; further words are dropped."""

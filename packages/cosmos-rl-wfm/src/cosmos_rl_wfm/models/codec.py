@@ -6,10 +6,11 @@ uint8 [B, F, H, W, 3] -> float [B, 3, F, H, W] in [-1, 1] -- encode --> normalis
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import sha256
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +27,19 @@ PIXELS_AT_ONCE = 2**19
 and a batch of large ones does not fit into memory."""
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """clips float32 [B, 3, F, H, W] in [-1, 1] <-> normalised latents float32 [B, C, f, h, w]."""
 
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """Networks of the codec."""
-        ...
+    modules: Sequence[nn.Module] = ()
+    """Networks of the codec."""
 
-    def encode(self, clips: Tensor) -> Tensor: ...
+    @abstractmethod
+    def encode(self, clips: Tensor) -> Tensor:
+        """[B, 3, F, H, W] -> [B, C, f, h, w]."""
 
-    def decode(self, latents: Tensor) -> Tensor: ...
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """[B, C, f, h, w] -> [B, 3, F, H, W]."""
 
 
 def fingerprint(codec: Codec) -> str:
@@ -69,10 +72,8 @@ def to_video(clips: Tensor) -> Tensor:
     return pixels.to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
 
 
-class PixelCodec:
+class PixelCodec(Codec):
     """Latents are the pixels, in colour or grey."""
-
-    modules: Sequence[nn.Module] = ()
 
     def __init__(self, *, channels: int) -> None:
         """Raises UserError for other than 3 (colour) or 1 (grey) channels."""
@@ -87,18 +88,15 @@ class PixelCodec:
         return latents if self._channels == 3 else latents.expand(-1, 3, -1, -1, -1)
 
 
-class VideoVae:
+class VideoVae(Codec):
     """AutoencoderKLWan, whose latents are normalised channel by channel: (z - mean) / std."""
 
     def __init__(self, vae: AutoencoderKLWan) -> None:
         self._vae: Any = vae
+        self.modules = (self._vae,)
         shape = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(vae.config["latents_mean"]).view(shape)
         self._std = torch.tensor(vae.config["latents_std"]).view(shape)
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return (self._vae,)
 
     def encode(self, clips: Tensor) -> Tensor:
         """Encode to the posterior's mode, which is deterministic, so that latents can be cached."""
@@ -113,17 +111,14 @@ class VideoVae:
         return self._vae.decode(_onto(scaled, self._vae), return_dict=False)[0].float().to(latents.device)
 
 
-class ImageVae:
+class ImageVae(Codec):
     """AutoencoderKL and AutoencoderDC, whose latents are shifted and scaled as a whole; one frame."""
 
     def __init__(self, vae: AutoencoderKL | AutoencoderDC) -> None:
         self._vae: Any = vae
+        self.modules = (self._vae,)
         self._scale = vae.config["scaling_factor"] or 1.0
         self._shift = vae.config.get("shift_factor") or 0.0
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        return (self._vae,)
 
     def encode(self, clips: Tensor) -> Tensor:
         encoded = self._vae.encode(_onto(_one_frame(clips), self._vae), return_dict=False)[0]

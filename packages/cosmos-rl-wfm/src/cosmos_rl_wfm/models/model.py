@@ -58,49 +58,24 @@ class DiffusersModel:
         family: Family,
         grid: Grid,
         traits: Traits,
-        codec: Codec | None = None,
-        captions: CaptionEncoder | None = None,
-        images: ImageEncoder | None = None,
         source: ModelFolder | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         """Wrap `network`, whose parameters may be sharded afterwards.
 
         Args:
-            codec: None where only latents are needed; likewise `captions` and `images`.
             source: the folder that the model comes from; None: made from scratch.
             compute_dtype: dtype of matrix products, by autocast, where the parameters have another.
         """
         self.network = network
         self.family, self.grid, self.traits = family, grid, traits
-        self._codec, self._captions, self._images = codec, captions, images
+        self.codec: Codec | None = None
+        """None in a trainer of cached latents."""
+        self.captions: CaptionEncoder | None = None
+        """Often as large as the network: None where no caption is embedded any more."""
+        self.images: ImageEncoder | None = None
         self._source = source
         self._compute_dtype = compute_dtype
-
-    @property
-    def has_codec(self) -> bool:
-        """Whether `encode` and `decode` can be called; False for example in a trainer of cached latents."""
-        return self._codec is not None
-
-    @property
-    def has_captions(self) -> bool:
-        """Whether `encode_text` can be called."""
-        return self._captions is not None
-
-    def take(
-        self,
-        *,
-        codec: Codec | None = None,
-        captions: CaptionEncoder | None = None,
-        images: ImageEncoder | None = None,
-    ) -> None:
-        """Add parts that the model was built without."""
-        self._codec, self._captions = codec or self._codec, captions or self._captions
-        self._images = images or self._images
-
-    def free_captions(self) -> None:
-        """Drop the text encoder, which is often as large as the network."""
-        self._captions = None
 
     @property
     def unguided(self) -> float:
@@ -117,28 +92,28 @@ class DiffusersModel:
 
     def codec_fingerprint(self) -> str:
         """Return a hash of what determines the latents that `encode` computes of a clip."""
-        assert self._codec is not None, "the model was built without its codec"
-        return fingerprint(self._codec)
+        assert self.codec is not None, "the model was built without its codec"
+        return fingerprint(self.codec)
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
         """uint8 [B, F, H, W, 3] -> float32 [B, C, f, h, w], normalised for the network."""
-        assert self._codec is not None, "the model was built without its codec"
+        assert self.codec is not None, "the model was built without its codec"
         parts = video.split(clips_at_once(video[0, ..., 0].numel()))
-        return torch.cat([self._codec.encode(to_clips(part)).to(video.device) for part in parts])
+        return torch.cat([self.codec.encode(to_clips(part)).to(video.device) for part in parts])
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, C, f, h, w] -> uint8 [B, F, H, W, 3]."""
-        assert self._codec is not None, "the model was built without its codec"
+        assert self.codec is not None, "the model was built without its codec"
         pixels = latents[0, 0].numel() * self.grid.temporal * self.grid.spatial**2
         # In parts: eight clips of 93 frames at 704 x 1280 are 8 GB in float32, and conversions keep three of them.
-        return torch.cat([to_video(self._codec.decode(part)) for part in latents.split(clips_at_once(pixels))])
+        return torch.cat([to_video(self.codec.decode(part)) for part in latents.split(clips_at_once(pixels))])
 
     def encode_text(self, captions: Sequence[str]) -> Condition:
         """Embed captions, on the encoder's device. No gradient."""
-        assert self._captions is not None, "the model was built without its text encoder"
-        return self._captions(captions)
+        assert self.captions is not None, "the model was built without its text encoder"
+        return self.captions(captions)
 
     def cached_text(self, embeddings: Sequence[Tensor], *, where: Sequence[str] = ()) -> Condition:
         """Embeddings [l, E] of the data -> Condition. Raises UserError for one of another width."""
@@ -151,14 +126,14 @@ class DiffusersModel:
 
         For image to video networks of Wan, the latents are those of a clip that is grey after the given frames.
         """
-        assert self._codec is not None, "the model was built without its codec"
+        assert self.codec is not None, "the model was built without its codec"
         clips = to_clips(video)
         latent_of = (torch.arange(video.shape[1], device=video.device) + self.grid.temporal - 1) // self.grid.temporal
         if self.family.blank_frames():
             clips = clips * (latent_of[None] < counts[:, None])[:, None, :, None, None]
-        given = self._codec.encode(clips).to(video.device)
+        given = self.codec.encode(clips).to(video.device)
         mask = torch.arange(given.shape[2], device=video.device)[None] < counts[:, None]
-        image = None if self._images is None else self._images(video[:, 0])
+        image = None if self.images is None else self.images(video[:, 0])
         return replace(condition, given=given, given_mask=mask, image=image)
 
     def velocity(self, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
@@ -176,7 +151,7 @@ class DiffusersModel:
     def tensors(self) -> Iterator[Tensor]:
         """Yield parameters and buffers of all parts: network, codec, encoders of captions and images."""
         yield from tensors_of(self.network)
-        for part in (self._codec, self._captions, self._images):
+        for part in (self.codec, self.captions, self.images):
             if part is not None:
                 yield from tensors_of(*part.modules)
 

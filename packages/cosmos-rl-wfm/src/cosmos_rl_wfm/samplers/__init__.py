@@ -14,4 +14,4 @@ ScheduleName = Literal["flow", "flow_match_euler", "edm"]
 DensityName = Literal["uniform", "logit_normal"]
 """Density of the times sampled in training: `times.sample_times`."""
 WindowName = Literal["all", "fixed", "random_window", "random_subset", "sliding"]
-"""Choice of the stochastic and the trained steps: `window.Window`."""
+"""Choice of the stochastic and the trained steps: `window.WindowSection`."""

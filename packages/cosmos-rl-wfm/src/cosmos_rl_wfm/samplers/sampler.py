@@ -10,10 +10,10 @@ same shape, the ratio of their probabilities is exactly 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,34 +43,8 @@ def _generator(seed: int, stream: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
 
 
-class Velocity(Protocol):
-    """A network with its condition bound: v = velocity(x, times)."""
-
-    def __call__(self, x: Tensor, times: Tensor, /) -> Tensor:
-        """Return v [B, ...] at states x of that shape and times [B]."""
-        ...
-
-
-def guided(velocity: Velocity, unconditional: Velocity | None, *, scale: float) -> Velocity:
-    """Return v + scale (v - v_unconditional); with scale 0 `velocity` itself, with no unconditional pass.
-
-    Classifier-free guidance (arXiv 2207.12598). Scale 0 is no guidance, as in Cosmos; diffusers' `guidance_scale` is
-    scale + 1. Training must use the guidance of the rollout: the ratio of a guided policy to an unguided one is
-    meaningless.
-
-    Raises:
-        ValueError: guidance is on and there is no unconditional velocity.
-    """
-    if scale == 0:
-        return velocity
-    if unconditional is None:
-        raise ValueError(f"guidance = {scale} needs an unconditional velocity; set guidance = 0 without one")
-
-    def both(x: Tensor, times: Tensor, /) -> Tensor:
-        towards = velocity(x, times)
-        return towards + scale * (towards - unconditional(x, times))
-
-    return both
+Velocity = Callable[[Tensor, Tensor], Tensor]
+"""A network with its condition bound: states x [B, ...] and times [B] -> v of x's shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

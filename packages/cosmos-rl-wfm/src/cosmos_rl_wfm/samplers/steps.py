@@ -93,17 +93,6 @@ def step(
     return StateGaussian(mean=mean, std=std.float())
 
 
-def churn_level(s_churn: float, *, num_steps: int) -> float:
-    """Return the noise level at which a CPS step is EDM's churned Euler step (arXiv 2206.00364, algorithm 2).
-
-    Churn raises the noise of a state from sigma to (1 + eta) sigma with new noise sqrt(eta^2 + 2 eta) sigma, where
-    eta = min(s_churn / num_steps, sqrt(1.2) - 1). A part 1 / (1 + eta) = cos(a) of the raised noise is then old and
-    sin(a) new: CPS with a = level pi / 2, at the raised times.
-    """
-    eta = min(s_churn / num_steps, math.sqrt(1.2) - 1)
-    return 2 / math.pi * math.acos(1 / (1 + eta))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Times:
     """Times of a step, float64 [B]."""

@@ -15,6 +15,9 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import Field
+
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_wfm.samplers import WindowName
 
 
@@ -28,9 +31,8 @@ class WindowChoice:
     """Steps whose log-probabilities are trained on, ascending; some or all of `stochastic`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """A rule of choice: a pure function of the number of steps, the policy version and a seed.
+class WindowSection(Strict):
+    """A rule of choice, whose result is a pure function of the number of steps, the policy version and a seed.
 
     all             every step but the last. FlowGRPO (arXiv 2505.05470)
     fixed           `steps`
@@ -40,20 +42,26 @@ class Window:
                     they stay, or start over with `restart`. MixGRPO (arXiv 2507.21802)
     """
 
-    name: WindowName = "all"
+    window: WindowName = "all"
+    """Rule that chooses the trained steps."""
     steps: tuple[int, ...] = ()
-    """The trained steps of "fixed"."""
-    width: int = 4
-    low: int = 0
-    high: int | None = None
-    """End of the range, exclusive; None: the last step."""
-    stride: int = 1
-    every: int = 25
+    """window = "fixed": the steps, 0 is the noisiest."""
+    width: int = Field(default=4, ge=1)
+    """window = "random_window", "random_subset" or "sliding": number of steps."""
+    low: int = Field(default=0, ge=0)
+    """The same windows: the first eligible step."""
+    high: int | None = Field(default=None, ge=1)
+    """The same windows: the end of the eligible steps, exclusive; by default the last step."""
+    stride: int = Field(default=1, ge=1)
+    """window = "sliding": steps it moves by."""
+    every: int = Field(default=25, ge=1)
+    """window = "sliding": versions after which it moves."""
     restart: bool = False
+    """window = "sliding": start over at the end of its range instead of staying there."""
     elsewhere: Literal["ode", "sde"] = "ode"
-    """Kind of the untrained steps other than the last."""
+    """Rule of the steps that are not trained."""
 
-    def at(self, num_steps: int, *, version: int = 0, seed: int = 0) -> WindowChoice:
+    def choose_steps(self, num_steps: int, *, version: int = 0, seed: int = 0) -> WindowChoice:
         """Return the choice.
 
         Raises:
@@ -68,23 +76,21 @@ class Window:
         last = num_steps - 1
         if last < 1:
             raise ValueError("a rollout with trained steps takes 2 denoising steps or more: the last is never trained")
-        if self.name == "all":
+        if self.window == "all":
             return tuple(range(last))
-        if self.name == "fixed":
+        if self.window == "fixed":
             return self._fixed(last)
         high = last if self.high is None else self.high
-        if not (0 <= self.low < high <= last and 1 <= self.width <= high - self.low):
+        if not (self.low < high <= last and self.width <= high - self.low):
             raise ValueError(
                 f"a window of {self.width} steps does not fit steps {self.low} to {high - 1} of {num_steps}; "
                 f"the last one, {last}, is never trained"
             )
         choices = range(self.low, high)
-        if self.name == "random_subset":
+        if self.window == "random_subset":
             return tuple(sorted(self._random(version, seed).sample(choices, self.width)))
-        if self.stride < 1 or self.every < 1:
-            raise ValueError(f"stride = {self.stride} and every = {self.every} of a sliding window must be 1 or more")
         places = len(choices) - self.width + 1
-        if self.name == "random_window":
+        if self.window == "random_window":
             return self._neighbours(self._random(version, seed).randrange(places))
         return self._neighbours(self._slid(version, places))
 

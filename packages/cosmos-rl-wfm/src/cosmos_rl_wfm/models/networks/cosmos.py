@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,9 +21,6 @@ from cosmos_rl_wfm.models.networks.family import (
     put_given,
     straight_on_given,
 )
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 GIVEN_TIME = 1e-4
 """Time of given frames."""
@@ -55,10 +48,11 @@ class Cosmos(Family):
             )
         if config.get("img_context_dim_in") or config.get("controlnet_block_every_n"):
             raise UserError("model: Cosmos-Transfer networks are not supported; give one of Predict2.5")
+        _stand_in_for_torchvision()
 
     def negative_prompt(self) -> str:
-        with without_torchvision():
-            from diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict import DEFAULT_NEGATIVE_PROMPT
+        from diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict import DEFAULT_NEGATIVE_PROMPT
+
         return DEFAULT_NEGATIVE_PROMPT
 
     def velocity(self, network: nn.Module, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
@@ -71,7 +65,7 @@ class Cosmos(Family):
                 raise UserError("given frames need a network with a mask channel: in_channels = out_channels + 1")
             timestep = torch.where(mask, GIVEN_TIME, times[:, None, None, None, None])
         condition = condition if self._projects_text else condition.gathered()
-        with without_torchvision(), projected_once(network, "crossattn_proj", condition):
+        with projected_once(network, "crossattn_proj", condition):
             v = network(
                 hidden_states=inputs,
                 timestep=timestep,
@@ -83,56 +77,25 @@ class Cosmos(Family):
         return straight_on_given(v, condition, latents, times)
 
 
-_NETWORK = "diffusers.models.transformers.transformer_cosmos"
-_PIPELINE = "diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict"
-_LOCK = threading.Lock()
-_inside = 0
-"""Calls in progress, over all threads: the stand-ins are removed when the last one ends."""
+def _stand_in_for_torchvision() -> None:
+    """Give diffusers' network the one function of torchvision that it calls, where torchvision is not installed.
 
-
-@contextmanager
-def without_torchvision() -> Iterator[None]:
-    """Give diffusers' Cosmos modules stand-ins for torchvision; nothing changes where it is installed.
-
-    They use two small functions of it: to resize the padding mask to the latents, and to convert an image to a tensor.
-    CPU builds of torchvision are not on PyPI, and nothing else here needs it.
+    It resizes the padding mask to the latents. CPU builds of torchvision are not on PyPI, and nothing else needs it.
     """
-    global _inside
+    from diffusers.models.transformers import transformer_cosmos
     from diffusers.utils import is_torchvision_available
 
-    if is_torchvision_available():
-        yield
-        return
-    modules = [(importlib.import_module(_NETWORK), "transforms"), (importlib.import_module(_PIPELINE), "torchvision")]
-    with _LOCK:
-        _inside += 1
-        for module, name in modules:
-            setattr(module, name, _TRANSFORMS if name == "transforms" else _TORCHVISION)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _inside -= 1
-            if not _inside:
-                for module, name in modules:
-                    delattr(module, name)
-
-
-def _resize(image: Tensor, size: Sequence[int], interpolation: Any = None) -> Tensor:
-    """[..., C, H, W] -> [..., C, *size] by the nearest pixel, the only mode that Cosmos uses."""
-    assert interpolation in (None, _NEAREST)
-    return F.interpolate(image, size=tuple(size), mode="nearest")
-
-
-def _to_tensor(image: Image) -> Tensor:
-    """A PIL image -> float32 [C, H, W] in [0, 1]."""
-    pixels = np.asarray(image, dtype=np.float32) / 255.0
-    return torch.from_numpy(pixels if pixels.ndim == 3 else pixels[..., None]).permute(2, 0, 1)
+    if not is_torchvision_available():
+        functional, modes = SimpleNamespace(resize=_resize), SimpleNamespace(NEAREST=_NEAREST)
+        transforms = SimpleNamespace(functional=functional, InterpolationMode=modes)
+        module: Any = transformer_cosmos
+        module.transforms = transforms
 
 
 _NEAREST = "nearest"
-_TRANSFORMS = SimpleNamespace(
-    functional=SimpleNamespace(resize=_resize, to_tensor=_to_tensor),
-    InterpolationMode=SimpleNamespace(NEAREST=_NEAREST),
-)
-_TORCHVISION = SimpleNamespace(transforms=_TRANSFORMS)
+
+
+def _resize(image: Tensor, size: Sequence[int], interpolation: str) -> Tensor:
+    """[..., C, H, W] -> [..., C, *size] by the nearest pixel, the only mode that Cosmos uses."""
+    assert interpolation == _NEAREST
+    return F.interpolate(image, size=tuple(size), mode=interpolation)
