@@ -62,7 +62,7 @@ class WorkerSpec:
 
 
 class LocalWorkers(Workers, WorkerProcesses):
-    """Who is started, started again, and missed. Another object owns the processes."""
+    """Decides which workers are started, started again, and missed. Another object owns the processes."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch, self._controller, self._config = launch, launch.controller, launch.config
