@@ -16,13 +16,14 @@ B is the sum of the groups' sizes. A body of NVIDIA's cosmos-rl clients has othe
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
+from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.reward.wire_format import (
     NPY_NAME,
     ArrayLocation,
@@ -31,7 +32,7 @@ from cosmos_rl_core.reward.wire_format import (
     find_arrays,
     safetensors_parts,
 )
-from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.types import RolloutGroup
 
 T = TypeVar("T")
 MediaKind = Literal["video", "image", "latent", "none"]
@@ -226,19 +227,10 @@ def _as_group(
 ) -> RolloutGroup:
     row = {"fps": header.fps, **group.row} if header.fps is not None else group.row
     origin = f"{header.client or 'client'}:{header.id or 'request'}[{number}]"
-    rollouts = tuple(
-        Rollout(
-            arrays={},
-            rollout_logprobs=np.zeros(1, np.float32),
-            versions=np.zeros(1, np.int32),
-            loss_mask=np.ones(1, np.bool_),
-            text=group.texts[i] if group.texts else "",
-            media=arrays,
-        )
-        for i, arrays in enumerate(media)
-    )
-    prompt = Prompt(sample_id=number, row=row, origin=origin)
-    return RolloutGroup(prompt=prompt, rollouts=rollouts, prompt_text=group.prompt_text)
+    made = text_specimen(row, texts=group.texts or [""] * group.size, origin=origin, arrays={})
+    rollouts = tuple(replace(rollout, media=arrays) for rollout, arrays in zip(made.rollouts, media, strict=True))
+    prompt = replace(made.prompt, sample_id=number)
+    return replace(made, prompt=prompt, rollouts=rollouts, prompt_text=group.prompt_text)
 
 
 class Enqueued(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""A made-up group, for a call of the rewards before a run starts."""
+"""A group of texts that no engine has generated: of a reward service's clients, or made up before a run starts."""
 
 from __future__ import annotations
 
