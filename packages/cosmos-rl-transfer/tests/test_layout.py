@@ -46,21 +46,6 @@ def test_run_length_is_the_length_of_the_first_run_up_to_a_gap(case):
     assert not len(gaps) or box.run_length(shape) == first_gap
 
 
-@given(shape_and_box(), st.data())
-def test_intersection_holds_the_common_elements(case, data):
-    shape, box = case
-    low = [data.draw(st.integers(0, n - 1)) for n in shape]
-    other = Box(tuple(low), tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, low)))
-    marks = np.zeros(shape, int)
-    marks[box.slices()] += 1
-    marks[other.slices()] += 1
-    common = box.intersect(other)
-    assert (marks == 2).sum() == (common.numel if common else 0)
-    if common:
-        assert (marks[common.slices()] == 2).all()
-        assert box.contains(common) and other.contains(common)
-
-
 @pytest.mark.parametrize("size", range(1, 14))
 @pytest.mark.parametrize("parts", range(1, 9))
 def test_shards_follow_torch_chunk(size, parts):

@@ -122,29 +122,6 @@ def test_the_busiest_nic_is_within_a_percent_of_the_bound(name, relay):
     assert made.total_bytes == made.lower_bound
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_replicas_that_plan_alone_are_balanced_together(name):
-    source, target, count = CASES[name]
-    fleet = spread.replicas(target, max(count, 5))
-    whole = plan(source, fleet, bucket_bytes=8 << 20, relay="off")
-    sent = dict.fromkeys(source.ranks, 0)
-    for position, ranks in enumerate(fleet.replicas):
-        alone = plan(source, fleet.only(ranks), bucket_bytes=8 << 20, relay="off", position=position)
-        assert alone.replicas[0].digest == whole.replicas[position].digest
-        for rank, size in alone.bytes_out.items():
-            sent[rank] += size
-    assert sent == whole.bytes_out
-    assert max(sent.values()) <= LIMIT * whole.egress_bound
-
-
-def test_replicas_of_different_kinds_are_balanced_together():
-    source = spread.mesh(LLAMA, dp_replicate=3, dp_shard=8)
-    kinds = [spread.mesh(LLAMA, tp=4), spread.mesh(LLAMA, tp=8), spread.mesh(LLAMA, pp=2, tp=2)]
-    plans = [plan(source, kind, bucket_bytes=8 << 20, relay="off", position=i) for i, kind in enumerate(kinds)]
-    sent = {rank: sum(made.bytes_out[rank] for made in plans) for rank in source.ranks}
-    assert max(sent.values()) <= LIMIT * sum(made.egress_bound for made in plans)
-
-
 def bytes_of_layers(made, first, last):
     """Bytes each source rank sends of layers [first, last)."""
     prefixes = tuple(f"model.layers.{i}." for i in range(first, last))

@@ -5,7 +5,7 @@ from transfer_oracle import wrong_parts
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.layout import spread
-from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES
 from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.planning.relay import predecessor, rings, successor
 from cosmos_rl_transfer.planning.topology import Port, Topology
@@ -88,30 +88,3 @@ def test_nothing_is_relayed_where_no_two_ranks_want_the_same():
     found = made(target=spread.mesh(SPECS, tp=4), relay="on")
     assert not found.relay
     assert found.bytes_out == made(target=spread.mesh(SPECS, tp=4), relay="off").bytes_out
-
-
-def test_a_joining_replica_enters_the_rings():
-    before = made()
-    newcomer = spread.mesh(SPECS, tp=2, first_rank=6)
-    after = before.join(newcomer)
-    assert after.ring(6) == (0, 2, 4, 6) and after.ring(7) == (1, 3, 5, 7)
-    assert after.bytes_out == before.bytes_out
-    assert after.stream(0, 2) is before.stream(0, 2)
-    assert wrong_parts(after, TRAINERS, Manifest.merge([FLEET, newcomer])) == []
-
-
-def test_a_joining_replica_of_another_kind_reads_from_the_trainers():
-    before = made()
-    after = before.join(spread.mesh(SPECS, tp=4, first_rank=6))
-    assert after.ring(6) == (6,)
-    assert sum(after.bytes_out.values()) == 2 * sum(before.bytes_out.values())
-
-
-def test_a_ring_survives_its_first_member():
-    before = made()
-    kept = before.stream(1, 4)
-    after = before.leave([0, 1])
-    assert after.ring(2) == (2, 4)
-    assert after.stream(1, 4) is kept
-    assert after.bytes_out == before.bytes_out
-    assert wrong_parts(after, TRAINERS, FLEET.only([2, 3, 4, 5])) == []

@@ -94,6 +94,8 @@ class Arena:
 
     def run(self, bucket: Bucket) -> Raw | None:
         """View the bucket's packed bytes where the arena has them as one run, with padding; None if nowhere."""
+        # All pieces have to be at one distance from their places in the bucket, and the gaps between them padding in
+        # the arena too: `padded` says whether the piece before reached the end of its tensor there.
         base, end, padded = None, 0, True
         for piece in bucket.pieces:
             place = self.places[piece.name]

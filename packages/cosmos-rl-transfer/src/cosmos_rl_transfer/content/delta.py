@@ -233,6 +233,7 @@ def outward(positions: Raw, shape: Sequence[int], strides: Sequence[int], start:
 
     The box of `shape` starts at `start` and has `strides` in elements, any strides.
     """
+    # the index of each dim is the rest of a division by its size, innermost first; the outermost needs no division
     dims = _merged(shape, strides)
     if not dims:
         return positions + start
@@ -250,12 +251,14 @@ def inward(positions: Raw, box: Box, shape: Sequence[int]) -> tuple[slice | Raw,
 
     `positions`: ascending, any integers [n]. The first result indexes them; the second is int64 [k] and ascends.
     """
+    # Binary search first: ascending positions outside of the box's span, in most pieces nearly all, cost nothing more.
     start = box.start(shape)
     end = start + sum((n - 1) * stride for n, stride in zip(box.shape, row_strides(shape))) + 1
     low, high = np.searchsorted(positions, np.array((start, end), positions.dtype))
     inside = positions[low:high].astype(np.int64)
     if box.is_contiguous(shape):
         return slice(low, high), inside - start
+    # then dim by dim, innermost first: keep what is inside the box's extent and add up its index in the box
     *inner, outermost = reversed(box.merged(shape))
     kept, flat, weight = np.ones(len(inside), bool), np.zeros(len(inside), np.int64), 1
     for size, offset, extent in inner:

@@ -78,6 +78,8 @@ def tensor_sum(array: Raw, box: Box, shape: tuple[int, ...]) -> int:
     """
     if not box.numel:
         return 0
+    # The box as rows that are contiguous in the tensor: `run` elements each, at `starts` in the tensor's row-major
+    # bytes. Only the place in the tensor decides an element's factor, so that the cut does not change H.
     *outer, (size, offset, run) = box.merged(shape)
     rows = array.reshape(-1, run)  # a view of most arrays, else a copy
     if not rows[0].flags.c_contiguous:
@@ -100,6 +102,7 @@ def _sum_rows(memory: Any, step: Any, starts: Any, width: Any) -> Any:
     """
     total = uint64(0)
     for row in range(uint64(len(starts))):
+        # `here` walks through the memory, `byte` through the tensor; they need not have one alignment
         here, byte = row * step, starts[row]
         end = here + width
         while here < end:
@@ -121,7 +124,7 @@ def _sum_rows(memory: Any, step: Any, starts: Any, width: Any) -> Any:
 
 
 def sum_change(positions: Raw, old: Raw, new: Raw) -> int:
-    """Return what H gains where some elements of a tensor change.
+    """Return the change of the tensor hash H after updating these elements.
 
     `positions`: int64 [k], row-major in the whole tensor. `old`, `new`: their values, unsigned integers [k].
     """

@@ -67,6 +67,8 @@ def prove(pieces: Iterable[tuple[BucketPiece, Raw]], shapes: Mapping[str, Shape]
 
 def copy_proof(parts: Sequence[Part]) -> Proof:
     """Copy a bucket and prove the bytes in its targets: part by part, so that a copy is still in a cache."""
+    # The target is hashed, not the source: memory that is written meanwhile (a live tensor, a slot that was lost) would
+    # else be proven in one state and copied in another.
     state, sums = xxhash.xxh3_64(), list[int]()
     for part in parts:
         array = part.source
@@ -88,7 +90,7 @@ def pieces_hash(pieces: Iterable[tuple[BucketPiece, Raw]]) -> int:
 
 
 def gain(piece: BucketPiece, shape: Shape, positions: Raw, *, old: Raw, new: Raw) -> int:
-    """Return what a piece's additive hash gains where elements at int64 `positions` [k] in its box change."""
+    """Return the change of a piece's additive hash after updating elements at int64 `positions` [k] in its box."""
     at = outward(positions, piece.box.shape, row_strides(shape), piece.box.start(shape))
     return sum_change(at, old, new)
 

@@ -22,11 +22,6 @@ def same_width(tensor: Tensor) -> Raw:
     return tensor.view(SAME_WIDTH[tensor.element_size()]).numpy().view(f"u{tensor.element_size()}")
 
 
-def raw_bytes(tensor: Tensor) -> Raw:
-    """View a contiguous CPU tensor as bytes uint8 [n]."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
 def torch_view(memory: Raw, at: int, shape: tuple[int, ...], dtype: str) -> Tensor:
     """View bytes [at, ...) of uint8 `memory` as a torch tensor [*shape]."""
     kind: torch.dtype = getattr(torch, dtype)

@@ -28,14 +28,6 @@ class Box:
         """One past the last index, one a dim."""
         return tuple(o + n for o, n in zip(self.offset, self.shape))
 
-    def intersect(self, other: Box) -> Box | None:
-        """Return the common part, or None where there is none."""
-        low = tuple(map(max, self.offset, other.offset))
-        high = tuple(map(min, self.end, other.end))
-        if any(a >= b for a, b in zip(low, high)):
-            return None
-        return Box(low, tuple(b - a for a, b in zip(low, high)))
-
     def contains(self, other: Box) -> bool:
         """Return whether every element of `other` is in this box."""
         starts = all(a <= b for a, b in zip(self.offset, other.offset))
@@ -127,6 +119,8 @@ class Overlay:
         if not self._owners:
             yield box, ()
             return
+        # The edges of all source boxes that touch `box` cut it into a grid. No edge goes through a cell, so that a
+        # source box holds a cell whole or not at all.
         low, high = np.maximum(self._low, box.offset), np.minimum(self._high, box.end)
         touching = np.flatnonzero((low < high).all(axis=1))
         low, high = low[touching], high[touching]

@@ -4,7 +4,8 @@
     dp_replicate  copies (DDP, HSDP)
     dp_shard, cp  dim 0 is cut (FSDP2)
     tp            matrices are cut by `Rules`                         ... and tp innermost
-    ep            experts go to neighbours among the dp_shard x cp x tp ranks; the other ranks cut them (FSDP2)
+    ep            experts go to neighbours among the dp_shard x cp x tp ranks; the other ranks cut them (FSDP2).
+                  It divides their number, as in `core/parallel/mesh.py`; a recipe's ep divides dp_shard x cp too
 
 A tensor is an expert's if its name has "experts.N."; one of all experts, "experts.", has them in dim 0 and is cut by
 ep alone: fused gate and up projections would give a tp rank two boxes.
@@ -26,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from cosmos_rl_core.parallel.dims import AXES
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.box import Box
@@ -88,9 +90,7 @@ def mesh(
     fit together.
     """
     rules = rules or Rules(kv_heads=kv_heads, vocab_multiple=vocab_multiple)
-    shards = dp_shard * cp
-    if shards * tp % ep:
-        raise LayoutError(f"ep = {ep} does not divide dp_shard x cp x tp = {dp_shard} x {cp} x {tp}")
+    shards = Side(dp_shard=dp_shard, cp=cp, tp=tp, ep=ep).dp_shard * cp
     stage_ranks = dp_replicate * shards * tp
     parts: list[Manifest] = []
     for stage, members in enumerate(stages(specs, pp)):
@@ -184,9 +184,6 @@ def _in_order(specs: Sequence[WeightSpec], parts: Iterable[Manifest]) -> Manifes
     assert len(layouts) == len(specs), "names are unique, and every tensor is in one stage"
     return Manifest(tuple(layouts[spec.name] for spec in specs))
 
-
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""In the order of ranks, outermost first. `ep` borrows ranks of dp_shard x cp x tp and is no axis of its own."""
 
 _MEANING = {
     **{axis: (axis,) for axis in (*AXES, "ep")},

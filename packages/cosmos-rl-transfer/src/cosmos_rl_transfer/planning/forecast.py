@@ -64,7 +64,7 @@ class Forecast:
             "gbit": self.gbit,
             "transfer_s": self.transfer_s,
             "planning_s": self.planning_s,
-            "ratio": sent / plan.egress_bound if plan.egress_bound else 1.0,
+            "ratio": plan.ratio,
         }
 
     def __str__(self) -> str:

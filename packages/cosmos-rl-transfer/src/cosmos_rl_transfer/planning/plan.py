@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
@@ -70,8 +70,8 @@ class TransferPlan:
 
     @property
     def streams(self) -> Mapping[tuple[int, int], tuple[Bucket, ...]]:
-        """All streams by (source rank, target rank), each built on first access."""
-        return _Streams(self)
+        """Build all streams, by (source rank, target rank)."""
+        return {pair: self.stream(*pair) for pair in self.pairs}
 
     def ring(self, target: int) -> tuple[int, ...]:
         """Return the ranks of `target`'s ring, in relay order."""
@@ -123,21 +123,15 @@ class TransferPlan:
             for part in self.replicas
             for kind in part.classes
             for slot, box in kind.boxes.items()
-            if slot in part.members
         )
 
     @cached_property
     def egress_bound(self) -> int:
         """Lower bound of the busiest source's bytes: the maximum over sets of ranks of the bytes that only they hold,
         divided by their number. For different NICs, at the speed of the fastest. A ring counts as one target."""
-        demands = sum((demand(part.live) for part in self.replicas), Counter[Owners]())
+        demands = sum((demand(part.lots) for part in self.replicas), Counter[Owners]())
         speeds = {rank: self.topology.source(rank).egress for rank in self.source.ranks}
         return ceil(balance(demands, speeds).busiest * max(speeds.values(), default=1))
-
-    @property
-    def ingress_bound(self) -> int:
-        """Lower bound of the busiest target's bytes: its own; for different NICs, at the fastest's speed."""
-        return self._busiest(self.bytes_in, {r: self.topology.target(r).ingress for r in self.bytes_in})
 
     @property
     def ratio(self) -> float:
@@ -155,35 +149,6 @@ class TransferPlan:
         """SHA-256 over classes, lots and their senders; equal on both sides or the sync does not start."""
         return hashlib.sha256("".join(part.digest for part in self.replicas).encode()).hexdigest()
 
-    def join(self, replica: Manifest) -> TransferPlan:
-        """Return the plan with one more rollout replica, whose ranks are new. All streams so far stay what they are.
-
-        Whether ranks relay is not decided anew: where they do, newcomers enter the rings that want what they want.
-        Raises LayoutError for ranks that are in the plan, and as `plan`.
-        """
-        if known := sorted(set(replica.ranks) & self.bytes_in.keys()):
-            raise LayoutError(f"target ranks {known} are in the plan; a replica that joins brings ranks of its own")
-        match = Match.of(self.source, replica, self.wire_dtype)
-        kept, fresh = _into_rings(self.replicas, replica, match) if self.relay else (self.replicas, replica.ranks)
-        if fresh:
-            part = ReplicaPlan.of(
-                match,
-                members={rank: (rank,) for rank in fresh},
-                position=1 + max((part.position for part in self.replicas), default=-1),
-                bucket_bytes=self.bucket_bytes,
-                topology=self.topology,
-            )
-            kept = (*kept, part)
-        return replace(self, replicas=kept)
-
-    def leave(self, ranks: Iterable[int]) -> TransferPlan:
-        """Return the plan without these target ranks. All other streams stay what they are."""
-        gone = frozenset(ranks)
-        if unknown := sorted(gone - self.bytes_in.keys()):
-            raise LayoutError(f"target ranks {unknown} are not in the plan")
-        kept = (part.without(gone) if gone & part.slot_of.keys() else part for part in self.replicas)
-        return replace(self, replicas=tuple(part for part in kept if part.members))
-
     @cached_property
     def _part_of(self) -> dict[int, ReplicaPlan]:
         return {rank: part for part in self.replicas for rank in part.slot_of}
@@ -191,25 +156,6 @@ class TransferPlan:
     def _busiest(self, sizes: Mapping[int, int], speeds: Mapping[int, int]) -> int:
         fastest = max(speeds.values(), default=1)
         return max((-(-size * fastest // speeds[rank]) for rank, size in sizes.items()), default=0)
-
-
-class _Streams(Mapping[tuple[int, int], tuple[Bucket, ...]]):
-    """A plan's streams, built one by one."""
-
-    def __init__(self, plan: TransferPlan) -> None:
-        self._plan = plan
-        self._pairs = frozenset(plan.pairs)
-
-    def __getitem__(self, pair: tuple[int, int]) -> tuple[Bucket, ...]:
-        if pair not in self._pairs:
-            raise KeyError(pair)
-        return self._plan.stream(*pair)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._plan.pairs)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
 
 
 def plan(
@@ -220,12 +166,11 @@ def plan(
     relay: Relay = "auto",
     bucket_bytes: int,
     wire_dtype: str | None = None,
-    position: int = 0,
 ) -> TransferPlan:
     """Plan the transfer of all weights of `target` from `source`.
 
-    target: one rollout replica, or several with their ranks in `Manifest.replicas`; the plan for several is the union
-    of what each plans alone at `position`, `position` + 1, ... wire_dtype: what floating tensors are cast to on the way
+    target: one rollout replica, or several with their ranks in `Manifest.replicas`; each is planned alone, and the plan
+    is their union. wire_dtype: what floating tensors are cast to on the way
     where that is narrower; None: the target's dtype. relay: whether equal target ranks pass buckets on; "auto": where
     their NICs are faster together than the source's. Raises LayoutError with tensor, shapes and ranks, where names,
     shapes or dtypes do not match or nobody holds a part of a target's box.
@@ -240,7 +185,7 @@ def plan(
     relays = pays(relay, groups, trainer_speed=out, rollout_speed=into)
     parts = (
         ReplicaPlan.of(match, members=members, position=place, bucket_bytes=bucket_bytes, topology=topology)
-        for place, members in enumerate(_slots(target, groups, relays), position)
+        for place, members in enumerate(_slots(target, groups, relays))
     )
     return TransferPlan(
         replicas=tuple(parts),
@@ -259,22 +204,6 @@ def _slots(target: Manifest, groups: list[tuple[int, ...]], relays: bool) -> Ite
     for ranks in target.copies:
         if members := {rank: leaders[rank] for rank in ranks if rank in leaders}:
             yield members
-
-
-def _into_rings(
-    parts: tuple[ReplicaPlan, ...], replica: Manifest, match: Match
-) -> tuple[tuple[ReplicaPlan, ...], tuple[int, ...]]:
-    """Add ranks to the rings that hold the same boxes; return the changed parts and the ranks that found no ring."""
-    left = list(replica.ranks)
-    changed = []
-    for part in parts:
-        members = dict(part.members)
-        for slot, ring in part.members.items():
-            alike = [rank for rank in left if match.held_by(rank) == part.match.held_by(slot)]
-            members[slot] = (*ring, *alike)
-            left = [rank for rank in left if rank not in alike]
-        changed.append(part.with_members(members) if members != part.members else part)
-    return tuple(changed), tuple(left)
 
 
 def _reason(relay: Relay, relays: bool, groups: list[tuple[int, ...]], out: float, into: float) -> str:

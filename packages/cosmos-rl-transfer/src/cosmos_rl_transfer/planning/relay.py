@@ -2,6 +2,8 @@
 
     ring of R members, bucket k:     trainer -> member k mod R -> the next -> ... -> the one before member k mod R
 
+Bucket k enters the ring at member k mod R, so that every member reads 1/R of the stream from the trainers and the rest
+from the one before it: all links of the ring are busy at once, unlike in one chain that starts at one member.
 Each byte leaves the trainers once, and each member's NIC sends and receives every byte at most once. That is faster if
 the rollouts' NICs together are faster than the trainers'; otherwise reading from the trainers is as fast.
 """

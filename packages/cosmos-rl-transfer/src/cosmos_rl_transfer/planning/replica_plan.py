@@ -7,15 +7,15 @@
     stream    buckets of one source and target rank        made when somebody asks: usually one rank's own
 
 Every replica's plan is balanced by itself, and `position` turns the choice among equal owners, so that all of them
-together are balanced too, and one that joins or leaves changes nothing for the others.
+together are balanced too.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
@@ -51,7 +51,6 @@ class ReplicaPlan:
     classes: Sequence[TensorClass]
     lots: Sequence[Lot]
     bucket_bytes: int
-    position: int
     members: Mapping[int, tuple[int, ...]]
     """By slot: the target ranks that get its bytes. Several are a ring that relays; a slot alone is its own member."""
     streams: dict[tuple[int, int], tuple[Bucket, ...]] = field(default_factory=dict)
@@ -67,13 +66,19 @@ class ReplicaPlan:
         bucket_bytes: int,
         topology: Topology,
     ) -> ReplicaPlan:
-        """Plan for the slots of `members`. Raises LayoutError if no source has a box of a slot."""
+        """Plan for the slots of `members`. position: of this replica among those planned together.
+
+        Raises LayoutError if no source has a box of a slot.
+        """
         classes = match.classes(members)
         uncut = cut_lots(match, classes)
         demands = demand(uncut)
         speed = {rank: topology.source(rank).egress for owners in demands for rank in owners}
         fair = balance(demands, speed)
         sole, shared = [lot for lot in uncut if lot.counts], [lot for lot in uncut if not lot.counts]
+        # Whole units are dealt first: few large pieces. Where that leaves a rank above its fair share, the units that
+        # several ranks own are cut smaller and dealt again, down to LEAST_SPLIT_BYTES. What one rank owns alone is
+        # sent by it however the rest is dealt.
         forced, lots = loads(sole), uncut
         for most_bytes in _limits(shared):
             parts = list(split_shared(shared, most_bytes))
@@ -82,14 +87,7 @@ class ReplicaPlan:
             sent = forced + loads(parts)
             if all(size <= TOLERANCE * float(fair.busiest) * speed[rank] for rank, size in sent.items()):
                 break
-        return cls(
-            match=match, classes=classes, lots=lots, bucket_bytes=bucket_bytes, position=position, members=members
-        )
-
-    @cached_property
-    def live(self) -> list[Lot]:
-        """Lots whose slot still has members."""
-        return [lot for lot in self.lots if lot.slot in self.members]
+        return cls(match=match, classes=classes, lots=lots, bucket_bytes=bucket_bytes, members=members)
 
     @cached_property
     def slot_of(self) -> dict[int, int]:
@@ -99,13 +97,13 @@ class ReplicaPlan:
     @cached_property
     def bytes_out(self) -> Counter[int]:
         """By source rank."""
-        return loads(self.live)
+        return loads(self.lots)
 
     @cached_property
     def bytes_in(self) -> dict[int, int]:
         """By target rank."""
         num_bytes = Counter[int]()
-        for lot in self.live:
+        for lot in self.lots:
             num_bytes[lot.slot] += lot.num_bytes * lot.copies
         return {rank: num_bytes[slot] for rank, slot in self.slot_of.items()}
 
@@ -113,18 +111,9 @@ class ReplicaPlan:
     def sources(self) -> dict[int, list[int]]:
         """By slot: the source ranks it reads from, ascending."""
         owners: defaultdict[int, set[int]] = defaultdict(set)
-        for lot in self.live:
+        for lot in self.lots:
             owners[lot.slot].update(owner for owner, n in zip(lot.owners, lot.counts) if n)
         return {slot: sorted(ranks) for slot, ranks in owners.items()}
-
-    def with_members(self, members: Mapping[int, tuple[int, ...]]) -> ReplicaPlan:
-        """Return the same plan for other members of its slots; built streams are kept."""
-        return replace(self, members=members)
-
-    def without(self, ranks: Collection[int]) -> ReplicaPlan:
-        """Return the plan for the members that are not in `ranks`."""
-        left = {slot: tuple(r for r in ring if r not in ranks) for slot, ring in self.members.items()}
-        return self.with_members({slot: ring for slot, ring in left.items() if ring})
 
     def stream(self, source: int, target: int) -> tuple[Bucket, ...]:
         """Return the buckets of one stream, built once."""
@@ -133,13 +122,15 @@ class ReplicaPlan:
         return self.streams[source, target]
 
     def _make(self, source: int, target: int) -> tuple[Bucket, ...]:
+        # Columns instead of objects: a lot stands for thousands of equal tensors. Each lot adds its tensors, its boxes
+        # cut to the size of a bucket, and for every (tensor, box) the place of the box in `parts`.
         parts, tensors, places = list[Box](), list[Ints](), list[Ints]()
         sizes = list[int]()
         for lot in self._by_pair.get((source, self.slot_of[target]), ()):
             item_bytes = self.classes[lot.kind].item_bytes
             boxes = list(split(lot.box, item_bytes, self.bucket_bytes))
             mine = self.classes[lot.kind].tensors
-            if len(lot.owners) > 1:
+            if len(lot.owners) > 1:  # the tensors that this source sends, spread evenly over all
                 mine = mine[interleave(lot.counts, lot.turn) == lot.owners.index(source)]
             tensors.append(np.repeat(mine, len(boxes)))
             places.append(np.tile(np.arange(len(parts), len(parts) + len(boxes)), len(mine)))
@@ -173,7 +164,7 @@ class ReplicaPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over all that the streams are a function of, not over their pieces, which may be millions."""
+        """SHA-256 of the plan's inputs to `stream`; hashing its pieces, which may be millions, would be slow."""
         content = (
             [self.bucket_bytes, self.match.names],
             [(kind.dtype, kind.tensors.tobytes()) for kind in self.classes],
@@ -198,7 +189,7 @@ def _deal_all(lots: Sequence[Lot], fair: Balance, topology: Topology, position: 
     for lot in sorted(lots, key=lambda lot: -lot.num_bytes):
         groups[lot.owners].append(lot)
     for owners, group in groups.items():
-        room = [fair.shares[owners][rank] for rank in owners]
+        room = [fair.shares[owners][rank] for rank in owners]  # bytes that each may still send
         begun = Counter[int]()
         for lot in group:
             lot.turn = position + lot.kind + begun[lot.kind]  # classes and units begin with other owners

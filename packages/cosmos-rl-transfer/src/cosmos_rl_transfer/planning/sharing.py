@@ -49,6 +49,8 @@ def balance(demand: Mapping[Owners, int], speed: Mapping[int, int]) -> Balance:
         ranks = sorted({rank for owners, _ in group.values() for rank in owners})
         if not ranks:
             continue
+        # The fair share of rank r is total * speed[r] / width bytes. All sizes are multiplied by `width`, so that the
+        # flow is one of integers and the shares are exact.
         total, width = sum(size for _, size in group.values()), sum(speed[rank] for rank in ranks)
         flow = Flow(
             [(owners, size * width) for owners, size in group.values()], {rank: total * speed[rank] for rank in ranks}
@@ -65,6 +67,7 @@ def balance(demand: Mapping[Owners, int], speed: Mapping[int, int]) -> Balance:
             for key, (owners, size) in group.items()
             if key not in inside
         }
+        # what any rank of the cut may send it sends, for the cut is busier than the mean: the others get the rest
         todo += [inside, outside]
     return Balance(shares, busiest)
 
@@ -100,7 +103,11 @@ class Flow:
         self._room[rank] -= size
 
     def _augment(self) -> set[int] | None:
-        """Push more along one shortest path; where there is none, return the ranks that were reached."""
+        """Push more along one shortest path; where there is none, return the ranks that were reached.
+
+        A breadth-first search over set -> rank (the set has bytes left, or can move some there) and rank -> set (the
+        rank sends bytes of the set, which the set could send by another rank). It ends at a rank with room.
+        """
         came_from: dict[int, int] = {}
         """By rank: the set it was reached from."""
         gave_up: dict[int, int] = {}
@@ -123,6 +130,8 @@ class Flow:
         return set(came_from)
 
     def _push(self, rank: int, came_from: Mapping[int, int], gave_up: Mapping[int, int], starts: set[int]) -> None:
+        # Back from the rank with room to a set with bytes left: each set on the way moves bytes from the rank that it
+        # gave up to the one that it was left for.
         path, last = [], rank
         while True:
             place = came_from[rank]
@@ -130,6 +139,7 @@ class Flow:
             if place in starts:
                 break
             rank = gave_up[place]
+        # as much as the narrowest place of the path takes
         size = min(self._room[last], self._left[path[-1][0]])
         size = min([size, *(self.sent[place][gave_up[place]] for place, _ in path[:-1])])
         for place, rank in path:
@@ -200,6 +210,7 @@ def split_shared(lots: Sequence[Lot], most_bytes: int | None) -> Iterator[Lot]:
         width, limit = len(lot.owners), most_bytes or lot.num_bytes
         part = -(-lot.num_bytes // width)
         lone = number[lot.kind, lot.owners] < width and lot.num_bytes * LONE_SHARE * width > total[lot.owners]
+        # a lone, big unit is cut into one part an owner; any other only if it is above the limit that is tried
         if lone and part >= LEAST_SPLIT_BYTES:
             limit = min(limit, part)
         if lot.num_bytes <= limit:
@@ -236,15 +247,17 @@ def deal(count: int, size: int, room: Sequence[int], *, turn: int) -> list[int]:
     if count % len(room) == 0 and min(room) == max(room):
         return [count // len(room)] * len(room)
     ranked = sorted(range(len(room)), key=lambda i: (-room[i], (i - turn) % len(room)))
+    # Water filling: the owners with most room take copies until all of them have `level` bytes of room left, with
+    # level = (sum of their rooms - count * size) / their number. An owner with less room than that takes none.
     total, num_active = -count * size, 0
-    for i in ranked:  # the level, total / num_active, is below the room of those that take anything
+    for i in ranked:
         if num_active and room[i] * num_active <= total:
             break
         total, num_active = total + room[i], num_active + 1
     counts = [0] * len(room)
     for i in ranked[:num_active]:
         counts[i] = (room[i] * num_active - total) // (num_active * size)
-    if odd := count - sum(counts):  # less than one copy an owner
+    if odd := count - sum(counts):  # from rounding down, less than one copy an owner: to those furthest above the level
         above = sorted(ranked, key=lambda i: counts[i] * size - room[i])
         for i in above[:odd]:
             counts[i] += 1
@@ -273,6 +286,7 @@ def interleave(counts: Sequence[int], turn: int) -> np.ndarray[Any, Any]:
     """
     if len(set(counts)) == 1:
         return (np.arange(sum(counts)) + turn) % len(counts)
+    # an owner of n copies has its i-th at (2 i + 1) / 2 n of the sequence; sorting these mixes all owners evenly
     owners = np.repeat(np.arange(len(counts)), counts)
     middles = np.concatenate([(2 * np.arange(n) + 1) / (2 * n) for n in counts if n] or [np.zeros(0)])
     return np.roll(owners[np.argsort(middles, kind="stable")], -turn)

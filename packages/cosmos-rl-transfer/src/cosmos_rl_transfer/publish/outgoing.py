@@ -90,6 +90,8 @@ class Comparison:
         live: this rank's part of a tensor, any strides, device and dtype. copy: unsigned integers [live.numel()] of
         the width of `dtype`, the one it travels in.
         """
+        # A list of more than MOST_CHANGED of the elements would be no shorter than the tensor: the probe finds that out
+        # early, `num_changed > most` on the way. From there on the rest is only copied.
         most = int(len(copy) * MOST_CHANGED)
         if self._probe(live, copy, dtype) > MOST_CHANGED:
             self.renew(live, copy, dtype=dtype)
@@ -317,6 +319,7 @@ class Outgoing(PublishedMemory):
         self._wait(bucket)
         if base < 0 or (base, version) != (self.base, self.version) or not self.arena.sends(bucket):
             return None
+        # cheapest reason to give up first: counts of changes, then the encoded size, then the values themselves
         extents = [Extent(p.box.numel, self.arena.places[p.name].item_bytes) for p in bucket.pieces]
         selected: list[_Selected] = []
         most = num_bytes = int(bucket.num_bytes * MOST_BYTES)

@@ -382,6 +382,8 @@ class Delivery:
 
     def _send_runs(self, lease: VersionLease, index: int, runs: list[ByteRun]) -> None:
         """In the sender: out of live memory, or out of a copy if a fence came first."""
+        # First under the fence: hash what is in live memory now. Then sent without it, since a slow subscriber would
+        # hold the fence up. A fence that comes meanwhile makes `is_live` false, and the bytes are not trusted.
         bucket = self._buckets[index]
         try:
             with self._supply.versions.reading(lease, index) as copied:

@@ -172,6 +172,9 @@ class Versions:
 
         Without `copy`, leases that are not read to the end by then are revoked.
         """
+        # 1. Close: nobody borrows any more. 2. Wait until every lease is read and no read or send is in progress, for
+        # at most `patience_s`. 3. Copy the unread buckets of the leases that are left; this thread counts as a reader
+        # meanwhile. 4. Wait for reads of live memory, which are short; a send that stands still is left behind.
         started = time.monotonic()
         state, copied = self._state, 0
         with self._changed:

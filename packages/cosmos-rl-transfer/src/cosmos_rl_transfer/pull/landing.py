@@ -99,6 +99,8 @@ class Shadow:
 
     def write_delta(self, bucket: Bucket, changes: Sequence[PieceDelta], sums: Sequence[int]) -> bool:
         """Change some elements if the pieces then have these hashes; else write nothing and return false."""
+        # The hash of the new version is the known one plus the change that these values make (KnownSums.follow). It is
+        # compared before anything is written: a shadow with some elements of another version could not be repaired.
         located = [self._located(piece, change) for piece, change in zip(bucket.pieces, changes)]
         flat = [self.arena.flat(piece.name) for piece in bucket.pieces]
         gains = [

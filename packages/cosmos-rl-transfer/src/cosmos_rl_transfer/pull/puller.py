@@ -194,6 +194,8 @@ class Puller:
         self, feed: Feed, buckets: Sequence[Bucket], buffers: Sequence[Raw], *, want: m.Want
     ) -> list[tuple[Bucket, m.Data, bool]]:
         """Fetch buckets in order; returns each with its head and whether its hashes matched."""
+        # `requested` heads are on their way, `landing` buckets are verified and written by other threads, each in a
+        # buffer of its own: a buffer is received into again once its bucket has landed (`settle`).
         window, inlet = len(buffers), feed.inlet_for(want)
         landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
         finished: list[tuple[Bucket, m.Data, bool]] = []

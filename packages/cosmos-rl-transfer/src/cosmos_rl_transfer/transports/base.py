@@ -27,7 +27,10 @@ from cosmos_rl_transfer.wire.messages import Data
 
 
 class Outlet(Protocol):
-    """A publisher's end, shared by all its subscribers. Several threads call it, each with its own link."""
+    """A publisher's end, shared by all its subscribers. Several threads call it, each with its own link.
+
+    A subclass inherits methods that are right for slots that a subscriber reads by itself.
+    """
 
     slots: Sequence[Block]
     """uint8 [bucket_bytes] each, pages allocated: buffers of packed buckets, reused. On a GPU, buckets never pass
@@ -47,22 +50,23 @@ class Outlet(Protocol):
         Called before buckets from it are sent, never during a send. Does nothing if `direct` is false or no preparation
         is needed.
         """
-        ...
 
     def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
-        """Return (address, offset in the bucket, bytes) of each run, for subscribers that read by themselves, or ()."""
-        ...
+        """Return (address, offset in the bucket, bytes) of each run, for subscribers that read by themselves.
+
+        () where the number of the slot is enough, or the bytes come without a request.
+        """
+        return ()
 
     def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
         """Send a bucket, after its `Data`; does nothing if subscribers read by themselves.
 
         Runs ascend and may leave gaps (padding), whose bytes are undefined at the subscriber. Raises PeerLost.
         """
-        ...
 
     def close(self) -> None:
         """Release all resources. Idempotent."""
-        ...
+        self.slots = []
 
 
 class Inlet(Protocol):
@@ -84,7 +88,6 @@ class Inlet(Protocol):
 
     def close(self) -> None:
         """Unmap and deregister. Idempotent. Closes neither the link nor the memory."""
-        ...
 
 
 class Transport(Protocol):

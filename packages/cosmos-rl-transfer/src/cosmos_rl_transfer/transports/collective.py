@@ -22,7 +22,7 @@ from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, Inlet, Outlet, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -137,7 +137,7 @@ def _tensor(run: Block) -> Tensor:
     return run if isinstance(run, Tensor) else torch.from_numpy(run)
 
 
-class _Outlet:
+class _Outlet(Outlet):
     keeps_slot = False
     over_link = False
     direct = True
@@ -147,9 +147,6 @@ class _Outlet:
         self.offer: Mapping[str, str] = {"group": pair.key(pair.rank, pair.peer)}
         self.slots: Sequence[Block] = pair.blocks(bucket_bytes, num_slots)
 
-    def expose(self, memory: Sequence[Raw]) -> None:
-        """Do nothing: the group reads any memory."""
-
     def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
         """Return (0, place, bytes) of each run: each is a message."""
         return tuple((0, run.at, run.data.nbytes) for run in runs)
@@ -158,12 +155,8 @@ class _Outlet:
         """Send each run."""
         self._pair.send([run.data for run in runs], link)
 
-    def close(self) -> None:
-        """Drop the slots. The group is the caller's."""
-        self.slots = []
 
-
-class _Inlet:
+class _Inlet(Inlet):
     over_link = False
 
     def __init__(self, pair: _Pair, link: Link) -> None:
@@ -179,6 +172,3 @@ class _Inlet:
             raise TransferError(f"bucket {data.bucket}: the publisher named bytes outside its {out.nbytes}")
         self._pair.receive([out[at : at + size] for _, at, size in data.runs], self._link)
         return out
-
-    def close(self) -> None:
-        """Do nothing: link and group are the caller's."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.errors import TransferError
-from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
+from cosmos_rl_transfer.transports.base import Inlet, Outlet, TransportUnavailable
 from cosmos_rl_transfer.transports.gpu_slots import NONCE_BYTES, GpuSlots, nonce_of, own_gpu
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
@@ -76,7 +76,7 @@ class CudaIpc:
         return _Inlet([slot[:-NONCE_BYTES] for slot in slots])
 
 
-class _Outlet:
+class _Outlet(Outlet):
     keeps_slot = True
     over_link = False
     direct = False
@@ -95,22 +95,12 @@ class _Outlet:
         handles, self._ready = self._ready or [export(block) for block in self._blocks], []
         return {"gpu_slots": msgspec.json.encode(handles).decode(), "nonce": self._nonce.hex()}
 
-    def expose(self, memory: Sequence[Raw]) -> None:
-        """Do nothing: only slots are shared."""
-
-    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
-        """Return (): the slot number is enough."""
-        return ()
-
-    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
-        """Do nothing: the subscriber has mapped the slot."""
-
     def close(self) -> None:
         """Drop the slots; torch frees them when no process maps them."""
         self._blocks, self.slots = [], []
 
 
-class _Inlet:
+class _Inlet(Inlet):
     views = True
     over_link = False
 

@@ -24,7 +24,7 @@ import xxhash
 
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
+from cosmos_rl_transfer.transports.base import ByteRun, Inlet, Outlet, TransportUnavailable
 from cosmos_rl_transfer.transports.nixl_agent import Move, NixlAgent, NixlPeer, Region, agent_of
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
@@ -62,7 +62,7 @@ class Nixl:
         return inlet
 
 
-class _Outlet:
+class _Outlet(Outlet):
     keeps_slot = True
     over_link = False
     direct = True
@@ -104,9 +104,6 @@ class _Outlet:
         places = tuple((run.data.ctypes.data, run.at, run.data.nbytes) for run in runs)
         return ((self._generation, 0, 0), *places)
 
-    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
-        """Do nothing: the subscriber reads by itself."""
-
     def close(self) -> None:
         """Deregister everything. Memory that can be read a while longer no longer proves that this is the publisher."""
         self._catalog[:_NONCE_BYTES] = 0
@@ -122,7 +119,7 @@ class _Outlet:
         self._catalog[_NONCE_BYTES:_BODY] = np.frombuffer(head, np.uint8)
 
 
-class _Inlet:
+class _Inlet(Inlet):
     views = False
     over_link = False
 

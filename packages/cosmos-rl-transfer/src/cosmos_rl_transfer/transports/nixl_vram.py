@@ -20,7 +20,7 @@ from torch import Tensor
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
+from cosmos_rl_transfer.transports.base import Inlet, Outlet, TransportUnavailable
 from cosmos_rl_transfer.transports.gpu_slots import (
     NONCE_BYTES,
     GpuSlots,
@@ -83,7 +83,7 @@ class NixlVram:
         return inlet
 
 
-class _Outlet:
+class _Outlet(Outlet):
     keeps_slot = True
     over_link = False
     direct = False
@@ -105,16 +105,6 @@ class _Outlet:
         )
         self.offer: Mapping[str, str] = {"gpu_memory": msgspec.json.encode(offered).decode()}
 
-    def expose(self, memory: Sequence[Raw]) -> None:
-        """Do nothing: only slots can be read."""
-
-    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
-        """Return (): the slot number is enough."""
-        return ()
-
-    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
-        """Do nothing: the subscriber reads by itself."""
-
     def close(self) -> None:
         """Deregister and drop the slots."""
         if self._blocks:
@@ -123,7 +113,7 @@ class _Outlet:
         self._blocks, self.slots = [], []
 
 
-class _Inlet:
+class _Inlet(Inlet):
     views = True
     over_link = False
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
-from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
+from cosmos_rl_transfer.transports.base import Inlet, Outlet, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -43,7 +43,7 @@ class SharedMemory:
         return _Inlet([_map(path, nonce) for path in offer["slots"].split()])
 
 
-class _Outlet:
+class _Outlet(Outlet):
     keeps_slot = True
     over_link = False
     direct = False
@@ -62,16 +62,6 @@ class _Outlet:
         paths = " ".join(f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
         self.offer: Mapping[str, str] = {"slots": paths, "nonce": nonce.hex()}
 
-    def expose(self, memory: Sequence[Raw]) -> None:
-        """Do nothing: only slots are shared."""
-
-    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
-        """Return (): the slot number is enough."""
-        return ()
-
-    def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
-        """Do nothing: the subscriber has mapped the slot."""
-
     def close(self) -> None:
         """Close the files; each is unmapped with its last view."""
         for fd in self._fds:
@@ -79,7 +69,7 @@ class _Outlet:
         self._fds, self.slots = [], []
 
 
-class _Inlet:
+class _Inlet(Inlet):
     views = True
     over_link = False
 

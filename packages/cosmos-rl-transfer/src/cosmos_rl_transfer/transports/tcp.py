@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.content.staging import host_memory
-from cosmos_rl_transfer.transports.base import ByteRun
+from cosmos_rl_transfer.transports.base import ByteRun, Inlet, Outlet
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -30,7 +30,7 @@ class Tcp:
         return _Inlet(link)
 
 
-class _Outlet:
+class _Outlet(Outlet):
     keeps_slot = False
     over_link = True
     direct = True
@@ -39,23 +39,12 @@ class _Outlet:
         self.offer: Mapping[str, str] = {}
         self.slots: Sequence[Raw] = [host_memory(bucket_bytes) for _ in range(num_slots)]
 
-    def expose(self, memory: Sequence[Raw]) -> None:
-        """Do nothing: the kernel reads any memory."""
-
-    def locate(self, runs: Sequence[ByteRun]) -> tuple[tuple[int, int, int], ...]:
-        """Return (): the bytes follow their announcement."""
-        return ()
-
     def send(self, link: Link, runs: Sequence[ByteRun], *, num_bytes: int) -> None:
         """Send the runs with zeros between them, `num_bytes` in all, without a copy."""
         link.send_parts(_parts(runs, num_bytes))
 
-    def close(self) -> None:
-        """Drop the slots."""
-        self.slots = []
 
-
-class _Inlet:
+class _Inlet(Inlet):
     views = False
     over_link = True
 
@@ -67,9 +56,6 @@ class _Inlet:
         assert out is not None and out.nbytes == data.num_bytes, "TCP receives into the caller's memory"
         self._link.receive_into(out.data)
         return out
-
-    def close(self) -> None:
-        """Do nothing: the link is the caller's."""
 
 
 def _parts(runs: Sequence[ByteRun], num_bytes: int) -> Iterator[memoryview]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from transfer_samples import weights_at
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_transfer.content.raw import raw_bytes
 from cosmos_rl_transfer.layout.dtensor import dtype_name
 from cosmos_rl_transfer.layout.manifest import Manifest, Shard
 
@@ -41,5 +41,5 @@ def content_of(weights: Mapping[str, Tensor]) -> str:
     """Return a digest of every bit."""
     digest = hashlib.sha256()
     for tensor in weights.values():
-        digest.update(raw_bytes(tensor.contiguous()).tobytes())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
