@@ -219,11 +219,6 @@ class RunObserver:
         return result
 
 
-def evaluated_from(config: RunConfig, first_step: int, *, max_steps: int) -> int:
-    """Return the first version that a run from `first_step` on evaluates; earlier evaluations are kept."""
-    return first_step if config.eval.due(first_step, last=max_steps) else first_step + 1
-
-
 def _console(config: RunConfig, directory: Path, max_steps: int) -> Console:
     from cosmos_rl_core.observe.console import Console  # rich is imported only if the console is used
 

@@ -14,41 +14,33 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
-from cosmos_rl_core.checkpoint.resume import (
-    Resumption,
-    checkpoint_root,
-    claim_root,
-    find_resumption,
-    notes_of_resumption,
-    roll_back,
-)
+from cosmos_rl_core.checkpoint.manifest import has_all_files
+from cosmos_rl_core.checkpoint.resume import checkpoint_root, roll_back
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.errors import OutOfMemory, UserError, one_line_errors
+from cosmos_rl_core.launch.beginning import Beginning
 from cosmos_rl_core.launch.check import check_here, warnings_for
 from cosmos_rl_core.launch.external import start_external
 from cosmos_rl_core.launch.gpus import assign_gpus
 from cosmos_rl_core.launch.interrupts import Interrupts, run_to_end
 from cosmos_rl_core.launch.local import start_processes
-from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
+from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch
 from cosmos_rl_core.launch.open_recipe import OpenRecipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.launch.preflight.checks import look_up
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
-from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
+from cosmos_rl_core.launch.secrets import Secrets, describe_encryption
 from cosmos_rl_core.launch.supervised.link import LauncherLink
-from cosmos_rl_core.launch.takeover import Takeover, open_directory, open_journal, position_of, replay, take_over
+from cosmos_rl_core.launch.takeover import open_directory, open_journal
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.record import record_start
@@ -160,18 +152,16 @@ def control(
     short = descriptor_shortage(num_replicas(recipe.config), allowed=raise_descriptor_limit())
     path = directory.path
     recipe = recipe.placed_in(path)
-    takeover = take_over(path.resolve(), dump_resolved(recipe.config)) if directory.is_orphaned else None
-    resumption = find_resumption(recipe.config, path, resume or "auto") if resume or takeover else None
-    if resume and resumption is None:
-        directory = replace(directory, notes=(*directory.notes, f"{path} has nothing to resume from: a new run starts"))
-    if resume is None and takeover is None:
-        claim_root(recipe.config, path, overwrite=overwrite)
-    recipe.write_rows(path, resumed=resumption is not None or takeover is not None)
+    beginning = Beginning.of(recipe.config, directory, resume=resume, overwrite=overwrite)
+    notes = [*recipe.notes, *directory.notes]
+    if resume and beginning.resumption is None:
+        notes.append(f"{path} has nothing to resume from: a new run starts")
+    recipe.write_rows(path, resumed=not beginning.is_new)
     ending, started = Ending(path.resolve()), time.time()
     alone = recipe.config.run.placement != "inline"
     with ending.recorded(started), machine_log(path.resolve(), "controller", alone=alone):
-        this_run = _Run(recipe, directory, supervised, resumption, takeover, ending)
-        result = run_to_end(this_run.run([*recipe.notes, *directory.notes, *([short] if short else [])]))
+        this_run = _Run(recipe, directory, beginning, ending, supervised=supervised)
+        result = run_to_end(this_run.run([*notes, *([short] if short else [])]))
     ending.finished(
         step=result.steps,
         checkpoint=result.checkpoint_url,
@@ -189,18 +179,17 @@ class _Run:
         self,
         recipe: OpenRecipe,
         opened: RunDirectory,
-        supervised: LauncherLink | None,
-        resumption: Resumption | None,
-        takeover: Takeover | None,
+        beginning: Beginning,
         ending: Ending,
+        *,
+        supervised: LauncherLink | None,
     ) -> None:
         self._recipe = recipe
-        self._ending = ending
+        self._beginning, self._ending = beginning, ending
         self._config = config = recipe.config
         self._lock = opened.lock
         self._directory = directory = opened.path.resolve()
         self._supervised = supervised
-        self._resumption, self._takeover = resumption, takeover
         look_up(config)
         self._policy_node = policy_node(config.policy, bind=_meeting_host(config))
         gpus = machine_gpus(os.environ) if config.run.placement == "local" else []
@@ -208,13 +197,11 @@ class _Run:
         self._source = assemble.build_source(config)
         self._eval_source = assemble.build_eval_source(config)
         self._max_steps = assemble.planned_steps(config, self._source)
-        self._resumed = TrainState(step=0) if resumption is None else resumption.state
-        self._journal = open_journal(directory, takeover)
-        self._ledger = self._make_ledger()
+        self._journal = open_journal(directory, beginning.takeover)
+        settings = _ledger_config(config, samples=self._source.total, max_steps=self._max_steps)
+        self._ledger = beginning.ledger(settings, self._journal)
         first, last = self._ledger.version, self._max_steps
-        evaluated = (
-            evaluated_from(config, first, max_steps=last) if takeover is None else takeover.evaluated_from(first)
-        )
+        evaluated = beginning.evaluated_from(first, last=last)
         self._observer = RunObserver(config, directory, first_step=first, first_evaluated=evaluated, max_steps=last)
         self._history = History(directory, first_step=evaluated)
         self._workers: Workers | None = None
@@ -230,15 +217,15 @@ class _Run:
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
         started = time.perf_counter()
         with self._observer, contextlib.closing(self._journal):
-            resumed = () if self._takeover else notes_of_resumption(self._resumption, self._max_steps)
+            resumed = self._beginning.notes(self._max_steps)
+            self._secrets = self._beginning.secrets(self._directory)
             left_over = assemble.left_over(self._config, len(self._source))
-            for text in (*warnings_for(self._config), *notes, *resumed, *left_over):
-                self._observer.note(text)
-            self._secrets = (read_secrets if self._takeover else make_secrets)(self._directory, self._config.tls)
-            if text := describe_encryption(self._secrets, self._config.tls, bind=self._config.run.bind):
+            encrypted = describe_encryption(self._secrets, self._config.tls, bind=self._config.run.bind)
+            for text in (*warnings_for(self._config), *notes, *resumed, *left_over, *filter(None, [encrypted])):
                 self._observer.note(text)
             (self._directory / "resolved.toml").write_text(resolved := dump_resolved(self._config))
-            parent, taken = str(self._resumption.folder) if self._resumption else "", self._takeover is not None
+            parent, takeover = self._beginning.checkpoint, self._beginning.takeover
+            taken = takeover is not None
             record_start(self._directory, recipe=resolved, parent=parent, takes_over=taken, rows=len(self._source))
             watch = Watch(
                 self._observer,
@@ -249,8 +236,8 @@ class _Run:
             )
             controller = self._controller(resolved, watch)
             reporter = self._reporter(controller)
-            if self._takeover is not None:
-                controller.recovery.succeed(self._takeover.predecessor(self._ledger))
+            if takeover is not None:
+                controller.recovery.succeed(takeover.predecessor(self._ledger))
                 await self._journal.flush()
             await self._interrupts.listen(controller)
             server = await self._serve(controller)
@@ -274,7 +261,7 @@ class _Run:
                 write_timeline(self._directory, note=self._observer.note, unless=controller.outcome.is_taken_over)
             self._must_be_there(controller)
             if not self._interrupts.count:
-                must_have_trained(controller.ledger, first=0 if self._takeover else self._resumed.step)
+                must_have_trained(controller.ledger, first=self._beginning.step)
             reporter.report("finished")
             step, checkpoint = self._final_weights(controller, watch.rollback)
             return self._observer.finish(
@@ -323,7 +310,7 @@ class _Run:
             else:
                 await controller.on_connect(connection)
 
-        earlier_port = self._takeover.port if self._takeover else 0
+        earlier_port = self._beginning.takeover.port if self._beginning.takeover else 0
         return await _listen(self._config.run, self._secrets, on_connect, earlier_port=earlier_port)
 
     def _check_removals(self, controller: Controller) -> None:
@@ -342,30 +329,20 @@ class _Run:
         if not exists:
             raise UserError(f"the checkpoint {last}, the last of the run, was removed; its weights are gone")
 
-    def _make_ledger(self) -> Ledger:
-        ledger_config = _ledger_config(self._config, samples=self._source.total, max_steps=self._max_steps)
-        if self._takeover is not None:
-            return replay(ledger_config, self._journal)
-        if self._resumption is None:
-            return Ledger(ledger_config)
-        ledger, record = Ledger.resume(ledger_config, position_of(self._resumed))
-        self._journal.append(record)
-        return ledger
-
     def _controller(self, text: str, watch: Watch) -> Controller:
         config = self._config
         return Controller(
             ControllerSettings(
                 config_toml=text,
                 run_dir=self._directory,
-                resume_from=str(self._resumption.folder) if self._resumption else "",
+                resume_from=self._beginning.checkpoint,
                 supervised=config.is_sft,
                 max_steps=self._max_steps,
                 eval_every_steps=config.eval.every_steps,
                 eval_by=config.eval.by,
                 group_size=config.rollout.group_size,
                 sync_interval=config.sync.interval,
-                newest_checkpoint=self._newest_checkpoint,
+                newest_checkpoint=partial(self._beginning.newest, self._directory),
                 policy_wait_s=config.elastic.policy_wait_s,
                 external=config.run.placement == "external",
             ),
@@ -376,11 +353,6 @@ class _Run:
             clock=time.monotonic,
             observer=watch,
         )
-
-    def _newest_checkpoint(self) -> tuple[Position, str]:
-        """Return position and location of a new policy's checkpoint; without one the start of the stream, and ""."""
-        checkpoint = find_resumption(self._config, self._directory, "auto") or self._resumption
-        return (Position(0, 0), "") if checkpoint is None else (position_of(checkpoint.state), str(checkpoint.folder))
 
     @contextlib.asynccontextmanager
     async def _placed(self, controller: Controller, address: str):  # noqa: ANN202
