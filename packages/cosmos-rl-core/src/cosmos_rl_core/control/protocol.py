@@ -31,7 +31,7 @@ operator (`cosmos-rl scale`, `cosmos-rl stop`)
                             <- Scaled | Refused
   StopRun           ->      <- Progress       and the connection closes when the run is over
 
-Messages are repeated on a new connection until their reply: workers/connection/unanswered.py. The ledger
+Messages are repeated on a new connection until their reply: workers/connection.py. The ledger
 (ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack` and `NoMore`
 are not sent: Release and Batch take their place. Of `Reject` those that remove the worker are sent.
 """
@@ -258,14 +258,14 @@ class Batch(Message, frozen=True):
     samples: tuple[int, ...]
     """Ascending; empty if the run has no more batches."""
     payloads: list[Payload] = []
-    """One per sample of `given`: its group, or [origin, row] (JSON) in a supervised run."""
+    """One per sample of `own`: its group, or [origin, row] (JSON) in a supervised run."""
     part: tuple[int, ...] | None = None
     """Samples of this policy replica, ascending, where each replica gets a part of the batch; None: all."""
     upcoming: list[tuple[int, bytes]] = []
     """In a supervised run, samples that the next batch is expected to have and that take long to read, with rows."""
 
     @property
-    def given(self) -> tuple[int, ...]:
+    def own(self) -> tuple[int, ...]:
         """The samples whose payloads are in the message."""
         return self.samples if self.part is None else self.part
 

@@ -170,7 +170,7 @@ class StepPayloads:
         sizes = [payload.num_bytes for payload in message.payloads if isinstance(payload, Spooled)]
         if not sizes:
             return Payloads(encoded=[data for data in contents if not isinstance(data, PayloadGone)])
-        pairs = zip(message.given, contents, strict=True)
+        pairs = zip(message.own, contents, strict=True)
         gone = await self._agree({sample: str(data) for sample, data in pairs if isinstance(data, PayloadGone)})
         self._fetch_s += time.perf_counter() - started
         if gone:

@@ -141,8 +141,8 @@ class Payloads:
     def _check(self, batch: p.Batch) -> None:
         """Each sample has the bytes of the group that the ledger has accepted."""
         expected = self._world.controller.invariants.history.content
-        assert len(batch.payloads) == len(batch.given), f"step {batch.step} lacks payloads"
-        for sample, payload in zip(batch.given, batch.payloads):
+        assert len(batch.payloads) == len(batch.own), f"step {batch.step} lacks payloads"
+        for sample, payload in zip(batch.own, batch.payloads):
             found = (payload.digest if isinstance(payload, Spooled) else payload).decode()
             assert found == expected[sample], f"step {batch.step}: {found} in place of {expected[sample]}"
 

@@ -355,7 +355,7 @@ class FakePolicy(FakeReplica):
     def train(self, batch: p.Batch) -> None:
         if self.batch is not batch:
             return
-        found = zip(batch.given, read(self.world, batch.payloads), strict=True)
+        found = zip(batch.own, read(self.world, batch.payloads), strict=True)
         self.lost = tuple(sample for sample, text in found if text is None or sample in self.world.unreadable)
         if self.lost:
             self.complain(batch)
