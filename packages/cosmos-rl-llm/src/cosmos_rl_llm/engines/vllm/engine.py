@@ -237,9 +237,7 @@ class VllmEngine:
             "token": token,
             "tls": None if tls is None else tls.bundle,
             "specs": [(spec.name, list(spec.shape), spec.dtype) for spec in specs],
-            "transport": settings.transport,
-            "timeout_s": timeout_s,
-            "staging": settings.staging,
+            "settings": settings.model_dump(),
         }
         try:
             await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=connection)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
 from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, landing_of, replica_manifest
@@ -50,9 +51,8 @@ class VllmConnection(WeightTransferInitInfo):
     """Bundle of certificates (`wire.tls`), if connections are encrypted."""
     specs: list[tuple[str, list[int], str]]
     """Name, shape and dtype of every published tensor."""
-    transport: str
-    timeout_s: float
-    staging: Literal["shadow", "in_place"]
+    settings: dict[str, Any]
+    """The section [sync]."""
 
 
 @dataclass
@@ -82,16 +82,15 @@ class TransferWeights(WeightTransferEngine[VllmConnection, NoUpdate]):
         _log_indirect(landing, rank=group.rank_in_group)
         parts = exchange(landing.manifest.encode(), group=group.cpu_group)
         tls = None if init_info.tls is None else Tls(init_info.tls)
+        settings = SyncSection(**init_info.settings)
         subscriber = self._subscriber = Subscriber(
             init_info.publishers,
             landing.views,
             token=init_info.token,
+            settings=settings,
             tls=tls,
-            transport=init_info.transport,
-            timeout_s=init_info.timeout_s,
             manifest=replica_manifest([Manifest.decode(part) for part in parts]),
             rank=group.rank_in_group,
-            staging=init_info.staging,
         )
         self._member = ReplicaMember(
             init_info.replica,
@@ -99,7 +98,7 @@ class TransferWeights(WeightTransferEngine[VllmConnection, NoUpdate]):
             token=init_info.token,
             tls=tls,
             rank=group.rank_in_group,
-            timeout_s=init_info.timeout_s,
+            timeout_s=settings.timeout_s,
             commit=lambda: self._commit(subscriber, landing),
         )
 
