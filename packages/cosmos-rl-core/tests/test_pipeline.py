@@ -10,7 +10,7 @@ from cosmos_rl_core.parallel.axes.tied import tied_gradients
 from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.parallel.pipeline import Pipeline
+from cosmos_rl_core.parallel.pipeline import Pipeline, PolicyStage
 from cosmos_rl_core.parallel.stages import cut_layers, microbatch_multiple, num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, TermBatch
 from doubles.ranks import run_ranks
@@ -31,7 +31,7 @@ class Layers(nn.ModuleDict):
 
 
 @dataclass
-class ToyStage:
+class ToyStage(PolicyStage):
     """A part of a model that reads tokens [1, L] and tells the log-probability of `labels` [L, 1]."""
 
     module: Layers

@@ -113,6 +113,8 @@ def _download(tensor: Tensor) -> Tensor:
 
 
 def _upload(tensors: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
+    # One block of pinned memory, one copy: many small copies would each wait for a launch. Starts are aligned, so that
+    # each part can be viewed in its own dtype again.
     ends, total = {}, 0
     for key, tensor in tensors.items():
         start = -(-total // _ALIGNED) * _ALIGNED

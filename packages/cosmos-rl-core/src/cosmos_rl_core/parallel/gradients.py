@@ -53,6 +53,8 @@ def clip_gradients(
 
 
 def _norm_over_ranks(gradients: Sequence[Tensor], *, num_stages: int, device: torch.device | None) -> Tensor:
+    # A gradient that is cut into n boxes is on each of the stage's ranks, stage_size / n times the same box. All boxes
+    # with as many copies share one norm, which the sum over ranks then counts that often.
     stage_size = dist.get_world_size() // num_stages
     parts: defaultdict[float, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -60,6 +62,7 @@ def _norm_over_ranks(gradients: Sequence[Tensor], *, num_stages: int, device: to
         parts[stage_size / num_shards(gradient)].append(local)
         device = local.device if device is None else device
     squares = [get_total_norm(tensors).double().square() / copies for copies, tensors in parts.items()]
+    # A rank without gradients, such as one whose stage is frozen, has to take part in the sum.
     none = torch.zeros((), dtype=torch.float64, device=device)
     total = torch.stack([s.to(device) for s in squares]).sum() if squares else none
     dist.all_reduce(total)

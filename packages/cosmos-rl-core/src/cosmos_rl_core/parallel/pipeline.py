@@ -10,10 +10,11 @@ exchange of shapes (`ragged.py`). `stages.py` assigns stages to ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,8 @@ from cosmos_rl_core.parallel.stages import num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
 
-class PolicyStage(Protocol):
-    """A part of a policy, made by its domain.
+class PolicyStage(ABC):
+    """A part of a policy; its domain derives from this class.
 
     inputs = stage.prepare(microbatch)                         # once, for all stages of this rank
     hidden = first(None, inputs, with_entropy=False)
@@ -38,20 +39,20 @@ class PolicyStage(Protocol):
     outputs = last(hidden, inputs, with_entropy=False)         # PolicyOutputs
     """
 
-    @property
-    def module(self) -> nn.Module:
-        """Holds the stage's parameters; the root of their FSDP where they are sharded."""
-        ...
+    module: nn.Module
+    """Holds the stage's parameters; the root of their FSDP where they are sharded."""
 
+    @abstractmethod
     def prepare(self, microbatch: Microbatch) -> Any:
         """The stages' inputs from a microbatch; the same in each of them. Nothing is sent."""
-        ...
 
+    @abstractmethod
     def hidden_shape(self, inputs: Any) -> tuple[int, ...]:
         """Shape of the hidden states between stages on this rank; the same in every stage."""
-        ...
 
-    def __call__(self, hidden: Tensor | None, inputs: Any, *, with_entropy: bool) -> Tensor | PolicyOutputs: ...
+    @abstractmethod
+    def __call__(self, hidden: Tensor | None, inputs: Any, *, with_entropy: bool) -> Tensor | PolicyOutputs:
+        """Hidden states for the next stage; the outputs, of the last one."""
 
 
 class Pipeline:
@@ -85,13 +86,17 @@ class Pipeline:
         """Add the gradients of `loss` over each microbatch; only the last stage calls it, once for each, in order."""
         if not microbatches:
             return
+        # Every rank has every microbatch, so masks, positions and labels come from its own copy, prepared once for all
+        # its stages; the shapes of hidden states follow from them on each side, and no rank has to send them.
         any_stage = next(iter(self._stages.values()))
         inputs = [any_stage.prepare(microbatch) for microbatch in microbatches]
         step = _Step(
             microbatches, inputs, [any_stage.hidden_shape(prepared) for prepared in inputs], loss, with_entropy
         )
         stages = [self._ragged(index, stage, step) for index, stage in self._stages.items()]
-        unused = torch.empty(len(microbatches))  # torch calls a loss with its part of a target
+        # The last stage returns the loss itself as its output, since only it has the microbatch's labels. torch's
+        # schedule wants a target to cut into microbatches and a loss function, which get the loss and pass it on.
+        unused = torch.empty(len(microbatches))
         self._schedule(stages, len(microbatches)).step(target=unused, return_outputs=False)
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs | None:
@@ -99,6 +104,8 @@ class Pipeline:
         inputs = next(iter(self._stages.values())).prepare(microbatch)
         outputs: Tensor | PolicyOutputs | None = None
         with torch.no_grad():
+            # A rank runs its stages in order, and blocks at each for the stage before it, which is on the rank before:
+            # stage i waits for i - 1 alone, so no two ranks wait for each other.
             for index, stage in self._stages.items():
                 hidden = None if index == 0 else self._receive(stage.hidden_shape(inputs), source=index - 1)
                 outputs = stage(hidden, inputs, with_entropy=with_entropy)
@@ -128,6 +135,7 @@ class Pipeline:
         self, stages: list[RaggedStage], num_microbatches: int
     ) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """torch makes a schedule for one number of microbatches, in less than a millisecond for each of them."""
+        # scale_grads: torch would divide by the number of microbatches; losses are divided by their own counts already.
         if self._section.pipeline_schedule == "interleaved_1f1b":
             return ScheduleInterleaved1F1B(list(stages), num_microbatches, _loss_as_passed, scale_grads=False)
         # With fewer microbatches than stages 1F1B never reaches its steady state, and is GPipe.

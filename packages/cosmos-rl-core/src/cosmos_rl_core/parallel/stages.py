@@ -42,6 +42,8 @@ def cut_layers(num_layers: int, num_stages: int) -> list[range]:
             f"[policy.parallel] pp x stages_per_rank = {num_stages} stages, but the model has {num_layers} layers: "
             f"set them to at most {num_layers} stages"
         )
+    # Each stage starts with one layer, and the ends with the embedding and the head beside it. Each further layer goes
+    # to the first of the least loaded stages. A stage's layers are consecutive, so that only their number is chosen.
     loads = [1] * num_stages
     loads[0] += 1
     loads[-1] += 1

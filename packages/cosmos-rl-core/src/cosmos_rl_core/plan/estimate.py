@@ -274,14 +274,19 @@ class Rank:
                 root += self.gathered(spec)
             else:
                 (experts if is_expert(spec.name) else blocks)[layer] += self.gathered(spec)
-        if self.dims.world_size == 1:
+        if self.dims.world_size == 1:  # nothing is sharded, but autocast makes copies
             return self._casts(), 0, 0
+        # FSDP prefetches: while a block runs, the next one is gathered. A layer's experts follow its other weights, so
+        # the two that exist together are the largest layer and the largest set of experts, or two layers.
         largest = max(blocks.values(), default=0)
         following = max(experts.values(), default=largest)
         everything = blocks.total() + experts.total()
         at_a_time = largest + following if self.policy.parallel.reshard_after_forward else everything
+        # In the backward pass the whole gradients of a block exist until the ranks have their shards of the sum. With
+        # `reduce_once` they stay for all microbatches, those of the root too.
         parallel, summed = self.policy.parallel, BYTES[self.policy.precision.reduce]
         sums = summed * (everything + root if parallel.reduce_once else max(largest, following))
+        # The root is reduced last: its gathered weights, their gradients, and these in the dtype of the sum.
         ending = (2 * self.bytes + summed) * root + (sums if parallel.reduce_once else 0)
         if not (parallel.reshard_after_forward or parallel.reduce_once):
             sums = max(sums - self.bytes * largest, 0)  # a block whose gradients are reduced is no longer gathered
@@ -298,8 +303,11 @@ class Rank:
         """Bytes of activations, of logits, and of the backward pass beside them."""
         layers = [self._layer(layer) for stage in self.stages for layer in stage]
         hidden, stream = self.shape.hidden, stream_bytes(self.shape, self.dims)
+        # Every layer keeps its part for the backward pass, for each microbatch that is in the pipeline. The cosines and
+        # sines of the rotary positions, float32, and the tokens' positions and labels are kept once.
         kept = sum(layer.kept for layer in layers) * self.tokens * self._in_flight()
         kept += (2 * 4 * self.shape.head_dim + _PLACES_BYTES) * self.tokens
+        # One layer at a time runs its backward pass: what it recomputes, and its gradients at their widest.
         in_layer = self.tokens * max(layer.activations - layer.kept + layer.gradients for layer in layers)
         if not self.last:
             return round(kept), 0, round(in_layer)

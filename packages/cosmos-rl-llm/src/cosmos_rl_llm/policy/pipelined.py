@@ -29,7 +29,7 @@ from cosmos_rl_core.interfaces import MicrobatchLoss
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.axes.tied import tied_gradients
 from cosmos_rl_core.parallel.config import ParallelSection
-from cosmos_rl_core.parallel.pipeline import Pipeline
+from cosmos_rl_core.parallel.pipeline import Pipeline, PolicyStage
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
@@ -129,7 +129,7 @@ def check_deepstack(config: PreTrainedConfig, *, layers: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TermStage:
+class TermStage(PolicyStage):
     """A `TermModel` as a stage of a core `Pipeline`."""
 
     module: TermModel

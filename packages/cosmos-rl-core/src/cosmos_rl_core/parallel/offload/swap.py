@@ -52,6 +52,7 @@ class Swap:
         storages: dict[int, Tensor] = {}
         for tensor in self._tensors():
             local = local_part(tensor)
+            # Views and tied parameters share a storage, which is moved once, as a flat tensor of its elements.
             if local.is_cuda and (size := local.untyped_storage().nbytes()):
                 storages.setdefault(_key(local), local.as_strided((size // local.itemsize,), (1,), 0))
         if not storages:
@@ -63,6 +64,7 @@ class Swap:
             host.copy_(here, non_blocking=True)
             self._swapped[key] = _Swapped(here, host)
         torch.cuda.current_stream(device).synchronize()
+        # The copies are complete. A storage of size 0 frees its memory, while tensors, views and hooks stay.
         for key in storages:
             self._swapped[key].here.untyped_storage().resize_(0)
         torch.cuda.empty_cache()  # other processes may allocate it
