@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny_engine import TokenChat
 
 from cosmos_rl_core import run
 from cosmos_rl_core.algorithms.config import TeacherSection
@@ -15,6 +16,7 @@ from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_core.wire.payload import decode_group, encode_group
 from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
+from cosmos_rl_llm.engines.prompts import StopStrings
 from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
 from cosmos_rl_llm.media.item import KINDS, MediaItem, View
 from cosmos_rl_llm.media.packed import add_blanks
@@ -199,12 +201,18 @@ def test_the_torch_engine_samples_with_the_log_probabilities_of_transformers(mod
 def test_a_group_has_its_pictures_once(family, shown, tmp_path):
     tokens, view = prompt(shown[0], family, tmp_path)
     request = GenerationRequest(
-        prompt_tokens=tokens, num_samples=8, first_sample=0, sampling=Sampling(max_terms=2), seed=0, view=view
+        prompt_tokens=tokens,
+        num_samples=8,
+        first_sample=0,
+        sampling=Sampling(max_terms=2),
+        seed=0,
+        view=view,
+        stops=StopStrings(TokenChat(), ()),
     )
     for sequence in request.start():
         sequence.tokens, sequence.logprobs, sequence.versions = [8, 1], [-1.0, -1.0], [0, 0]
         sequence.finish_reason = "stop"
-    rollouts = tuple(sequence.rollout("") for sequence in request.sequences)
+    rollouts = tuple(sequence.rollout() for sequence in request.sequences)
     encoded = encode_group(RolloutGroup(prompt=Prompt(sample_id=0, row={}), rollouts=rollouts))
     pixels = sum(item.pixels.nbytes for item in shown[0])
     assert pixels < len(encoded) < 2 * pixels
