@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl_core.checkpoint.resume import Resumption, claim_root, find_resumption, notes_of_resumption
-from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
