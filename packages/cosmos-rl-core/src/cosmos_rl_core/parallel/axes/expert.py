@@ -14,7 +14,6 @@ On a GPU the host waits once in a `dispatch` over an axis, for the splits, and n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +53,8 @@ def dispatch(
         The rows [R, H] for this rank's experts, sorted by expert; [local experts] int32, where each expert's rows end;
         and the input of `combine`.
     """
+    # A row with k experts fills k slots. Sorted by expert, the slots of a rank's experts are one run, which is what
+    # all-to-all sends; a stable sort keeps equal experts in the order of rows, the same on every run.
     slots = experts.reshape(-1)
     order = slots.argsort(stable=True)
     rows = hidden[order // experts.shape[1]]
@@ -61,12 +62,14 @@ def dispatch(
     if axis is None:
         kept = torch.arange(len(slots), device=slots.device)
         return rows, _ends(counts), Exchange(home=_inverse(order), arrived=kept, left=[], came=[], axis=None)
+    # The counts travel first, one row of them a rank: the splits of the rows themselves are not known before.
     leaving = counts.view(axis.size(), -1)  # [rank, its experts]
     each = [1] * axis.size()
     coming = _all_to_all(leaving, each, each, axis)  # [rank they come from, my experts]
     left, came = _splits(leaving, coming)
+    # Rows arrive sorted by rank and, within a rank, by expert; `grouped_linear` needs all rows of an expert together.
     by_expert = _experts_of(coming, num_rows=sum(came)).argsort(stable=True)
-    rows = _AllToAll.apply(rows, came, left, axis)[by_expert]
+    rows = _all_to_all(rows, came, left, axis)[by_expert]
     exchange = Exchange(home=_inverse(order), arrived=_inverse(by_expert), left=left, came=came, axis=axis)
     return rows, _ends(coming.sum(0)), exchange
 
@@ -74,7 +77,7 @@ def dispatch(
 def combine(rows: Tensor, gates: Tensor, exchange: Exchange) -> Tensor:
     """Bring the experts' outputs [R, H] back and sum those of each row with its `gates` [N, k]: [N, H]."""
     if exchange.axis is not None:
-        rows = _AllToAll.apply(rows[exchange.arrived], exchange.left, exchange.came, exchange.axis)
+        rows = _all_to_all(rows[exchange.arrived], exchange.left, exchange.came, exchange.axis)
     slots = rows[exchange.home].view(*gates.shape, rows.shape[-1])
     return (slots * gates.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
 
@@ -163,19 +166,10 @@ def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([part @ matrix for part, matrix in zip(rows.split(sizes), weight.unbind(), strict=True)])
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows [sum(left), H] -> [sum(came), H]: `left[r]` of them to rank r, `came[r]` from it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, came: list[int], left: list[int], axis: DeviceMesh) -> Tensor:
-        ctx.came, ctx.left, ctx.axis = came, left, axis
-        return _all_to_all(rows, came, left, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradients[0], ctx.left, ctx.came, ctx.axis), None, None, None
-
-
 def _all_to_all(rows: Tensor, came: list[int], left: list[int], axis: DeviceMesh) -> Tensor:
-    """By the functional collective, whose result "selective" recomputation keeps."""
-    return collectives.wait_tensor(collectives.all_to_all_single(rows.contiguous(), came, left, axis.get_group()))
+    """Rows [sum(left), ...] -> [sum(came), ...]: `left[r]` of them to rank r, `came[r]` from it; gradients go back.
+
+    The functional collective: "selective" recomputation keeps its result.
+    """
+    exchanged = collectives.all_to_all_single_autograd(rows.contiguous(), came, left, axis.get_group())
+    return collectives.wait_tensor(exchanged)
