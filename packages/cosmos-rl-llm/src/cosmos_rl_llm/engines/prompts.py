@@ -1,4 +1,4 @@
-"""What both engines do alike with prompts and responses: encoding, limits of length, stop strings, rollouts."""
+"""Prompts and responses of both engines: encoding, limits of length, stop strings, rollouts."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def _spans(lengths: Sequence[int], rows: np.ndarray, shown: np.ndarray) -> tuple
     ends = np.cumsum(lengths)
     spans: dict[int, PictureSpan] = {}
     for start, end in zip((ends - lengths).tolist(), ends.tolist(), strict=True):
-        # A run is what lies between two changes of the picture's number, of text (-1) or of one picture.
+        # A run, of text (-1) or of one picture, is between two changes of the picture's number.
         changes = np.flatnonzero(np.diff(shown[start:end])) + start + 1
         for first, last in zip([start, *changes], [*changes, end], strict=True):
             if shown[first] >= 0 and int(rows[first]) not in spans:

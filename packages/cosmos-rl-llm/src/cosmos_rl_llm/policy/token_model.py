@@ -55,7 +55,7 @@ Compare = Callable[[Tensor, OutputHead, TokenShard], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermOptions:
-    """What a policy computes: its distribution, and how much memory that may take."""
+    """The distribution that a policy computes, and the memory that this may take."""
 
     temperature: float = 1.0
     """Log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1."""

@@ -141,7 +141,7 @@ def _invert(mass: Tensor, u: Tensor) -> Tensor:
     rows, size = mass.shape
     if size <= 4 * _BLOCK:
         return _first_above(mass.cumsum(-1, dtype=torch.float64), u)
-    # First the block in which the target lies, then the token in it: only two short rows are accumulated in float64.
+    # First the block that contains the target, then the token in it: only two short rows are accumulated in float64.
     padded = F.pad(mass, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
     cumulative = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     block = _first_above(cumulative, u)
