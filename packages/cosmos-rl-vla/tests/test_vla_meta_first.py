@@ -89,7 +89,7 @@ def reference_beside_policy(rank, world_size, *, path, dims):
         policy = policy_of(path, dims=dims, dtype="bfloat16", frozen=frozen)
         with torch.no_grad():
             found[name] = policy.forward(microbatch).logprobs.numpy()
-        exact = {id(p) for group in policy._loaded.model.exact() for module in group for p in module.parameters()}
+        exact = {id(p) for group in policy.loaded.model.exact() for module in group for p in module.parameters()}
         dtypes = {parameter.dtype for parameter in policy.module.parameters() if id(parameter) not in exact}
         assert dtypes == {torch.bfloat16 if frozen else torch.float32}
     return found

@@ -90,12 +90,15 @@ def test_a_sample_is_what_was_seen_and_the_normalised_actions_that_followed(demo
     assert (batch.num_terms, batch.num_rollouts, batch.metrics) == (12, 12, {"rows_dropped": 0.0})
     assert microbatch.terms.loss_mask.tolist() == [1.0] * 12
     assert np.array_equal(inputs["images"][2, 0], expected.images["board"][2])
-    np.testing.assert_allclose(inputs["state"][2], policy.stats.normalise_state(expected.states[2]))
-    normalised = policy.stats.normalise(expected.actions)
-    count = min(policy.model_horizon, len(expected.actions))
+    np.testing.assert_allclose(inputs["state"][2], policy.loaded.stats.normalise_state(expected.states[2]))
+    normalised = policy.loaded.stats.normalise(expected.actions)
+    horizon = policy.loaded.model.model_horizon
+    count = min(horizon, len(expected.actions))
     assert inputs["action_mask"][0].sum() == count
     np.testing.assert_allclose(inputs["actions"][0, :count], normalised[:count], atol=1e-6)
-    assert inputs["action_mask"][len(expected.actions) - 1].tolist() == [True] + [False] * (policy.model_horizon - 1)
+    assert inputs["action_mask"][len(expected.actions) - 1].tolist() == [True] + [False] * (
+        policy.loaded.model.model_horizon - 1
+    )
     assert not inputs["actions"][~inputs["action_mask"]].any()
 
 

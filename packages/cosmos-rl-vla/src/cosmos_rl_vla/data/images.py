@@ -1,9 +1,10 @@
 """The images of frames, from all cameras: mp4 files, or a column of PNGs.
 
-    (episode, frame) -- find --> Piece, index in it -- cached, else decoded by threads --> uint8 [H, W, 3]
+    (episode, frame) -- find --> segment, index in it -- cached, else decoded by threads --> uint8 [H, W, 3]
 
-A *piece* is the unit of decoding: a run of a video, or one PNG. Decoded pieces are in an LRU cache; while all images
-fit, each is decoded once."""
+A *segment* is the unit of decoding: a run of a video from a keyframe on, or one PNG. Decoded segments are in an LRU
+cache; while all images fit, each is decoded once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from av.error import FFmpegError
@@ -46,20 +47,8 @@ class VideoSegment:
     """Index of the run in a video, or of the row in a parquet file."""
 
 
-class CameraImages(Protocol):
-    """The images of one camera. Thread-safe."""
-
-    def find(self, episode: EpisodeAt, frame: int) -> tuple[VideoSegment, int]:
-        """Return the piece that contains a frame, and its index in it. Raises MediaError."""
-        ...
-
-    def decode(self, piece: VideoSegment) -> np.ndarray:
-        """Return uint8 [n, H, W, 3]. Raises MediaError."""
-        ...
-
-
 class Videos:
-    """Images from mp4 files; see Source.
+    """One camera's images from mp4 files. Thread-safe.
 
     Row n of a file's episodes has frame n where the file has as many frames as rows: cameras and clocks drift. In other
     files a row has the frame that is shown at its time.
@@ -93,7 +82,7 @@ class Videos:
             raise UserError(error.reason) from error
 
     def find(self, episode: EpisodeAt, frame: int) -> tuple[VideoSegment, int]:
-        """See Source."""
+        """Return the segment that contains a frame, and its index in it. Raises MediaError."""
         path = episode.videos[self._camera].path
         table, place = self._file(path).table, int(self._places(episode)[frame])
         run = table.run_of(place)
@@ -117,11 +106,11 @@ class Videos:
                 ) from None
         return self._by_time[episode.number]
 
-    def decode(self, piece: VideoSegment) -> np.ndarray:
-        """See Source."""
-        file = self._file(piece.path)
+    def decode(self, segment: VideoSegment) -> np.ndarray:
+        """Return uint8 [n, H, W, 3]. Raises MediaError."""
+        file = self._file(segment.path)
         images: dict[int, np.ndarray] = {}
-        places = range(*(int(place) for place in file.table.runs[piece.number : piece.number + 2]))
+        places = range(*(int(place) for place in file.table.runs[segment.number : segment.number + 2]))
         file.read(
             places, lambda frame, place: images.update({place: upright(frame).show(frame.to_ndarray(format="rgb24"))})
         )
@@ -142,7 +131,7 @@ class Videos:
 
 
 class Column:
-    """Images from a column of {"bytes": png, "path": name}; see Source. Row groups are cached encoded."""
+    """One camera's images from a column of {"bytes": png, "path": name}. Thread-safe. Row groups are cached encoded."""
 
     def __init__(self, camera: str, frames: Frames, *, cache_bytes: int) -> None:
         self._camera, self._frames = camera, frames
@@ -151,36 +140,35 @@ class Column:
         """Cumulative number of rows at the end of each row group, by file."""
 
     def find(self, episode: EpisodeAt, frame: int) -> tuple[VideoSegment, int]:
-        """See Source."""
+        """Return the segment that contains a frame, and its index in it. Raises MediaError."""
         row = self._frames.first_in_file[episode.number] + frame
         return VideoSegment(path=episode.data, camera=self._camera, number=row), 0
 
-    def decode(self, piece: VideoSegment) -> np.ndarray:
-        """See Source."""
+    def decode(self, segment: VideoSegment) -> np.ndarray:
+        """Return uint8 [n, H, W, 3]. Raises MediaError."""
         from PIL import Image, UnidentifiedImageError
 
-        encoded = self._encoded(piece)
+        encoded, where = self._encoded(segment), f"{segment.path}: {segment.camera} of row {segment.number}"
         if encoded is None:
-            raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is in another file; embed it")
+            raise MediaError(f"{where} is in another file; embed it")
         try:
             with Image.open(io.BytesIO(encoded)) as image:
                 if image.mode.startswith(_DEEP):
                     raise MediaError(
-                        f"{piece.path}: {piece.camera} of row {piece.number} has pixels of mode {image.mode}, as a "
-                        "depth map: set [data] cameras to the others"
+                        f"{where} has pixels of mode {image.mode}, as a depth map: set [data] cameras to the others"
                     )
                 return np.asarray(image.convert("RGB"))[None]
         except (UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is not an image: {error}") from error
+            raise MediaError(f"{where} is not an image: {error}") from error
 
-    def _encoded(self, piece: VideoSegment) -> bytes | None:
-        ends = self._ends_of(piece.path)
-        group = int(np.searchsorted(ends, piece.number, side="right"))
-        column = self._row_groups.get((piece.path, group))
+    def _encoded(self, segment: VideoSegment) -> bytes | None:
+        ends = self._ends_of(segment.path)
+        group = int(np.searchsorted(ends, segment.number, side="right"))
+        column = self._row_groups.get((segment.path, group))
         if column is None:
-            column = self._read(piece.path, group)
-            self._row_groups.put((piece.path, group), column, column.nbytes)
-        return column[piece.number - (int(ends[group - 1]) if group else 0)].as_py()
+            column = self._read(segment.path, group)
+            self._row_groups.put((segment.path, group), column, column.nbytes)
+        return column[segment.number - (int(ends[group - 1]) if group else 0)].as_py()
 
     def _ends_of(self, path: Path) -> np.ndarray:
         if path not in self._ends:
@@ -232,7 +220,7 @@ class Images:
         columns = sum(feature.dtype == "image" for feature in features.values())
         encoded = cache_bytes // _ENCODED if columns else 0
         self._cache: ByteCache[np.ndarray] = ByteCache(cache_bytes - encoded)
-        self._sources: dict[str, CameraImages] = {}
+        self._sources: dict[str, Videos | Column] = {}
         for camera, feature in features.items():
             if feature.dtype == "video":
                 videos = Videos(camera, dataset, episodes=episodes, frames=frames)
@@ -256,35 +244,35 @@ class Images:
                     segments[row, camera] = source.find(self._episodes[number], frame)
                 except MediaError as error:
                     reasons[row] = error.reason
-        pieces = self._decoded(dict.fromkeys(piece for piece, _ in segments.values()))
-        for (row, camera), (piece, place) in segments.items():
-            decoded = pieces[piece]
-            if isinstance(decoded, MediaError):
-                reasons[row] = decoded.reason
+        decoded = self._decoded(dict.fromkeys(segment for segment, _ in segments.values()))
+        for (row, camera), (segment, place) in segments.items():
+            frames_of_segment = decoded[segment]
+            if isinstance(frames_of_segment, MediaError):
+                reasons[row] = frames_of_segment.reason
             else:
-                images[row, camera] = decoded[place]
+                images[row, camera] = frames_of_segment[place]
         return images, reasons
 
-    def _decoded(self, pieces: Iterable[VideoSegment]) -> dict[VideoSegment, np.ndarray | MediaError]:
-        """Decode the pieces that are not cached, in threads."""
-        cached = {piece: self._cache.get(piece) for piece in pieces}
-        missing = [piece for piece, array in cached.items() if array is None]
+    def _decoded(self, segments: Iterable[VideoSegment]) -> dict[VideoSegment, np.ndarray | MediaError]:
+        """Decode the segments that are not cached, in threads."""
+        cached = {segment: self._cache.get(segment) for segment in segments}
+        missing = [segment for segment, array in cached.items() if array is None]
         new = dict(zip(missing, self._threads.map(self._try, missing)))
-        return {piece: new[piece] if array is None else array for piece, array in cached.items()}
+        return {segment: new[segment] if array is None else array for segment, array in cached.items()}
 
-    def _try(self, piece: VideoSegment) -> np.ndarray | MediaError:
-        """Decode one piece; runs in a thread."""
+    def _try(self, segment: VideoSegment) -> np.ndarray | MediaError:
+        """Decode one segment; runs in a thread."""
         try:
-            return self._decode(piece)
+            return self._decode(segment)
         except MediaError as error:
             return error
 
-    def _decode(self, piece: VideoSegment) -> np.ndarray:
-        decoded = self._sources[piece.camera].decode(piece)
+    def _decode(self, segment: VideoSegment) -> np.ndarray:
+        decoded = self._sources[segment.camera].decode(segment)
         if decoded.shape[1:] != (*self.size, 3):
             size, expected = (f"{height}x{width}" for height, width in (decoded.shape[1:3], self.size))
-            raise MediaError(f"{piece.path}: {piece.camera} is {size}, meta/info.json has {expected}")
-        self._cache.put(piece, decoded, decoded.nbytes)
+            raise MediaError(f"{segment.path}: {segment.camera} is {size}, meta/info.json has {expected}")
+        self._cache.put(segment, decoded, decoded.nbytes)
         return decoded
 
 

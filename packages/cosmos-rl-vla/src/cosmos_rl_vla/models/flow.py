@@ -85,6 +85,8 @@ def transition(
         level: [B] in place of the noise's own.
         std: [B, C] of noise "learned", from the network's head.
     """
+    # Every kind has the mean action (1 - next) + noise w: w is how much of the old noise stays, the std how much is
+    # sampled anew. Weights and stds are [B, 1, ...], since samples of a batch may be at different steps and levels.
     tau = _beside(times(index, num_steps=num_steps), x)
     after = _beside(times(index + 1, num_steps=num_steps), x)
     amount = torch.full_like(tau, noise.level) if level is None else _beside(level, x)

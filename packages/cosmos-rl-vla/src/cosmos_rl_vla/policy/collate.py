@@ -164,8 +164,9 @@ class Reader:
         """Stack samples. Without any, return a masked one of `idle`, for ranks that have fewer microbatches."""
         mask = np.ones(len(prompts) or 1, np.float32) * bool(prompts)
         prompts = prompts or [idle]
-        samples = self._demonstrations.read([prompt.row for prompt in prompts], horizon=self._policy.model_horizon)
-        stats = self._policy.stats
+        loaded = self._policy.loaded
+        stats, horizon = loaded.stats, loaded.model.model_horizon
+        samples = self._demonstrations.read([prompt.row for prompt in prompts], horizon=horizon)
         states = stats.normalise_state(samples.states)
         words = self._tokens(samples.instructions, states)
         arrays = {
@@ -189,7 +190,7 @@ class Reader:
 
     def _tokens(self, instructions: Sequence[str], states: np.ndarray) -> Tokens:
         try:
-            return self._policy.instructions(instructions, states)
+            return self._policy.loaded.instructions(instructions, states)
         except ValueError as error:
             raise UserError(f"[data] demos: {error}") from error
 
@@ -212,7 +213,7 @@ def _terms(mask: np.ndarray) -> TermBatch:
 
 def _check_fit(demonstrations: Demonstrations, policy: VLAPolicy, data: VLADataConfig) -> None:
     """Raise UserError for demonstrations of another robot, or with other auxiliary targets than the model's."""
-    own, model = demonstrations.stats, policy.stats
+    own, model = demonstrations.stats, policy.loaded.stats
     sizes = {
         "actions": (len(own.action), len(model.action)),
         "states": (len(own.state or ()), len(model.state or own.state or ())),
@@ -221,8 +222,9 @@ def _check_fit(demonstrations: Demonstrations, policy: VLAPolicy, data: VLADataC
         if recorded != known:
             raise UserError(f"[data] demos = {data.demos!r} has {name} of {recorded} numbers, the model's are {known}")
     model.check_demonstrated(*demonstrations.action_bounds, origin=f"[data] demos = {data.demos!r}")
-    if demonstrations.aux_dim and demonstrations.aux_dim != policy.aux_dim:
+    aux_dim = policy.loaded.model.aux_dim
+    if demonstrations.aux_dim not in (0, aux_dim):
         raise UserError(
             f"[data] aux_columns {list(data.aux_columns)} have {demonstrations.aux_dim} numbers, the model's aux_dim "
-            f"is {policy.aux_dim}: set [model] aux_dim = {demonstrations.aux_dim}, or remove the columns"
+            f"is {aux_dim}: set [model] aux_dim = {demonstrations.aux_dim}, or remove the columns"
         )

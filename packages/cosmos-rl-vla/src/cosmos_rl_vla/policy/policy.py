@@ -23,10 +23,8 @@ from cosmos_rl_vla.terms import terms_of
 from cosmos_rl_vla.trajectory import REPLAY
 
 if TYPE_CHECKING:
-    from cosmos_rl_vla.actions import ActionStats
     from cosmos_rl_vla.config import VLADataConfig, VLASampling
     from cosmos_rl_vla.data.demos import Demonstrations
-    from cosmos_rl_vla.models.instructions import Instructions
     from cosmos_rl_vla.models.loaded import LoadedPolicy
 
 
@@ -55,7 +53,7 @@ class VLAPolicy(PolicyBase[nn.Module]):
             seed: of the noise and flow times of supervised training.
         """
         super().__init__(loaded.model, reduce_once=reduce_once)
-        self._loaded = loaded
+        self.loaded = loaded
         self._model = loaded.model
         self._sampling = sampling
         self._aux_coef = aux_coef
@@ -72,26 +70,6 @@ class VLAPolicy(PolicyBase[nn.Module]):
             self._opened.append(known)
         return known
 
-    @property
-    def model_horizon(self) -> int:
-        """Actions of a demonstrated chunk."""
-        return self._model.model_horizon
-
-    @property
-    def aux_dim(self) -> int:
-        """Dimensions of its auxiliary target; 0: none."""
-        return self._model.aux_dim
-
-    @property
-    def stats(self) -> ActionStats:
-        """Statistics that convert between its outputs and the robot's units."""
-        return self._loaded.stats
-
-    @property
-    def instructions(self) -> Instructions:
-        """Its tokenizer."""
-        return self._loaded.instructions
-
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         """Return log-probabilities of terms, values of a critic, and entropy if the weights determine it."""
         device = next(self.module.parameters()).device
@@ -104,14 +82,14 @@ class VLAPolicy(PolicyBase[nn.Module]):
 
     def weights(self) -> dict[str, Tensor]:
         """Return live tensors by the names of the public checkpoints."""
-        return self._loaded.weights()
+        return self.loaded.weights()
 
     def rollout_weights(self) -> Mapping[str, Tensor]:
         """Return the trained tensors: engines load the others themselves."""
-        return self._loaded.trained_weights()
+        return self.loaded.trained_weights()
 
     def save_config(self, directory: Path) -> None:
-        self._loaded.save_config(directory)
+        self.loaded.save_config(directory)
 
     def _of_decisions(self, observed: Inputs, inputs: Mapping[str, Tensor], *, with_entropy: bool) -> PolicyOutputs:
         assert self._sampling is not None, "episodes have a sampling"

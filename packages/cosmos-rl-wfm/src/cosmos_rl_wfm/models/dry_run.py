@@ -66,10 +66,13 @@ def _codec_bytes(
                 to_video(decode(torch.zeros(clips, latents[0], latent_frames, *latents[2:])))
             return encoding.peak, decoding.peak
 
+        # A long clip is not run as a whole: from _STEADY latent frames on each further one adds the same, so that the
+        # difference of the last two counts is extrapolated. Conversions to and from pixels take the clip at once, and
+        # are measured at its full length.
         peak_bytes = peaks(min(latents[1], _STEADY))
-        if more := max(0, latents[1] - _STEADY):  # frames are taken one after the other: each adds to what is kept
+        if more := max(0, latents[1] - _STEADY):
             pixels = torch.zeros(clips, 3, size.frames, size.height, size.width, dtype=vae.dtype)
-            converted = peaks(latents[1], encode=lambda clips: clips, decode=lambda _: pixels.clone().float())  # joined
+            converted = peaks(latents[1], encode=lambda clips: clips, decode=lambda _: pixels.clone().float())
             grown = [now + more * (now - before) for now, before in zip(peak_bytes, peaks(_STEADY - 1), strict=True)]
             peak_bytes = [max(both) for both in zip(grown, converted, strict=True)]
     encode, decode = peak_bytes

@@ -107,6 +107,8 @@ class DiffusersModel:
         """Latents [B, C, f, h, w] -> uint8 [B, F, H, W, 3]."""
         assert self.codec is not None, "the model was built without its codec"
         pixels = latents[0, 0].numel() * self.grid.temporal * self.grid.spatial**2
+        # The autoencoder takes whole clips, as many as stay below a number of pixels; with `codec_tiling` it cuts
+        # frames itself.
         # In parts: eight clips of 93 frames at 704 x 1280 are 8 GB in float32, and conversions keep three of them.
         return torch.cat([to_video(self.codec.decode(part)) for part in latents.split(clips_at_once(pixels))])
 

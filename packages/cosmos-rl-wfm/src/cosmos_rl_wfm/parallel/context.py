@@ -129,6 +129,8 @@ class WholeAttention(TorchFunctionMode):
         """[B, heads, l + S, D] each -> [B, heads, l + S, D]."""
         assert attn_mask is None, "a mask over video tokens is not supported"
         assert query.shape == key.shape == value.shape, "self-attention has as many keys as queries"
+        # Queries, keys and values travel in one exchange, stacked along heads' width: before it a rank has all heads of
+        # its tokens, after it all tokens of its heads, which attention needs. The output goes back the same way.
         heads = self._own_heads(torch.cat([_by_row(states) for states in (query, key, value)], dim=2))
         batch = len(query)
         query, key, value = (_by_sample(states, batch=batch) for states in heads.chunk(3, dim=2))
@@ -138,6 +140,7 @@ class WholeAttention(TorchFunctionMode):
     def _own_heads(self, states: Tensor) -> Tensor:
         """[l + S, heads, width] -> [L + S, heads/cp, width]."""
         video, text = states[: self._rows], states[self._rows :]
+        # The last ranks' padding arrives at the end and is cut off before any query sees it.
         video = rows_to_heads(video, self._axis)[: self._num_tokens]
         return torch.cat([video, text.chunk(self._axis.size(), dim=1)[self._axis.get_local_rank()]])
 
@@ -146,6 +149,7 @@ class WholeAttention(TorchFunctionMode):
         video, text = states[: self._num_tokens], states[self._num_tokens :]
         size = self._axis.size()
         filled = F.pad(video, (0, 0, 0, 0, 0, size * self._rows - self._num_tokens))
+        # Every rank gets its l tokens and all of the text, so each rank's slice of the exchange has both.
         by_rank = torch.cat([filled.unflatten(0, (size, self._rows)), text.expand(size, *text.shape)], dim=1)
         return heads_to_rows(by_rank.flatten(0, 1), self._axis)
 

@@ -105,6 +105,7 @@ def sample(velocity: Velocity, noise: Tensor, *, plan: DenoisingPlan, seeds: Seq
     history: Tensor | None = None
     for index in range(plan.num_steps):
         t, t_next = (times[i].expand(len(state)) for i in (index, index + 1))
+        # A step outside of the window is the ODE's, of second order where the step before it was the ODE's too.
         stochastic = index in plan.steps.stochastic
         rule = plan.rule if stochastic else "ode"
         v = velocity(state, t).float()
@@ -114,6 +115,7 @@ def sample(velocity: Velocity, noise: Tensor, *, plan: DenoisingPlan, seeds: Seq
         if stochastic:
             state = reached.sample(sample_noise(seeds, state.shape[1:], stream=f"step {index}", device=state.device))
             history = None  # the previous velocity is stale after added noise
+        # The state behind a step is the one before the next: neighbours in the window share it.
         if index in plan.steps.trained:
             path |= {index: before, index + 1: state}
             logprobs.append(reached.logprob(state))

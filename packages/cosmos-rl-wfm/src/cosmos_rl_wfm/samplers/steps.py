@@ -87,6 +87,8 @@ def step(
         raise ValueError(f"unknown rule of denoising steps {rule!r}; there are {', '.join(map(repr, RULES))}")
     if rule != "ode" and not 0 < noise_level <= (1.0 if rule == "cps" else math.inf):
         raise ValueError(f"{rule} does not accept noise_level = {noise_level}; use a value above 0 (cps: at most 1)")
+    # A rule is linear in state and velocity: its coefficients, one a sample, are computed in float64, where differences
+    # of times near 1 cancel, and applied to the elements in float32.
     times = _Times(now=t.double(), then=t_next.double(), first=t_first)
     on_x, on_v, std = RULES[rule](times, noise_level)
     mean = spread(on_x.float(), x) * x.float() + spread(on_v.float(), x) * v.float()

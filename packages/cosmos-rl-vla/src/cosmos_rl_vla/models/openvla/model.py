@@ -175,6 +175,9 @@ class OpenVLAModel(ActionModel):
         """Return outputs and tokens [B, H D], decoded autoregressively with a key-value cache."""
         from transformers import DynamicCache
 
+        # Prompts of a batch have different lengths, padded at the end. The first action token is predicted at each
+        # prompt's own last token; the following ones are appended behind the padding, which the mask hides, and
+        # `_run` counts positions over unmasked tokens alone.
         kept, mask = DynamicCache(), observed.mask
         outputs = self._run(observed.embedded, mask, seen=_causal(mask), kept=kept)
         hidden, tokens = [outputs[torch.arange(len(mask), device=mask.device), observed.last]], []
@@ -287,6 +290,8 @@ class ActionBins:
         """log_probs [..., N] -> ids [...]: the likeliest, or sampled with `uniforms` [...] in [0, 1)."""
         if uniforms is None:
             return self.first + log_probs.argmax(-1)
+        # Inverse transform: the number of bins whose cumulative probability is not above the uniform is the sampled
+        # bin. In float64, since 256 float32 terms may sum to less than the largest uniform.
         reached = log_probs.double().exp().cumsum(-1) <= uniforms.double()[..., None]
         return self.first + reached.sum(-1).clamp(max=self.count - 1)
 

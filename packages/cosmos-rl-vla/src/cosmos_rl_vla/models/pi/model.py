@@ -90,6 +90,7 @@ class PiModel(ActionModel):
         """Denoise from each sample's own noise; `greedy` follows the ODE (the initial noise is still sampled)."""
         prefix = self.backbone(inputs)
         noises = self._noises(randomness, device=inputs.state.device)
+        # All K steps keep their states, log-probs and outputs: which of them is stochastic differs by sample.
         states, logprobs, hidden = [noises.start], [], []
         for step in range(self.config.num_steps):
             denoised = self._denoise(
@@ -99,6 +100,7 @@ class PiModel(ActionModel):
             states.append(after)
             logprobs.append(logprob)
             hidden.append(denoised.hidden[:, : self.horizon])
+        # Then each sample picks its S stochastic steps; training runs these alone again, from their own states.
         before, after = (_pick(torch.stack(x, dim=1), noises.index) for x in (states[:-1], states[1:]))
         replay = {"before": before, "after": self._executed(after), "index": noises.index, "level": noises.level}
         logprob = self._averaged(_pick(torch.stack(logprobs, dim=1), noises.index), start=before[:, 0])
@@ -155,6 +157,8 @@ class PiModel(ActionModel):
         after = flow.ode_step(x, denoised.velocity, num_steps=self.config.num_steps)
         if noises is None or not self._may_sample(step):
             return after, torch.zeros_like(self._executed(x))
+        # A batch mixes samples for which this step is stochastic with others, so both results are computed, and each
+        # sample takes its own. `own` is the noise of the one stochastic step that this is, 0 for the others.
         mine = noises.index == step  # [B, S]
         own = torch.einsum("bs,bsma->bma", mine.float(), noises.steps)
         stochastic = mine.any(1)[:, None, None]
@@ -220,6 +224,8 @@ class PiModel(ActionModel):
         )
         choices, size = noise.num_stochastic(steps), shape[0] * shape[1]
         count = choices if noise.steps == "all" else 1
+        # One draw a sample holds the initial noise and that of its stochastic steps: the order of draws is fixed, so
+        # that an episode is the same in any batch. The index of a random step comes from the same stream, after them.
         generators = randomness.generators()
         sampled = _stacked(
             [(g.standard_normal((count + 1) * size, dtype=np.float32),) for g in generators], device=device
