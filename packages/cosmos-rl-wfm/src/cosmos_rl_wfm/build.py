@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
 
-from cosmos_rl_core.data import video as decoding
 from cosmos_rl_core.data.video import ByteCache
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.lora import merge
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_wfm.conditions import Conditions
-from cosmos_rl_wfm.data import mock, video
-from cosmos_rl_wfm.data.cache import TensorCache, code_of, key_of
-from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
-from cosmos_rl_wfm.data.loader import ClipLoader
-from cosmos_rl_wfm.data.storage import cache_folder
 from cosmos_rl_wfm.ema import Follower, average_decay
 from cosmos_rl_wfm.engines.torch import FlowEngine, WFMTorchOptions
-from cosmos_rl_wfm.models import codec
 from cosmos_rl_wfm.models.base import ClipSize, Condition
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import WFMModelConfig
@@ -31,13 +22,10 @@ from cosmos_rl_wfm.objectives.formulas import OLD_WEIGHT_DECAYS
 from cosmos_rl_wfm.parallel.parallelize import parallelize
 from cosmos_rl_wfm.policy import FlowPolicy
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.supervised import Clips
+from cosmos_rl_wfm.supervised import ClipSources, check_sizes, conditions_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_ENCODING = (decoding, video, mock, codec)
-"""Modules that compute the pixels of clips and their latents."""
 
 
 def build_policy(
@@ -53,7 +41,7 @@ def build_policy(
     # With a mesh, a network from scratch is on the host until `fully_shard` has moved and sharded it block by block.
     first = device if setup.mesh is None else torch.device("cpu")
     model = build_model(config, seed=config.seed, parameter_dtype=parameter_dtype, filled=not in_parts, device=first)
-    _check_sizes(model, data)
+    check_sizes(model, data)
     guided = sampling is not None and sampling.guidance is not None
     unconditional = _unconditional(model, config, device=device) if guided else None
     if config.lora is None:
@@ -77,27 +65,6 @@ def build_policy(
     )
 
 
-class ClipSources:
-    """The real clips of [data] sections. Codec and text encoder are loaded with the first section."""
-
-    def __init__(self, model: DiffusersModel, config: WFMModelConfig, *, seed: int, device: torch.device) -> None:
-        self._model, self._config = model, config
-        self._seed, self._device = seed, device
-        self._captions = ByteCache[Condition](config.text.cache_bytes)
-        self._sections: dict[WFMDataConfig, Clips] = {}
-
-    def of(self, section: WFMDataConfig) -> Clips:
-        """Return the clips of a section, made at its first use. Raises UserError for sizes that do not fit."""
-        if section not in self._sections:
-            model, config = self._model, self._config
-            _check_sizes(model, section)
-            load_parts(model, config, {"codec", "text"}, seed=config.seed, device=self._device)
-            loader = _clip_loader(model, config, section, seed=self._seed)
-            conditions = _conditions(model, config, section, self._captions)
-            self._sections[section] = Clips(model, section, loader=loader, conditions=conditions)
-        return self._sections[section]
-
-
 def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: WFMTorchOptions) -> FlowEngine:
     """Load network, codec and text encoder."""
     model = build_model(config, parts=("network", "codec", "text"), seed=config.seed)
@@ -105,14 +72,7 @@ def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: WFMTor
     model.check(size)
     model.network.requires_grad_(False).eval()
     captions = ByteCache[Condition](config.text.cache_bytes)
-    return FlowEngine(model, size=size, conditions=_conditions(model, config, data, captions), options=options)
-
-
-def _conditions(
-    model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, captions: ByteCache[Condition]
-) -> Conditions:
-    reader = ClipReader(data, text_width=model.family.text_width)
-    return Conditions(model, reader, config.given, captions=captions)
+    return FlowEngine(model, size=size, conditions=conditions_of(model, config, data, captions), options=options)
 
 
 def _unconditional(model: DiffusersModel, config: WFMModelConfig, *, device: torch.device) -> Condition:
@@ -136,28 +96,3 @@ def export_weights(
 def size_of(data: WFMDataConfig) -> ClipSize:
     """Return the size of generated clips."""
     return ClipSize(frames=data.size.frames, height=data.size.height, width=data.size.width)
-
-
-def _check_sizes(model: DiffusersModel, data: WFMDataConfig) -> None:
-    """Raise UserError for a clip size that the model does not accept."""
-    for height, width in sorted({(data.size.height, data.size.width), *data.sizes}):
-        model.check(ClipSize(frames=data.size.frames, height=height, width=width))
-
-
-def _clip_loader(model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, *, seed: int) -> ClipLoader:
-    cache = _latents_cache(config, data)
-    return ClipLoader(
-        data,
-        seed=seed,
-        text_width=model.family.text_width,
-        cache=cache,
-        codec="" if cache is None else key_of(model.codec_fingerprint(), version("av"), code_of(*_ENCODING)),
-        needs_video=config.given.max_frames > 0,
-    )
-
-
-def _latents_cache(config: WFMModelConfig, data: WFMDataConfig) -> TensorCache | None:
-    """The cache of latents; None if encoding is as fast, or no clip repeats."""
-    if config.codec == "pixels" or data.start == "random":
-        return None
-    return TensorCache(cache_folder(data.cache_path) / "latents", max_bytes=data.cache_bytes)

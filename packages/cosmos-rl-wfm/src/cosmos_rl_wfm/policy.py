@@ -30,8 +30,8 @@ from cosmos_rl_wfm.samplers.sampler import replay
 from cosmos_rl_wfm.sampling import FlowSampling
 
 if TYPE_CHECKING:
-    from cosmos_rl_wfm.build import ClipSources
     from cosmos_rl_wfm.models.model import DiffusersModel
+    from cosmos_rl_wfm.supervised import ClipSources
 
 OLD = "old:"
 """Prefix of the names of old weights in a checkpoint."""

@@ -11,17 +11,27 @@ passes in a step, whatever is wrong with the data.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from cosmos_rl_core.data import video as decoding
+from cosmos_rl_core.data.video import ByteCache
 from cosmos_rl_core.types import Prompt, Share, TrainBatch
 from cosmos_rl_wfm.collate import Term, deal_alike, stack
 from cosmos_rl_wfm.conditions import Conditions, arrays_of
+from cosmos_rl_wfm.data import mock, video
+from cosmos_rl_wfm.data.cache import TensorCache, code_of, key_of
+from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader, LoadedClip
-from cosmos_rl_wfm.models.base import ClipSize
+from cosmos_rl_wfm.data.storage import cache_folder
+from cosmos_rl_wfm.models import codec
+from cosmos_rl_wfm.models.base import ClipSize, Condition
+from cosmos_rl_wfm.models.build import load_parts
+from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.objectives.formulas import flow_weight
 from cosmos_rl_wfm.samplers.times import sample_times
 
@@ -118,3 +128,60 @@ class Clips:
         height, width = self._data.sizes[0]
         video = np.zeros((self._data.size.frames, height, width, 3), np.uint8)
         return LoadedClip(caption="", text=None, video=video, rng=np.random.default_rng(0), is_real=False)
+
+
+_ENCODING = (decoding, video, mock, codec)
+"""Modules that compute the pixels of clips and their latents."""
+
+
+class ClipSources:
+    """The real clips of [data] sections. Codec and text encoder are loaded with the first section."""
+
+    def __init__(self, model: DiffusersModel, config: WFMModelConfig, *, seed: int, device: torch.device) -> None:
+        self._model, self._config = model, config
+        self._seed, self._device = seed, device
+        self._captions = ByteCache[Condition](config.text.cache_bytes)
+        self._sections: dict[WFMDataConfig, Clips] = {}
+
+    def of(self, section: WFMDataConfig) -> Clips:
+        """Return the clips of a section, made at its first use. Raises UserError for sizes that do not fit."""
+        if section not in self._sections:
+            model, config = self._model, self._config
+            check_sizes(model, section)
+            load_parts(model, config, {"codec", "text"}, seed=config.seed, device=self._device)
+            loader = _clip_loader(model, config, section, seed=self._seed)
+            conditions = conditions_of(model, config, section, self._captions)
+            self._sections[section] = Clips(model, section, loader=loader, conditions=conditions)
+        return self._sections[section]
+
+
+def conditions_of(
+    model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, captions: ByteCache[Condition]
+) -> Conditions:
+    reader = ClipReader(data, text_width=model.family.text_width)
+    return Conditions(model, reader, config.given, captions=captions)
+
+
+def check_sizes(model: DiffusersModel, data: WFMDataConfig) -> None:
+    """Raise UserError for a clip size that the model does not accept."""
+    for height, width in sorted({(data.size.height, data.size.width), *data.sizes}):
+        model.check(ClipSize(frames=data.size.frames, height=height, width=width))
+
+
+def _clip_loader(model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, *, seed: int) -> ClipLoader:
+    cache = _latents_cache(config, data)
+    return ClipLoader(
+        data,
+        seed=seed,
+        text_width=model.family.text_width,
+        cache=cache,
+        codec="" if cache is None else key_of(model.codec_fingerprint(), version("av"), code_of(*_ENCODING)),
+        needs_video=config.given.max_frames > 0,
+    )
+
+
+def _latents_cache(config: WFMModelConfig, data: WFMDataConfig) -> TensorCache | None:
+    """The cache of latents; None if encoding is as fast, or no clip repeats."""
+    if config.codec == "pixels" or data.start == "random":
+        return None
+    return TensorCache(cache_folder(data.cache_path) / "latents", max_bytes=data.cache_bytes)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.checkpoint import WeightNames
 
 Replay = Mapping[str, Tensor]
 """Sampled values from which `evaluate` recomputes log-probabilities, every tensor [B, ...]: token ids, or flow states
@@ -113,6 +112,32 @@ class SupervisedLosses:
     """[B] float32: flow matching or cross-entropy, the mean over unmasked components; 0 without any."""
     aux: Tensor | None = None
     """[B] float32: squared error of the auxiliary targets; None without any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A parameter whose value is a tensor of a file, or a part of it."""
+
+    name: str
+    part: int = 0
+    """Index among `parts`."""
+    parts: int = 1
+    """Number of equal pieces of the tensor along its first dimension."""
+
+
+class WeightNames:
+    """Mapping between weight names in public checkpoints and the module's: the identity, for a family without any."""
+
+    def public_name(self, name: str) -> str:
+        """Return the name of a parameter in a public checkpoint."""
+        return name
+
+    def owners(self, name: str) -> tuple[Owner, ...]:
+        """Return the parameters whose values a tensor of a public checkpoint holds; none for an unused tensor.
+
+        Raises KeyError for an unknown name.
+        """
+        return (Owner(name),)
 
 
 class ActionModel(nn.Module, ABC):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,21 +23,7 @@ from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import Index, fill_own_part, parameters_on_meta
 from cosmos_rl_core.parallel.lora import base_name
 from cosmos_rl_core.storage import safetensors_header as storage
-
-if TYPE_CHECKING:
-    from cosmos_rl_vla.models.base import ActionModel
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """A parameter whose value is a tensor of a file, or a part of it."""
-
-    name: str
-    part: int = 0
-    """Index among `parts`."""
-    parts: int = 1
-    """Number of equal pieces of the tensor along its first dimension."""
-
+from cosmos_rl_vla.models.base import ActionModel, Owner, WeightNames
 
 _MODEL, _PROJECTOR = "*model*.safetensors", "proprio_projector*.safetensors"
 """Files with weights; others hold statistics."""
@@ -45,21 +31,6 @@ _MODEL, _PROJECTOR = "*model*.safetensors", "proprio_projector*.safetensors"
 
 HEADS = ("value_head.", "aux_head.", "denoiser.noise_head.")
 """Prefixes of heads that reinforcement learning and auxiliary targets add; random where a file lacks them."""
-
-
-class WeightNames:
-    """Mapping between weight names in public checkpoints and the module's: the identity, for a family without any."""
-
-    def public_name(self, name: str) -> str:
-        """Return the name of a parameter in a public checkpoint."""
-        return name
-
-    def owners(self, name: str) -> tuple[Owner, ...]:
-        """Return the parameters whose values a tensor of a public checkpoint holds; none for an unused tensor.
-
-        Raises KeyError for an unknown name.
-        """
-        return (Owner(name),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

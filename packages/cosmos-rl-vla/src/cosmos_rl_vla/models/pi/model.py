@@ -224,7 +224,7 @@ class PiModel(ActionModel):
         )
         choices, size = noise.num_stochastic(steps), shape[0] * shape[1]
         count = choices if noise.steps == "all" else 1
-        # One draw a sample holds the initial noise and that of its stochastic steps: the order of draws is fixed, so
+        # One array a sample holds the initial noise and that of its stochastic steps, sampled in a fixed order, so
         # that an episode is the same in any batch. The index of a random step comes from the same stream, after them.
         generators = randomness.generators()
         sampled = _stacked(
