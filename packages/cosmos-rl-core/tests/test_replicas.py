@@ -281,9 +281,8 @@ def meshes_of(*, models=None):
             context,
             controller=str,
             trainer=mine,
-            mesh=None,
             is_over=lambda epoch: False,
-            timeout_s=30.0,
+            limits=WaitLimits(timeout_s=30.0),
             models=models(mine) if models else {},
         )
         found.members = ("policy-0", "policy-1", "policy-2")
@@ -566,7 +565,11 @@ def mesh_of(name, address, token, *, steps):
     context = WorkerContext(name=name, token=token, timeline=Timeline(process=name), threads=1)
     mine = trainer(seed=steps, steps=steps)
     return PolicyMesh(
-        context, controller=lambda: address, trainer=mine, mesh=None, is_over=lambda epoch: False, timeout_s=30.0
+        context,
+        controller=lambda: address,
+        trainer=mine,
+        is_over=lambda epoch: False,
+        limits=WaitLimits(timeout_s=30.0),
     )
 
 

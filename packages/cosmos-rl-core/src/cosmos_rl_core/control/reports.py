@@ -3,8 +3,8 @@
     reports = OncePerStep()
     reports.add("policy-1", 7, message, mesh=("policy-0", "policy-1"))     # []: policy-0 reports step 7
     reports.add("policy-0", 7, message, mesh=("policy-0", "policy-1"))     # [message]
-    reports.remesh(("policy-1",))                                          # those that policy-0 did not send any more
-    reports.flush()                                                        # all: no replica will send its own
+    reports.remesh(("policy-1",))                                          # the steps that policy-0 never reported
+    reports.flush()                                                        # all: no other reports will come
 
 The first member of the mesh reports. Reports of the others are kept until it has sent its own, in case it is lost.
 """

@@ -1,6 +1,7 @@
 """The memory of a process of a run, part by part. No torch, nothing is loaded.
 
-Parts are held from the start on, or at certain times, such as "a step is computed"; the time with the most has to fit.
+A part occupies memory from the start on, or in certain phases, such as "a step is computed". The phase with the most
+memory has to fit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 PREPARE = "the negative prompt is embedded"
 START = "the model is loaded"
-"""The two times of the start-up, in this order: only parts that name them are held then."""
+"""The two phases of the start-up, in this order. Only parts that list a phase occupy memory in it."""
 STEP = "a step is computed"
 """The time of a policy's forward and backward passes."""
 REDUCED = "gradients of embedding and head are summed"

@@ -61,7 +61,7 @@ class Trainer:
         self._lr_factor = lr_factor
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._max_grad_norm = max_grad_norm
-        self._mesh = mesh
+        self.mesh = mesh
         self._batch: TrainBatch | None = None
         self._sums: dict[str, torch.Tensor] = {}
 
@@ -147,8 +147,8 @@ class Trainer:
         norm = clip_gradients(
             self.policy.module.parameters(),
             max_norm=self._max_grad_norm,
-            num_stages=self._mesh.dims.pp if self._mesh else 1,
-            device=self._mesh.device if self._mesh else None,
+            num_stages=self.mesh.dims.pp if self.mesh else 1,
+            device=self.mesh.device if self.mesh else None,
             elsewhere=self.policy.second_copies(),
         )
         summed = self._read(norm)
@@ -169,8 +169,8 @@ class Trainer:
 
     def _read(self, norm: torch.Tensor) -> dict[str, float]:
         """Return the step's metrics and the gradients' norm: the only wait for the device in a step."""
-        if self._mesh is not None:
-            return sum_metrics(self._sums, self._mesh, equal={"grad_norm": norm})
+        if self.mesh is not None:
+            return sum_metrics(self._sums, self.mesh, equal={"grad_norm": norm})
         values = {**self._sums, "grad_norm": norm}
         return dict(zip(values, torch.stack([value.double().to(norm.device) for value in values.values()]).tolist()))
 

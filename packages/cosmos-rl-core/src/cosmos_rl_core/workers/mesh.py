@@ -1,8 +1,8 @@
 """The policy replicas that train together, as a rank of one of them sees them.
 
     Remesh(epoch, members) -> connect rank i with rank i of the other members -> exchange outlines
-    -> one with another model, layout or frozen weights than the first that is not behind leaves with a message
-    -> whoever is behind takes weights and optimizer state from that one
+    -> a replica whose model, layout or frozen weights differ from those of the first one with the newest step leaves
+    -> a replica that is behind takes weights and optimizer state from that one
     -> the next batch is requested in the new epoch
 
 A new mesh is made whenever a replica joins or is lost; the groups of the old one are left to end by themselves.
@@ -29,7 +29,6 @@ from cosmos_rl_core.control.rendezvous import STORE
 from cosmos_rl_core.errors import EpochOver, WorkerFailed
 from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.parallel.dtensor import local_part
-from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.byte_sums import digest
 from cosmos_rl_core.train.replicas import MeshPlace, RankWaits, ReplicaGroup, WaitLimits
@@ -56,25 +55,23 @@ class PolicyMesh:
         *,
         controller: Callable[[], str],
         trainer: Trainer,
-        mesh: ReplicaMesh | None,
         is_over: Callable[[int], bool],
+        limits: WaitLimits,
         waiting: RankWaits | None = None,
-        timeout_s: float,
-        peer_s: float = CONNECT_S,
         leads_first: bool = True,
         models: Mapping[str, Reference | Teacher] = {},
     ) -> None:
         """controller: returns the controller's address. is_over: whether a later epoch than the given one is known
-        here. waiting: updated during waits for other replicas. peer_s: maximum time to connect to one that is there.
+        here. waiting: updated during waits for other replicas.
         leads_first: `leads` without a mesh. models: what it computes with, by name; what is not trained in them must be
         the same in all replicas."""
         self.members: tuple[str, ...] = ()
         self.group: ReplicaGroup | None = None
         self._context, self._replica, self._trainer = context, context.replica, trainer
         self._controller = controller
-        self._device = torch.device("cpu") if mesh is None else mesh.device
-        self._ranks = RankGroup() if mesh is None else RankGroup.of_all()
-        self._is_over, self._timeout_s, self._peer_s = is_over, timeout_s, peer_s
+        self._device = torch.device("cpu") if trainer.mesh is None else trainer.mesh.device
+        self._ranks = RankGroup() if trainer.mesh is None else RankGroup.of_all()
+        self._is_over, self._limits = is_over, limits
         self._waiting = waiting or RankWaits()
         self._leads_first = leads_first
         self._models = models
@@ -107,7 +104,7 @@ class PolicyMesh:
             return False
         is_over = partial(self._is_over, message.epoch)
         newcomers = [place for place, name in enumerate(self.members) if earlier and name not in earlier]
-        store = ChannelStore(self._connect, epoch=message.epoch, is_over=is_over, timeout_s=self._timeout_s)
+        store = ChannelStore(self._connect, epoch=message.epoch, is_over=is_over, timeout_s=self._limits.timeout_s)
         try:
             self.group = ReplicaGroup(
                 dist.PrefixStore(str(self._ranks.rank), store),
@@ -117,7 +114,7 @@ class PolicyMesh:
                 agree=self._ranks.gather,
                 waiting=self._waiting,
                 address=self._context.address,
-                limits=WaitLimits(timeout_s=self._timeout_s, peer_s=self._peer_s),
+                limits=self._limits,
             )
         finally:
             store.close()

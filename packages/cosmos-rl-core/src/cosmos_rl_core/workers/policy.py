@@ -28,7 +28,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.learner import FrozenModels, PolicyLearner
-from cosmos_rl_core.train.replicas import RankWaits
+from cosmos_rl_core.train.replicas import RankWaits, WaitLimits
 from cosmos_rl_core.train.residence import Residence, TurnResidence
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.weight_sync import WeightPublisher
@@ -75,7 +75,7 @@ class PolicyRole:
         await self._residence.end()
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state)
         publisher = await self._publisher(trainer)
-        replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh, frozen)
+        replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, frozen)
         if at.config.monitor.rolls_back and not at.welcome.resume_from:  # step 0 may be the last healthy step
             await loop.run_in_executor(at.compute, partial(saver.after_step, state, leads=replicas.leads))
         learner = PolicyLearner(
@@ -167,7 +167,7 @@ class PolicyRole:
             run=_SavingReplica(at, self._residence, self._link),
         )
 
-    def _replicas(self, trainer: Trainer, mesh: ReplicaMesh | None, frozen: FrozenModels) -> PolicyMesh:
+    def _replicas(self, trainer: Trainer, frozen: FrozenModels) -> PolicyMesh:
         at = self._at
         models = {"policy": trainer.policy, "reference": frozen.reference, "teacher": frozen.teacher}
         is_first = at.config.policy.replicas == 1 or at.context.replica == FIRST
@@ -175,11 +175,12 @@ class PolicyRole:
             at.context,
             controller=at.present_controller,
             trainer=trainer,
-            mesh=mesh,
             is_over=self._link.is_over,
+            limits=WaitLimits(
+                timeout_s=at.config.policy.collective_timeout_s,
+                peer_s=at.config.elastic.peer_s / 2,  # the controller waits as long for the sum that a cut has stopped
+            ),
             waiting=self._waiting,
-            timeout_s=at.config.policy.collective_timeout_s,
-            peer_s=at.config.elastic.peer_s / 2,  # the controller waits as long for the sum that a cut has stopped
             leads_first=is_first and trainer.version == at.welcome.version,  # a newcomer has no weights to save yet
             models={name: model for name, model in models.items() if model is not None},
         )

@@ -118,8 +118,8 @@ def _process(pid: int, worker: str) -> InspectedProcess | None:
 def _watched(process: InspectedProcess, *, is_main: bool) -> InspectedProcess:
     """Return the process; with the state "R" if that of /proc is no trouble.
 
-    A process waits for a disk now and then: it does so if it is seen DISK_LOOKS times. A child that has ended is
-    awaited by its parent: of trouble is only the end of the worker, or of a rank.
+    Every process reads a disk now and then: one is said to wait for it if it is seen so DISK_LOOKS times. A zombie is a
+    fault only of a worker's main process or a rank; other children that have ended wait for their parent.
     """
     if process.state == "Z" and not is_main:
         return process._replace(state="R")
