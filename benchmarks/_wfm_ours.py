@@ -19,7 +19,7 @@ from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.train.batcher import Batcher
-from cosmos_rl_core.train.learner import PolicyLearner
+from cosmos_rl_core.train.learner import FrozenModels, PolicyLearner
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share
 
 
@@ -67,7 +67,7 @@ class OurLoop:
         self.learner = PolicyLearner(
             self.trainer,
             publisher=None,
-            reference=assemble.build_reference(config, domain, self.trainer),
+            frozen=FrozenModels(reference=assemble.build_reference(config, domain, self.trainer)),
             compute=self._compute,
             timeline=Timeline("benchmark"),
             max_skipped_steps=0,

@@ -31,7 +31,7 @@ from cosmos_rl_transfer.planning.plan import TransferPlan, plan
 BUCKET_BYTES = 8 << 20
 SMALL_BUCKETS = (64, 200, 1000, 1 << 20)
 NUM_PAIRS, NUM_PAIRS_QUICK = 2000, 200
-ROUNDS, JOIN_ROUNDS = 3, 7
+ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,30 +212,6 @@ def _visit(*manifests: Manifest) -> float:
     return time.process_time() - started
 
 
-def join_figures(model: Model, pairs: Sequence[Pair], *, rounds: int, target: str) -> Iterator[Figure]:
-    """Time a plan of all replicas when one more joins, its digest included, beside visiting the parts of both sides."""
-    note = (
-        "join: of one replica, its manifest freshly decoded, into the plan of the others; median, CPU milliseconds; "
-        "visit: a loop over all parts of the trainers and of the newcomer"
-    )
-    for pair in pairs:
-        joins, visits = [], []
-        source, fleet = model.source(pair), model.fleet(pair)
-        made = _direct(source, fleet)
-        assert made.digest
-        for _ in range(rounds):
-            visits.append(1e3 * _visit(model.source(pair), model.replica(pair, first_rank=fleet.ranks[-1] + 1)))
-            newcomer = model.replica(pair, first_rank=fleet.ranks[-1] + 1)
-            gc.collect()
-            started = time.process_time()
-            assert made.join(newcomer).digest
-            joins.append(1e3 * (time.process_time() - started))
-        took = statistics.median(joins)
-        yield Figure(metric=f"re-plan after a join, {pair}", value=took, unit="ms", note=note)
-        relative = took / statistics.median(visits)
-        yield Figure(metric="  over visiting each part", value=relative, unit="x", target=target, note=note)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,7 +221,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     llama = Model("llama-8b")
     metrics += [*balance_figures(llama), *relay_figures(llama)]
     moe, pairs = Model("qwen3-30b-a3b"), MOE_PAIRS[:4] if quick else MOE_PAIRS
-    metrics += join_figures(moe, pairs, rounds=JOIN_ROUNDS, target="<= 0.25")
     metrics += time_figures(moe, pairs, rounds=ROUNDS, target="<= 2.5")
     if not quick:
         large = Pair(source={"pp": 4, "dp_shard": 64, "ep": 8}, target={"tp": 16, "ep": 16}, replicas=8)

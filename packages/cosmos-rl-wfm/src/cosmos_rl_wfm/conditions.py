@@ -75,7 +75,7 @@ class Conditions:
             condition = self._model.encode_text([caption]).to(_CPU)
         else:
             condition = self._model.cached_text([torch.from_numpy(embedding)], where=[str(row.get("key", caption))])
-        self._captions.put(key, condition)
+        self._captions.put(key, condition, condition.nbytes)
         return condition
 
     def with_given(self, condition: Condition, video: Tensor, rng: np.random.Generator) -> Condition:

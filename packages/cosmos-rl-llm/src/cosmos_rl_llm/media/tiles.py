@@ -218,7 +218,7 @@ class InternVision(TiledVision):
             image_processor=processor,
             tile=(height, width),
             tokens_per_tile=int((height // patch[0]) * (width // patch[1]) * config.downsample_ratio**2),
-            token_ids=dict.fromkeys(KINDS, config.image_token_id),
+            token_ids={kind: config.image_token_id for kind in KINDS},
             files=files.texts,
             frame_options={"crop_to_patches": False},
         )
