@@ -28,6 +28,7 @@ from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.token_model import TermOptions
 from cosmos_rl_llm.teacher.check import check_length, check_tokens, first_difference
 from cosmos_rl_llm.teacher.divergence import Top, Whole, term_divergence, with_rest
 from cosmos_rl_llm.teacher.teacher import LLMTeacher, check_processing
@@ -276,10 +277,10 @@ def taught_policy(section, setup=None, *, sees=False):
         if sees
         else tiny(hidden_size=96, num_hidden_layers=3, tie_word_embeddings=False, vocab_size=64)
     )
-    options = {"temperature": 0.8, "vision": vision_of(own) if sees else None}
+    options = TermOptions(temperature=0.8, vision=vision_of(own) if sees else None)
     kind = PipelinedPolicy if setup is not None and setup.parallel.pp > 1 else CausalLMPolicy
-    policy = kind(own, setup=setup, **options)
-    teacher = LLMTeacher(kind(other, setup=frozen, **options), policy, section)
+    policy = kind(own, options, setup=setup)
+    teacher = LLMTeacher(kind(other, options, setup=frozen), policy, section)
     teacher.module.requires_grad_(False)
     return policy, teacher
 

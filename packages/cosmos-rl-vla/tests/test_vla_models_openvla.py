@@ -172,9 +172,9 @@ def test_state_is_read_up_to_its_bounds():
     assert not torch.allclose(model.evaluate(other, acted.replay).logprobs, acted.logprobs)
 
 
-@pytest.mark.parametrize(("per", "count"), [("none", 0), ("chunk", 1), ("action", 3)])
-def test_a_critic_gives_as_many_values_as_it_was_asked_for(per, count):
-    model = random_openvla(replace(OFT, critic=Critic(per=per, hidden=(8,))), seed=0)
+@pytest.mark.parametrize(("keys", "count"), [({"place": "none"}, 0), ({"per": "chunk"}, 1), ({"per": "action"}, 3)])
+def test_a_critic_gives_as_many_values_as_it_was_asked_for(keys, count):
+    model = random_openvla(replace(OFT, critic=Critic(**keys, hidden=(8,))), seed=0)
     assert model.act(observations(), randomness=draw()).values.shape == (4, count) and model.value_dim == count
 
 

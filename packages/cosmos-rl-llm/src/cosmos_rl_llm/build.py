@@ -41,9 +41,10 @@ from cosmos_rl_llm.model.causal_lm import empty_model, load_model, load_tokenize
 from cosmos_rl_llm.model.checkpoint import checkpoint_of, legacy_template, resolve
 from cosmos_rl_llm.model.vision_parts import freeze
 from cosmos_rl_llm.model.weights import Weight, find_weights, open_weights
+from cosmos_rl_llm.over_ranks import policy_over
 from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters
-from cosmos_rl_llm.policy.policy import CausalLMPolicy, policy_over
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.rank_probe import check_ranks
 from cosmos_rl_llm.policy.token_model import TermOptions
 from cosmos_rl_llm.policy.truncation import Truncation

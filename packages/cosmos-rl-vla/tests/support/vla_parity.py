@@ -204,7 +204,9 @@ def demonstrations(loaded: LoadedPolicy) -> dict[str, Tensor]:
         "action_mask": mask,
         "seeds": torch.arange(SAMPLES),
     }
-    return found | ({"aux": torch.randn(SAMPLES, loaded.aux_dim, generator=generator)} if loaded.aux_dim else {})
+    return found | (
+        {"aux": torch.randn(SAMPLES, loaded.model.aux_dim, generator=generator)} if loaded.model.aux_dim else {}
+    )
 
 
 def _observations() -> Inputs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,9 +28,6 @@ from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.probe import runs_unpacked
 from cosmos_rl_llm.policy.routing import ExpertLoad
 from cosmos_rl_llm.policy.token_model import PLAIN, TermModel, TermOptions, outputs_of
-
-if TYPE_CHECKING:
-    from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -136,14 +133,3 @@ class CausalLMPolicy(LanguagePolicy[TermModel]):
     def reference(self) -> Reference | None:
         """The policy without its adapters; None where weights are trained in full too, or without adapters."""
         return None if whole_weights(self._model) else super().reference()
-
-
-def policy_over(
-    model: PreTrainedModel, options: TermOptions = PLAIN, *, chat: Chat | None = None, setup: ModelSetup
-) -> CausalLMPolicy | PipelinedPolicy:
-    """Make the policy of a model over the ranks of `setup`; with pp above 1 of this rank's stages."""
-    if setup.parallel.pp == 1:
-        return CausalLMPolicy(model, options, chat=chat, setup=setup)
-    from cosmos_rl_llm.policy.pipelined import PipelinedPolicy  # with torch's schedules, which others do not need
-
-    return PipelinedPolicy(model, options, chat=chat, setup=setup)

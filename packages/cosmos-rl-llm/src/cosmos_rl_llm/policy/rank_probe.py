@@ -30,7 +30,8 @@ from cosmos_rl_core.parallel.stages import microbatch_multiple, num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share
 from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
 from cosmos_rl_llm.model.miniature import NUM_LAYERS, MiniatureSize, miniature
-from cosmos_rl_llm.policy.policy import CausalLMPolicy, policy_over
+from cosmos_rl_llm.over_ranks import policy_over
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import TOLERANCE, describe, first_line, probe_samples
 
 GRADIENT_TOLERANCE = 1e-2

@@ -16,6 +16,8 @@ from pydantic import BaseModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
+from cosmos_rl_core.settings.base import Strict
+from cosmos_rl_core.settings.problems import validated
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
@@ -49,12 +51,17 @@ def _from_ours(stored: dict[str, Any], path: Path) -> PiConfig:
     if stored.pop("model_type", None) != MODEL_TYPE:
         raise UserError(f'{path} is not of a pi model: needs "type": "pi0" or "pi05", or a config.json written by SFT')
     try:
-        config = msgspec.convert(stored, PiConfig, dec_hook=lambda kind, value: kind.model_validate(value))
+        config = msgspec.convert(stored, PiConfig, dec_hook=_section)
     except msgspec.ValidationError as error:
         raise UserError(f"{path}: {error}") from None
     if unknown := _unknown(stored, msgspec.to_builtins(config, enc_hook=BaseModel.model_dump)):
         raise UserError(f"{path}: unknown {', '.join(unknown)}")
     return config
+
+
+def _section(kind: type[Strict], value: Mapping[str, Any]) -> Strict:
+    """Return a section of config.json; `_unknown` names keys that it does not have."""
+    return validated(kind, {name: each for name, each in value.items() if name in kind.model_fields})
 
 
 def _unknown(stored: Mapping[str, Any], known: Mapping[str, Any], at: str = "") -> list[str]:
