@@ -139,9 +139,7 @@ def test_a_recipe_of_a_known_class_is_checked_without_torch():
         "import sys\n"
         "from cosmos_rl_wfm.domain import WFM\n"
         "model = WFM.Model(family='wan', tiny=True, text={'encoder': 'words'})\n"
-        "data = WFM.Data.model_validate({'kind': 'mock', 'size': {'frames': 5, 'height': 32, 'width': 32}})\n"
         "WFM.check_model(model)\n"
-        "WFM.model_shape(model, data=data, sampling=None)\n"
         "print([m for m in ('torch', 'diffusers') if m in sys.modules])\n"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
