@@ -101,12 +101,12 @@ def group():
 
 
 class MyOptions(Options):
-    beams: int = 1
+    vocabulary: int = 8
 
 
 class MyEngine:
     def __init__(self, path, options):
-        self.beams = options.beams
+        self.vocabulary = options.vocabulary
 
 
 GIVEN = {
@@ -160,8 +160,11 @@ def test_a_block_runs(block, desk, tmp_path, monkeypatch):
             asyncio.run(check_reward(names[name], group()))
     if "train" in names:
         assert {"prompt", "answer"} <= names["train"]()[0].keys()
-    if "build" in names:
-        assert names["build"](type("Model", (), {"path": "model"}), data=None, options={"beams": 4}).beams == 4
+    if "conforms" in names:
+        asyncio.run(names["conforms"]())
+    elif "build" in names:
+        engine = names["build"](type("Model", (), {"path": "model"}), data=None, options={"vocabulary": 4})
+        assert engine.vocabulary == 4
     if "Aesthetic" in names:
         scores = names["Aesthetic"](model="head").score_groups([group(), group()])
         assert [len(each) for each in scores] == [2, 2]

@@ -68,12 +68,12 @@ def filled_weights(rank, world_size, *, configs):
 @pytest.mark.ci
 def test_ranks_read_the_weights_of_a_directory_as_one_process_does(tmp_path):
     for variant in {variant for variant, _ in DIRECTORIES}:
-        saved = values_of(save_model(variant, tmp_path / variant).module)
-        assert_same(values_of(load(VLAModelConfig(path=str(tmp_path / variant))).module), saved)
+        saved = values_of(save_model(variant, tmp_path / variant).model)
+        assert_same(values_of(load(VLAModelConfig(path=str(tmp_path / variant))).model), saved)
     configs = [{"path": str(tmp_path / variant), **added} for variant, added in DIRECTORIES]
     expected = {}
     for number, keys in enumerate(configs):
-        weights = values_of(load(VLAModelConfig(**keys)).module)
+        weights = values_of(load(VLAModelConfig(**keys)).model)
         assert any(".lora_" in name for name in weights) == ("lora" in keys)
         expected |= {f"{number}/{name}": value for name, value in weights.items()}
     for found in run_ranks(filled_weights, 2, configs=configs):
