@@ -37,7 +37,7 @@ class Way:
     transport: str
     staging: Literal["shadow", "in_place"] = "shadow"
     column_ranks: int = 1
-    wire_dtype: str | None = None
+    wire_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
 
 WAYS = (
