@@ -289,7 +289,7 @@ class WorkerProcesses:
 
 @dataclass(slots=True, kw_only=True)
 class Lifecycle:
-    """Adds workers to the connected ones and to the ledger's members, and removes them."""
+    """Admits workers as peers and as members of the ledger, and removes them."""
 
     durable: DurableLedger
     peers: Peers

@@ -44,9 +44,9 @@ KEPT_STEPS = 4
 ROLLOUTS = 8
 """Most rollouts of a group that are shown."""
 CELL, FRAMES = 96, 48
-"""Longer side of a clip on a page in pixels, and its most frames."""
+"""Of a clip in the gallery: pixels of its longer side, and maximum number of frames."""
 PROMPT_CELL, PROMPT_FRAMES = 224, 8
-"""Likewise of a prompt's pictures and videos."""
+"""The same of a prompt's pictures and videos."""
 FPS = 8.0
 """Frame rate of clips whose row has no column `fps`."""
 

@@ -290,8 +290,8 @@ class ActionBins:
         """log_probs [..., N] -> ids [...]: the likeliest, or sampled with `uniforms` [...] in [0, 1)."""
         if uniforms is None:
             return self.first + log_probs.argmax(-1)
-        # Inverse transform: the number of bins whose cumulative probability is not above the uniform is the sampled
-        # bin. In float64, since 256 float32 terms may sum to less than the largest uniform.
+        # Inverse transform sampling: the index of the sampled bin is the number of bins whose cumulative probability is
+        # at most the uniform number. In float64, since 256 float32 terms may sum to less than the largest uniform.
         reached = log_probs.double().exp().cumsum(-1) <= uniforms.double()[..., None]
         return self.first + reached.sum(-1).clamp(max=self.count - 1)
 
