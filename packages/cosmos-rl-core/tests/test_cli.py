@@ -17,7 +17,7 @@ import pytest
 
 from cosmos_rl_core.cli.app import error_text, main
 from cosmos_rl_core.control.address_file import ControllerFile
-from cosmos_rl_core.control.status import live_controller
+from cosmos_rl_core.control.status import live_controller, read_status, render
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.record import RecordedOutcome, record_outcome
 from cosmos_rl_core.recipe.run import RunConfig
@@ -422,8 +422,9 @@ def test_status_of_a_run_that_failed_has_the_reason_and_the_command_that_continu
     )
     record_outcome(run_dir, outcome)
     (run_dir / "run.lock").unlink()
-    shown = cosmos_rl("status", run_dir).stdout
-    assert f"{run_dir}: failed 15 min" in shown and "ago, after 11 steps" in shown
+    assert f"{run_dir}: failed " in cosmos_rl("status", run_dir).stdout
+    shown = render(run_dir, read_status(run_dir), controller="", now=outcome.ended + 900, outcome=outcome)
+    assert f"{run_dir}: failed 15 min 00 s ago, after 11 steps" in shown
     assert "reason: policy-0: KeyError: 'x'" in shown
     assert f"log: {run_dir}/logs/policy-0.log" in shown
     assert "continue: cosmos-rl run a.toml --resume auto" in shown

@@ -432,7 +432,9 @@ def large_run(hour: Hour) -> None:
         ("rollout_idle_fraction", "", "<= 0.3"),
         ("policy_idle_fraction", "", ""),
     ):
-        hour.measured(metric, statistics.median(step[metric] for step in steps), unit, target)
+        values = [step[metric] for step in steps if metric in step]
+        if values or not hour.rehearsal:  # steps shorter than a heartbeat have no idle fraction yet
+            hour.measured(metric, statistics.median(values), unit, target)
     if not running.training and not hour.rehearsal:
         hour.note("nvidia-smi names no process of the policy (a container?): all GPUs count as training")
     counted = running.training or running.largest_mib  # vLLM fills 0.9 of the others
