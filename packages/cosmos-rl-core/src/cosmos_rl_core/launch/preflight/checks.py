@@ -1,7 +1,7 @@
 """Checks by keys of the recipe: each reads a few keys, and is left out where one of them is known to be wrong.
 
 PARTS      model, engine, weight sync and teacher exist, and fit each other
-MACHINE    sinks, transport, address, disk and processors of this machine
+MACHINE    sinks, transport, GPUs, address, disk and processors of this machine
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, engine_options, load_engine, look_up_engine, sleeping_options
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.launch.preflight.gpus import gpu_problems
 from cosmos_rl_core.observe.services import REQUIREMENT
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.plan.shape import misfits
-from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
@@ -196,7 +197,7 @@ def _transport_problems(config: RunConfig) -> Iterator[Problem]:
     if name.startswith("nixl"):
         install = pip_install("cosmos-rl-transfer[nixl]")
         yield from missing_package("nixl", key=key, given=as_toml(name), install=install)
-    if name in BETWEEN_GPUS and config.run.placement != "external" and not machine_gpus(os.environ):
+    if name in BETWEEN_GPUS and config.run.placement != "external" and not machine_gpus(os.environ, config.run.device):
         yield Problem(
             key=key,
             given=as_toml(name),
@@ -264,7 +265,7 @@ def _gb(size: float) -> str:
 
 
 def _processors(config: RunConfig, _domain: DomainBase) -> Iterator[Problem]:
-    if config.run.placement != "local" or machine_gpus(os.environ):
+    if config.run.placement != "local" or machine_gpus(os.environ, config.run.device):
         return
     ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
     workers = config.policy.replicas * ranks + (0 if config.is_sft else config.rollout.replicas)
@@ -299,6 +300,7 @@ MACHINE = (
     KeyCheck(
         transport_problems, "sync.transport", ("algorithm.name", "run.placement", "sync.backend", "sync.transport")
     ),
+    KeyCheck(gpu_problems, "run.device", ("algorithm.name", "policy", "run", *_ENGINE, "rollout.replicas")),
     KeyCheck(_address, "run.bind", ("run.bind", "run.placement", "run.port")),
     KeyCheck(_disk, "run.output_dir", ("checkpoint", "model", "run.output_dir")),
     KeyCheck(_processors, "policy.parallel", ("algorithm.name", "policy", "rollout.replicas", "run.placement")),
