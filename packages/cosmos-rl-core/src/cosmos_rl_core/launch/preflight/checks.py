@@ -159,7 +159,7 @@ def _check_model(config: RunConfig, domain: DomainBase) -> None:
     domain.check_model(config.model)
 
 
-def _find_turns(config: RunConfig, domain: DomainBase) -> None:
+def _find_colocation(config: RunConfig, domain: DomainBase) -> None:
     if not config.is_sft and config.run.colocate and config.rollout.engine in domain.engines:
         sleeping_options(config, domain)
 
@@ -287,7 +287,7 @@ PARTS = (
     KeyCheck(_find_sync, "sync.backend", ("algorithm.name", "sync.backend")),
     KeyCheck(_find_engine, "rollout.engine", ("algorithm.name", "rollout.engine")),
     KeyCheck(_find_engine_options, "rollout.parallel", ("algorithm.name", *_ENGINE)),
-    KeyCheck(_find_turns, "run.colocate", ("algorithm.name", "run.colocate", *_ENGINE)),
+    KeyCheck(_find_colocation, "run.colocate", ("algorithm.name", "run.colocate", *_ENGINE)),
 )
 """The parts that a recipe names, in the order in which they are looked up."""
 CODE = (
