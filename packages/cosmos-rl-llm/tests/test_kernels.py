@@ -92,8 +92,8 @@ def listed(mask, side):
 @pytest.mark.parametrize("window", [None, 200])
 def test_a_block_mask_is_made_on_the_gpu_without_a_wait(window):
     with pretend_cuda() as record:
-        found = kernels.block_mask.__wrapped__(1000, window, torch.device("cuda", 0))  # not kept for other tests
-    assert found.q_indices.is_cuda and found.full_kv_indices.is_cuda
+        mask = kernels.block_mask.__wrapped__(1000, window, torch.device("cuda", 0))  # not kept for other tests
+    assert mask.q_indices.is_cuda and mask.full_kv_indices.is_cuda
     assert not record.uploads and not record.synchronisations and not record.mismatches
 
 

