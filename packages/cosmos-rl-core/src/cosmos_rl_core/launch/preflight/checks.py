@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, each_once, is_wrong, missing_package, problems_of
-from cosmos_rl_core.weight_sync import BETWEEN_GPUS
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS, NIXL_BUILDS
 from cosmos_rl_core.wire.listening import Address, listen
 from cosmos_rl_core.workers.directory import holds_earlier_run, lock_holder, why_unusable
 
@@ -196,7 +197,8 @@ def _transport_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if name.startswith("nixl"):
         install = pip_install("cosmos-rl-transfer[nixl]")
-        yield from missing_package("nixl", key=key, given=as_toml(name), install=install)
+        build = next(filter(find_spec, NIXL_BUILDS), NIXL_BUILDS[0])
+        yield from missing_package(build, key=key, given=as_toml(name), install=install)
     if name in BETWEEN_GPUS and config.run.placement != "external" and not machine_gpus(os.environ, config.run.device):
         yield Problem(
             key=key,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 from cosmos_rl_core.gpus import Nvml, machine_gpus, short_names
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.interfaces import Check
 from cosmos_rl_core.launch.versions import PACKAGES, too_old
 
@@ -31,8 +32,8 @@ def packages(version: Callable[[str], str] = metadata.version) -> Iterator[Check
     if len(set(versions.values())) > 1:
         listed = ", ".join(f"{name} {number}" for name, number in versions.items())
         newest = max(versions.values())
-        fix = " ".join(f"cosmos-rl-{name}=={newest}" for name in versions)
-        yield Check("bad", "cosmos-rl", f"packages of different versions: {listed}", f"pip install {fix}")
+        fix = pip_install(*(f"cosmos-rl-{name}=={newest}" for name in versions))
+        yield Check("bad", "cosmos-rl", f"packages of different versions: {listed}", fix)
     elif versions:
         yield Check("ok", "cosmos-rl", f"{next(iter(versions.values()))}: {', '.join(versions)}")
     else:

