@@ -148,6 +148,12 @@ class LLMDomain(DomainBase):
         known = ", ".join(self.engines)
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
+    def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:
+        """vLLM on GPUs, where it is installed for them and takes the recipe."""
+        from cosmos_rl_llm.engines.vllm.choice import choose_engine
+
+        return choose_engine(config, gpu=gpu, packages_known=packages_known)
+
     def spread_engine(
         self, name: str, options: Mapping[str, Any], *, tp: int | None, pp: int | None
     ) -> Mapping[str, Any]:
