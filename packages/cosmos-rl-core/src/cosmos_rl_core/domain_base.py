@@ -196,6 +196,10 @@ class DomainBase(Domain):
         """Return the options of an engine that sleeps between its turns (`interfaces.Sleeps`); None if it cannot."""
         return None
 
+    def merges_adapters(self, name: str) -> bool:
+        """Whether an engine takes whole weights alone, with trained adapters merged into them."""
+        return False
+
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """Return the dtype of the engine's weights: "float32", "bfloat16" or "float16". computed: that of products."""
         return computed

@@ -158,8 +158,6 @@ def build_torch_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: L
 
 def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: VllmEngineOptions) -> VllmEngine:
     """Start vLLM with the model, whose weights are replaced before anything is served."""
-    if model.lora is not None:
-        raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
     source = resolve(checkpoint_of(model))
     config, _ = read_config(source)
     pictures = sees(config)

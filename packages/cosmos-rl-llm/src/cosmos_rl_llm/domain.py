@@ -219,6 +219,10 @@ class LLMDomain(DomainBase):
         """Keys and values, activations, and logits."""
         return held_by_rollout(config) if config.rollout.engine in self.engines else super().held_by_rollout(config)
 
+    def merges_adapters(self, name: str) -> bool:
+        """vLLM's own adapters belong to a request, and cannot change while it runs."""
+        return name == "vllm"
+
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """vLLM has a dtype of its own."""
         if config.rollout.engine != "vllm":

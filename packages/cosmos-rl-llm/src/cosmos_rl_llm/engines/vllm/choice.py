@@ -66,13 +66,6 @@ def refusals(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     """Yield the problems beside the options. directory: the model's, if it is on this machine."""
     if not config.rollout.sampling.renormalise:
         yield Problem(key="rollout.sampling.renormalise", given="false", wrong=ONLY_RENORMALISED)
-    if config.model.lora is not None:
-        yield Problem(
-            key="rollout.engine",
-            given='"vllm"',
-            wrong="takes whole weights, and [model.lora] trains adapters",
-            suggestion='set it to "torch", or remove [model.lora]',
-        )
     if directory is not None:
         for wrong in _of_model(read_json_object(directory / "config.json", hint="see model.path"), config):
             yield Problem(key="rollout.engine", given='"vllm"', wrong=wrong, suggestion='set it to "torch"')
