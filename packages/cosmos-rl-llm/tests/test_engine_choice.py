@@ -25,6 +25,7 @@ output_dir = "run"
 max_steps = 1
 [model]
 path = "model"
+dtype = "bfloat16"
 [data]
 path = "data/train.jsonl"
 chat_template = "none"
@@ -104,6 +105,7 @@ def test_two_builds_of_vllm_are_an_error(file):
         (["rollout.options.batch_invariant=true"], r"not vllm: rollout\.options\.batch_invariant"),
         (["rollout.sampling.top_k=5", "rollout.sampling.renormalise=false"], "not vllm: rollout.sampling.renormalise"),
         (["run.placement=inline"], "one process"),
+        (["model.dtype=float32"], 'float32; .* model.dtype = "bfloat16"'),
     ],
 )
 def test_what_vllm_does_not_take_is_generated_by_torch(file, overrides, why):

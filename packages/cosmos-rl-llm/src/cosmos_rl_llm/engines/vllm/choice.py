@@ -49,6 +49,8 @@ def choose_engine(
     problem = next(chain(of_options(config), refusals(config, directory)), None)
     if problem is not None:
         return "torch", f"not vllm: {problem.key}: {problem.wrong}"
+    if (config.rollout.options.get("dtype") or config.model.dtype) == "float32":
+        return "torch", 'float32; vLLM is faster in bfloat16: model.dtype = "bfloat16"'
     return "vllm", f"GPU, installed {version('vllm')}" if packages_known else "GPU; the image must have it"
 
 
