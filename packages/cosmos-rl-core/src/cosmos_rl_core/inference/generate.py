@@ -76,6 +76,8 @@ def generate(
     disk.
     """
     opened = open_recipe(recipe, overrides, python_path=python_path, eval_rows=rows, generating=True)
+    for note in opened.notes:
+        say(note)
     with rows_on_disk(opened) as config:
         return generate_rows(config, request or Request(), scored=False, python_path=opened.python_path, say=say)
 

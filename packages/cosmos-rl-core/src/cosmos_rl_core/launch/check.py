@@ -81,9 +81,11 @@ class Checked:
     """Warnings about valid keys, a sentence each."""
     notes: Sequence[str] = ()
     """Remarks of the checks before a start."""
+    engine: str = ""
+    """The engine that "auto" has chosen, and why; empty where the recipe names one."""
 
     def __str__(self) -> str:
-        """Five lines on what the run will do, and one for each warning."""
+        """A few lines on what the run will do, and one for each warning."""
         lines = [*_resume(self), *(("note", text) for text in (*self.warnings, *self.notes))]
         return "\n".join(f"  {name:<10}{text}" for name, text in lines)
 
@@ -139,6 +141,7 @@ def check(
         evaluation=evaluation,
         warnings=(*warnings_for(config), *_gpu_warnings(config, is_checked=deep)),
         notes=tuple(map(str, notes)),
+        engine=loaded.engine,
     )
 
 
@@ -328,4 +331,5 @@ def _resume(checked: Checked) -> list[tuple[str, str]]:
         ("eval", evaluation),
         ("step", step),
         ("rewards", rewards),
+        *([("engine", checked.engine.removeprefix("engine: "))] if checked.engine else []),
     ]

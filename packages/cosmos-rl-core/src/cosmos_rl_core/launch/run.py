@@ -106,7 +106,8 @@ def run(
     """
     keys = {"rewards": rewards, "rows": rows, "eval_rows": eval_rows, "python_path": python_path}
     checked = partial(check_here, resume=resume, overwrite=overwrite)
-    return run_opened(open_recipe(recipe, overrides, **keys, check=checked), resume=resume, overwrite=overwrite)
+    opened = open_recipe(recipe, overrides, **keys, continues=not overwrite, check=checked)
+    return run_opened(opened, resume=resume, overwrite=overwrite)
 
 
 def run_opened(recipe: OpenRecipe, *, resume: str | None, overwrite: bool) -> RunResult:

@@ -137,6 +137,8 @@ class RunPlan:
     roles: tuple[RolePlan, ...]
     gpus: str
     """GPUs of each worker of this machine, or the reason why they do not suffice; empty without GPUs."""
+    engine: str
+    """The engine that "auto" has chosen, and why; empty where the recipe names one."""
     ranks: PolicyRanks
     prompts_per_step: int
     rollouts_per_step: int
@@ -184,6 +186,7 @@ class RunPlan:
         head = f"{self.name}: {self.placement}, {self.cores} cores"
         header = ("role", "replicas", "processes", "threads", "GPUs")
         parts = [head, table(roles, header=header), *([f"GPUs: {self.gpus}"] if self.gpus else [])]
+        parts += filter(None, [self.engine])
         parts += [*_rank_tables(self.ranks), table(amounts)]
         if self.weights is None:
             parts.append("weights: known once the model is on this machine")
@@ -196,10 +199,11 @@ class RunPlan:
         return "\n\n".join(parts)
 
 
-def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = None) -> RunPlan:
+def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = None, engine: str = "") -> RunPlan:
     """Return roles, processes and amounts of a run.
 
     Args:
+        engine: as `RunPlan.engine`.
         memory: bytes of each device.
         gpu: whether devices are GPUs, where CUDA takes memory too; None: as on this machine.
 
@@ -214,6 +218,7 @@ def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = Non
         cores=len(os.sched_getaffinity(0)),
         roles=tuple(_roles(config)),
         gpus=_gpu_text(config),
+        engine=engine,
         ranks=_ranks(config),
         prompts_per_step=prompts,
         rollouts_per_step=rollouts,

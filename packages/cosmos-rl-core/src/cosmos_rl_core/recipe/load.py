@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import sys
 import tomllib
@@ -18,7 +19,9 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, closest
+from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
+from cosmos_rl_core.recipe.sections import AUTO
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import (
     AnyModel,
@@ -69,6 +72,8 @@ class LoadedRecipe:
     """In the order of the file."""
     source: RecipeSource | None = None
     """The text of the file; None for a recipe that was given as a mapping."""
+    engine: str = ""
+    """The engine that was chosen and why, "engine: torch (no GPU)"; empty where the recipe names one."""
 
     @property
     def broken(self) -> frozenset[str]:
@@ -77,10 +82,13 @@ class LoadedRecipe:
 
     @property
     def wrong(self) -> frozenset[str]:
-        """Keys that have a problem, and sections that a misspelt one was meant to be: no check may read them."""
-        return frozenset(problem.key for problem in self.problems) | (
-            self.broken - {problem.section for problem in self.problems}
-        )
+        """Keys that have a problem, and sections that a misspelt one was meant to be: no check may read them.
+
+        An engine is chosen for a recipe without problems alone.
+        """
+        undecided = {"rollout.engine"} if self.config.rollout.engine == AUTO else ()
+        keys = frozenset(problem.key for problem in self.problems).union(undecided)
+        return keys | (self.broken - {problem.section for problem in self.problems})
 
     def valid(self) -> RunConfig:
         """Return the config. Raises ConfigError with every problem."""
@@ -96,13 +104,18 @@ def load(
     values: Mapping[str, Any] | None = None,
     row_files: Mapping[str, str] | None = None,
     generating: bool = False,
+    continues: bool = False,
+    launched: bool = False,
 ) -> LoadedRecipe:
     """As `load_config`, for a caller that goes on to check the valid sections.
 
-    row_files: files in place of the rows that [data] and "eval.data" name. Raises UserError, and no ConfigError.
+    row_files: files in place of the rows that [data] and "eval.data" name. continues: keep the engine of an earlier run
+    in the recipe's directory. launched: the processes start on machines of [cluster], not here.
+
+    Raises UserError, and no ConfigError.
     """
     if isinstance(source, RunConfig):
-        if not (overrides or values or row_files):
+        if not (overrides or values or row_files or (generating and source.rollout.engine == AUTO)):
             return LoadedRecipe(config=source, domain=load_domain(source.run.domain))
         source = tables_of(source, generating=generating)
     file = None if isinstance(source, Mapping) else Path(source)
@@ -120,12 +133,37 @@ def load(
     config, core_problems = _core(raw, tables, parts, unsound, generating=generating)
     all_problems += part_problems + core_problems
     overridden = {override.partition("=")[0].strip() for override in overrides} | {*(values or ()), *(row_files or ())}
+    engine = ""
+    if domain is not None and not all_problems and config.rollout.engine == AUTO and (generating or not config.is_sft):
+        config, engine = _with_engine(config, domain, continues=continues, launched=launched)
     return LoadedRecipe(
         config=config,
+        engine=engine,
         domain=domain,
         problems=in_file_order(each_once(all_problems), raw),
         source=None if file is None else RecipeSource(name=str(source), text=text, overridden=overridden),
     )
+
+
+def _with_engine(config: RunConfig, domain: DomainBase, *, continues: bool, launched: bool) -> tuple[RunConfig, str]:
+    """Put the name of an engine in place of "auto"; return the line that says which and why, if there is a choice.
+
+    It is made here, before anything starts: plan, controller and workers, and resolved.toml for those that come later,
+    have the engine's own name. A launch relies on [cluster] gpus, and does not know the packages of an image.
+    """
+    name, why = _earlier_engine(config) if continues else "", "as the run began"
+    if not name and launched:
+        name, why = domain.choose_engine(config, gpu=config.cluster.gpus, packages_known=not config.cluster.has_image)
+    elif not name:
+        name, why = domain.choose_engine(config, gpu=bool(machine_gpus(os.environ)))
+    chosen = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": name})})
+    return chosen, f"engine: {name} ({why})" if why and len(domain.engines) > 1 else ""
+
+
+def _earlier_engine(config: RunConfig) -> str:
+    """The engine in resolved.toml of the run's directory; empty without an earlier run, and for supervised training."""
+    resolved = config.run.directory / "resolved.toml"
+    return read_toml(resolved).get("rollout", {}).get("engine", "") if resolved.is_file() else ""
 
 
 def apply_overrides(

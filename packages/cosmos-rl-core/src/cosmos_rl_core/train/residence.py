@@ -32,6 +32,11 @@ class Residence:
         """Whether the policy waits for its turn."""
         return False
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the tensors are on their device."""
+        return True
+
     def keep(self, trainer: Trainer, *frozen: Reference | Teacher | None) -> None:
         """Set the tensors: weights, averages and optimizer state of a trainer, and those of its frozen models."""
 
@@ -64,6 +69,10 @@ class ColocatedResidence(Residence):
     @property
     def is_waiting(self) -> bool:
         return self._gpu_time.is_waiting
+
+    @property
+    def is_on_device(self) -> bool:
+        return self._has_turn
 
     def keep(self, trainer: Trainer, *frozen: Reference | Teacher | None) -> None:
         self._kept = trainer, frozen

@@ -176,8 +176,7 @@ def sink_problems(config: RunConfig, _domain: DomainBase | None = None) -> Itera
 
 def _has_image(config: RunConfig) -> bool:
     """Whether the run's packages are those of an image, not of this machine."""
-    cluster, external = config.cluster, config.run.placement == "external"
-    return external and bool(cluster.slurm.container_image or "image_uri" in cluster.ray.extra)
+    return config.run.placement == "external" and config.cluster.has_image
 
 
 def transport_problems(config: RunConfig, _domain: DomainBase | None = None) -> Iterator[Problem]:

@@ -58,6 +58,19 @@ def no_pictures(kind: str) -> str | None:
     return f"takes pictures of {', '.join(PICTURES)}, and not of {kind}{why}"
 
 
+def no_longrope(kinds: str, *, original: int | None, max_length: int | None) -> str | None:
+    """Return why vLLM rotates short sequences in another way than the policy, or None if it does not.
+
+    kinds: the model's rope parameters, as text. original: the length of its short factors.
+    """
+    if original is None or "longrope" not in kinds or (max_length is not None and max_length <= original):
+        return None
+    return (
+        f"uses the long factors of longrope for every sequence if the limit is above {original} tokens, the policy "
+        f"only for sequences that are longer: set model.max_length = {original}"
+    )
+
+
 class VllmEngineOptions(Strict):
     """[rollout.options] of vLLM; omitted keys have vLLM's own defaults."""
 

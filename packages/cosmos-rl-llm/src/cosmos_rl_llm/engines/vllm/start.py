@@ -15,7 +15,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
-from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm, no_longrope
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 from cosmos_rl_llm.model.rope import original_length
 
@@ -79,14 +79,9 @@ def computes_on_gpu(gpus: Sequence[str]) -> bool:
 def check_rope(config: PreTrainedConfig, max_length: int | None) -> None:
     """Raise UserError where vLLM rotates short sequences in another way than the policy: longrope above its length."""
     text = config.get_text_config()
-    original = original_length(text)
     kinds = str(getattr(text, "rope_parameters", None))
-    if original is not None and "longrope" in kinds and (max_length is None or max_length > original):
-        raise UserError(
-            f'rollout.engine = "vllm" uses the long factors of longrope for every sequence if the limit is above '
-            f"{original} tokens, the policy only for sequences that are longer: set model.max_length = {original}, or "
-            'rollout.engine = "torch"'
-        )
+    if why := no_longrope(kinds, original=original_length(text), max_length=max_length):
+        raise UserError(f'rollout.engine = "vllm" {why}, or rollout.engine = "torch"')
 
 
 def engine_arguments(
