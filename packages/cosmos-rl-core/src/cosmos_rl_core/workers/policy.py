@@ -117,6 +117,7 @@ class PolicyRole:
         finally:
             finish = partial(saver.finish, leads=replicas.leads if saves is None else saves)
             folder = await learner.in_compute_thread(finish) if together else None
+            replicas.leave()
             if publisher is not None:
                 await publisher.close()
             self._residence.close()
