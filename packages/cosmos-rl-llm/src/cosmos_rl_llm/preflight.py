@@ -17,8 +17,8 @@ import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import PromptError, UserError
-from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.gpus import machine_gpus
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
@@ -101,9 +101,8 @@ def _of_engine(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
 def _of_build(config: RunConfig) -> Iterator[Problem]:
     """Two builds of vLLM that are mixed, or that of the CPU beside this machine's GPUs, which the workers would get."""
     try:
-        platform = vllm_platform()
-        gpus = machine_gpus(os.environ, config.run.device) if platform == "cpu" and config.run.placement != "external" else []
-        wrong = why_unfit("cpu", gpus)
+        is_here = vllm_platform() == "cpu" and config.run.placement != "external"
+        wrong = why_unfit("cpu", machine_gpus(os.environ, config.run.device) if is_here else [])
     except UserError as error:
         wrong = str(error)
     if wrong:
