@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from cosmos_rl_core import assemble, processes
 from cosmos_rl_core.errors import UserError
@@ -151,7 +152,9 @@ def test_the_plan_lists_gpus_or_names_the_shortage(machine):
     assert plan(recipe(replicas=4, placement="inline")).gpus == ""
 
 
-def test_check_notes_that_this_machine_has_too_few(machine):
+def test_check_notes_that_this_machine_has_too_few(machine, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     machine(1)
     assert any("the run needs 2 GPUs" in text for text in check(recipe()).warnings)
     assert check(recipe(share_gpus=True)).warnings == ()
