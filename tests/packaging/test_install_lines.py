@@ -154,12 +154,18 @@ def resolve(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], N
 
     def call(words: list[str]) -> None:
         if links and "--torch-backend" in words:
-            at = words.index("--torch-backend")
-            words = [*words[:at], *words[at + 2 :], *(part for link in links for part in ("--find-links", link))]
+            words = [*_without(words, "--torch-backend"), *(part for link in links for part in ("--find-links", link))]
+        words = _without(words, "--python")
         words = [word.replace("../../packages", "./packages") for word in words]
         sh(*plain, *words, cwd=home if "dist" in words else ROOT)
 
     return call
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    """Leave an option and its value out."""
+    at = words.index(option) if option in words else len(words)
+    return [*words[:at], *words[at + 2 :]]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpus import machine_gpus
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm, no_longrope
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 CPU_CACHE_BYTES = 1 << 30
 LOGGING_LEVEL = "WARNING"
+QUANTISED = ("quantization_config", "compression_config")
+"""Keys of config.json by which vLLM knows a quantised checkpoint."""
 
 
 def start(
@@ -110,6 +114,7 @@ def engine_arguments(
         "enable_prefix_caching": options.prefix_caching,
         "enforce_eager": not on_gpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": True if options.sleep_mode and on_gpu else None,
+        "moe_backend": _experts_in_place(source, options) if on_gpu else None,
         "quantization": options.quantization or (None if on_gpu else PLAIN_WEIGHTS),
         "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "weight_transfer_config": {"backend": WEIGHT_BACKEND},
@@ -118,6 +123,19 @@ def engine_arguments(
         **options.extra,
     }
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _experts_in_place(source: str, options: VllmEngineOptions) -> str | None:
+    """Return vLLM's kernel for experts that computes with the weights as loaded; None for quantised ones.
+
+    vLLM's choice for Blackwell rearranges them, so that each new version of every such layer would go through the host.
+    Quantised experts are processed again with every kernel.
+    """
+    file = Path(source) / "config.json"
+    config = read_json_object(file, hint="see model.path") if file.is_file() else {}
+    parts = (config, config.get("text_config") or {})
+    quantised = options.quantization or any(key in part for part in parts for key in QUANTISED)
+    return None if quantised else "triton"
 
 
 def _defaults(*, on_gpu: bool) -> dict[str, str]:
