@@ -72,7 +72,7 @@ class ColocatedResidence(Residence):
 
     @property
     def is_on_device(self) -> bool:
-        return self._has_turn
+        return self._has_gpu
 
     def keep(self, trainer: Trainer, *frozen: Reference | Teacher | None) -> None:
         self._kept = trainer, frozen
