@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -14,7 +15,7 @@ from transfer_samples import TOKEN, blank, sync, weights_at
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_transfer.publish import server
 from cosmos_rl_transfer.publish.publisher import Publisher
-from cosmos_rl_transfer.pull import subscriber as subscribers
+from cosmos_rl_transfer.pull import puller
 from cosmos_rl_transfer.pull.subscriber import Subscriber
 from cosmos_rl_transfer.transports import cuda_ipc, nixl_vram
 from cosmos_rl_transfer.transports.nixl_agent import HOST
@@ -80,10 +81,7 @@ def timed(monkeypatch):
     """Set the clock and the limit of tests."""
 
     def set_to(clock, **options):
-        def made(side, limit_s):
-            return SelfTest(side, clock=clock, **{"limit_s": limit_s, **options})
-
-        monkeypatch.setattr(subscribers, "SelfTest", made)
+        monkeypatch.setattr(puller, "SelfTest", partial(SelfTest, clock=clock, **options))
 
     set_to(Clock())
     return set_to

@@ -35,7 +35,7 @@ from cosmos_rl_transfer.errors import LayoutError, Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
 from cosmos_rl_transfer.publish.holders import PASS_ON_S, Partial
 from cosmos_rl_transfer.publish.memory import PublishedMemory
-from cosmos_rl_transfer.publish.samples import Samples
+from cosmos_rl_transfer.publish.pattern import PatternSession
 from cosmos_rl_transfer.publish.supply import Hold, Supply
 from cosmos_rl_transfer.publish.versions import VersionLease
 from cosmos_rl_transfer.transports.base import ByteRun, Outlet, Transport
@@ -52,7 +52,7 @@ class SubscriberSession:
 
     def __init__(self, supply: Supply, link: Link) -> None:
         self._supply, self._link = supply, link
-        self._delivery, self._samples = Delivery(supply, link), Samples(supply, link)
+        self._delivery, self._patterns = Delivery(supply, link), PatternSession(supply, link)
         self._joined: m.SubscriberJoin | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._passes_on = False
@@ -63,12 +63,12 @@ class SubscriberSession:
         try:
             while True:
                 request = self._link.receive()
-                if not self._samples.answered(request):
+                if not self._patterns.answered(request):
                     self._answer(request)
                 self._delivery.serve()
         finally:
             self._delivery.close()
-            self._samples.end()
+            self._patterns.end()
             self._supply.holders.leave(self)
 
     def _answer(self, request: Any) -> None:

@@ -30,7 +30,7 @@ from cosmos_rl_transfer.publish.memory import PublishedMemory, StagedWeights
 from cosmos_rl_transfer.publish.versions import Versions
 from cosmos_rl_transfer.transports.base import Outlet, Transport, TransportUnavailable
 from cosmos_rl_transfer.transports.select import between_gpus, named, open_outlet
-from cosmos_rl_transfer.transports.selftest import in_time, limit_s
+from cosmos_rl_transfer.transports.selftest import driver_limit_s, in_time
 from cosmos_rl_transfer.transports.tcp import Tcp
 
 
@@ -205,7 +205,7 @@ class Supply:
     @property
     def driver_s(self) -> float:
         """Longest wait for a driver."""
-        return limit_s(self.settings.timeout_s)
+        return driver_limit_s(self.settings.timeout_s)
 
     def close_outlets(self) -> None:
         """Free all slots. Idempotent."""

@@ -33,7 +33,6 @@ from cosmos_rl_transfer.pull.peers import MOST_TRIES, Offer, RingPlace, choices,
 from cosmos_rl_transfer.pull.puller import Pulled, Puller
 from cosmos_rl_transfer.pull.sources import Feed, Sources, agree
 from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
-from cosmos_rl_transfer.transports.selftest import SelfTest, limit_s
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,8 +76,6 @@ class Subscriber(WeightSubscriber):
         if settings.staging == "shadow":
             self._offer = Offer(self._target, rank=rank, settings=settings, token=token, tls=tls, transport=transport)
         self._puller: Puller | None = None
-        self._selftest: SelfTest | None = None
-        """For weights on a GPU."""
         self._staged: int | None = None
         self.pulled = Pulled()
         """Counts of the last pull."""
@@ -267,8 +264,6 @@ class Subscriber(WeightSubscriber):
             kind = Shadow if self._settings.staging == "shadow" else InPlace
             landing = kind(self._target, self._weights, rank=self._rank, wire_dtypes=plan.wire_dtypes)
             self._puller = Puller(landing, bucket_bytes=feeds[0].welcome.bucket_bytes, pool=self._pool)
-            if landing.side is not None:
-                self._selftest = SelfTest(landing.side, limit_s=limit_s(self._settings.timeout_s))
         self._puller.version = -1  # another publisher may restart its version numbers
         if self._leased:  # of lost publishers
             self._leased, self._staged = [], None
@@ -297,5 +292,5 @@ class Subscriber(WeightSubscriber):
             transport=self._transport,
             memory=self._connected.memory,
             sources=sources,
-            selftest=self._selftest,
+            selftest=self._connected.selftest,
         )

@@ -6,14 +6,14 @@
     opens the outlet, for all subscribers
     TransportOffer, or Refused with the reason        ------->      attaches
     a few rounds over it, then over what is taken otherwise:
-                                                      <-------      ReadSample
+                                                      <-------      ReadPattern
     random bytes of its GPU into a slot: Data         ------->      receives them on its GPU, and compares their hash
-                                                      <-------      EndSample
+                                                      <-------      EndPattern
     Revoked: had others the slot meanwhile?           ------->
                                                       <-------      Join(transport): the subscriber decides
 
 A driver that hangs must not stop the weights: both sides use it in another thread here, for a limited time. The
-publisher's side is in publish/samples.py.
+publisher's side is in publish/pattern.py.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from cosmos_rl_transfer.wire.link import Link
 T = TypeVar("T")
 R = TypeVar("R", bound=m.Reply)
 
-SAMPLE_BYTES = 4 << 20
+PATTERN_BYTES = 4 << 20
 NUM_ROUNDS = 4
 """Over each path; the first of them takes connections and is not counted."""
 LIMIT_S = 10.0
 """Longest wait for a driver."""
 
 
-def limit_s(timeout_s: float) -> float:
+def driver_limit_s(timeout_s: float) -> float:
     """Return the longest wait for a driver where the other side waits `timeout_s` for an answer."""
     return min(LIMIT_S, timeout_s / 4)
 
@@ -108,7 +108,9 @@ def in_time(work: Callable[[], T], *, limit_s: float, late: Callable[[T], object
 class SelfTest:
     """Tests paths to a subscriber's GPU. After a driver has hung it tests nothing any more."""
 
-    def __init__(self, side: SideStream, *, limit_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, side: SideStream, *, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._side, self._limit_s, self._clock = side, limit_s, clock
         self._hung: DriverHangs | None = None
 
@@ -117,7 +119,7 @@ class SelfTest:
         name = "cuda_ipc" if welcome.ipc_domain and welcome.ipc_domain == ipc_domain() else "nixl_vram"
         if name not in welcome.between_gpus:
             return None
-        return Trial(self, name, link, memory, num_bytes=min(SAMPLE_BYTES, welcome.bucket_bytes))
+        return Trial(self, name, link, memory, num_bytes=min(PATTERN_BYTES, welcome.bucket_bytes))
 
     def passed(self, trial: Trial, kind: Transport, *, than: str, inlet: Inlet) -> Inlet:
         """As `Trial.passed`."""
@@ -135,11 +137,12 @@ class SelfTest:
         trial.link.send(m.TryTransport(kind.name))
         offer = _answer(trial.link, m.TransportOffer).offer
         attach = partial(kind.attach, trial.link, offer=offer, memory=trial.memory)
-        tested = in_time(attach, limit_s=self._limit_s, late=_close)
+        limit_s = min(self._limit_s, driver_limit_s(trial.link.timeout_s))
+        tested = in_time(attach, limit_s=limit_s, late=_close)
         with ExitStack() as on_error:
             on_error.callback(tested.close)
             try:
-                seconds = self._seconds(trial, kind.name, tested, limit_s=self._limit_s)
+                seconds = self._seconds(trial, kind.name, tested, limit_s=limit_s)
             except DriverHangs:
                 on_error.pop_all()  # a thread is in it
                 raise
@@ -155,13 +158,13 @@ class SelfTest:
         fastest = math.inf
         for number in range(NUM_ROUNDS):
             began = self._clock()
-            trial.link.send(m.ReadSample(transport, number))
+            trial.link.send(m.ReadPattern(transport, number))
             data = _answer(trial.link, m.Data)
             if data.num_bytes != trial.num_bytes:
-                raise TransferError(f"a sample of {data.num_bytes} bytes came in place of {trial.num_bytes}")
+                raise TransferError(f"a pattern of {data.num_bytes} bytes came in place of {trial.num_bytes}")
             receive = partial(self._received, inlet, data, trial.memory[0])
             ended, exact = receive() if limit_s is None else in_time(receive, limit_s=limit_s)
-            trial.link.send(m.EndSample())
+            trial.link.send(m.EndPattern())
             if _answer(trial.link, m.Revoked).revoked:
                 continue
             if limit_s is not None and not exact:
@@ -171,7 +174,7 @@ class SelfTest:
         return fastest
 
     def _received(self, inlet: Inlet, data: m.Data, memory: Raw) -> tuple[float, bool]:
-        """Return when the bytes of a sample were on this GPU, and whether they are right."""
+        """Return when the bytes of a pattern were on this GPU, and whether they are right."""
         received = inlet.receive(data, out=None if inlet.views else memory[: data.num_bytes])
         with self._side.current():
             here = torch.empty(data.num_bytes, dtype=torch.uint8, device=self._side.device)
@@ -195,7 +198,7 @@ class Trial:
     link: Link
     memory: Sequence[Raw]
     num_bytes: int
-    """Of a sample."""
+    """Of a pattern."""
 
     def passed(self, kind: Transport, *, than: str, inlet: Inlet) -> Inlet:
         """Return an end of `kind` that is exact, and faster than `inlet`, which is one of the transport `than`.

@@ -3,8 +3,8 @@
 subscriber                                   publisher
 Hello                                     -> Welcome          the publisher's manifest and address
 TryTransport(transport)                   -> Offer            or Refused; a path between GPUs is tested (selftest.py)
-ReadSample(transport, round)              -> Data             of random bytes, then the transport's bytes
-EndSample                                 -> Revoked
+ReadPattern(transport, round)              -> Data             of random bytes, then the transport's bytes
+EndPattern                                 -> Revoked
 Join(target, rank, plan digest)           -> Joined           or Refused: the plans differ
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
                                              Announce(version, ring)
@@ -65,12 +65,12 @@ class TransportOffer(msgspec.Struct, tag=True, frozen=True):
     """As in the welcome."""
 
 
-class ReadSample(msgspec.Struct, tag=True, frozen=True):
+class ReadPattern(msgspec.Struct, tag=True, frozen=True):
     transport: str
     round: int
 
 
-class EndSample(msgspec.Struct, tag=True, frozen=True):
+class EndPattern(msgspec.Struct, tag=True, frozen=True):
     """The bytes were received, or never will be."""
 
 
@@ -248,8 +248,8 @@ class CommitVersion(msgspec.Struct, tag=True, frozen=True):
 Request = (
     TransferHello
     | TryTransport
-    | ReadSample
-    | EndSample
+    | ReadPattern
+    | EndPattern
     | SubscriberJoin
     | JoinRing
     | Await

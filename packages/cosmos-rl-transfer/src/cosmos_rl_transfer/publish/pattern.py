@@ -16,7 +16,7 @@ from cosmos_rl_transfer.content.raw import Block, ByteRun
 from cosmos_rl_transfer.publish.memory import StagedWeights
 from cosmos_rl_transfer.publish.supply import End, Hold, Supply
 from cosmos_rl_transfer.transports.base import TransportUnavailable
-from cosmos_rl_transfer.transports.selftest import NUM_ROUNDS, SAMPLE_BYTES, in_time
+from cosmos_rl_transfer.transports.selftest import NUM_ROUNDS, PATTERN_BYTES, in_time
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
@@ -24,7 +24,7 @@ _STEP = 512
 """From the bytes of one round to those of the next."""
 
 
-class Sample:
+class Pattern:
     """Random bytes on the publisher's GPU, other ones in each round: no slot has them before."""
 
     def __init__(self, side: SideStream, num_bytes: int) -> None:
@@ -50,30 +50,30 @@ class Sample:
         return self._hashes[number]
 
 
-class Samples:
+class PatternSession:
     """Answers one subscriber's requests before it joins. Its session's thread calls it."""
 
     def __init__(self, supply: Supply, link: Link) -> None:
         self._supply, self._link = supply, link
-        self._sample: Sample | None = None
+        self._pattern: Pattern | None = None
         self._sent: tuple[End, Hold] | None = None
-        """The slot of the last sample."""
+        """The slot of the last pattern."""
 
     def answered(self, request: Any) -> bool:
         """Answer a request of the self-test; false for any other one."""
         match request:
             case m.TryTransport(transport):
                 self._offer(transport)
-            case m.ReadSample(transport, number):
+            case m.ReadPattern(transport, number):
                 self._send(transport, number)
-            case m.EndSample():
+            case m.EndPattern():
                 self._link.send(m.Revoked(self.end()))
             case _:
                 return False
         return True
 
     def end(self) -> bool:
-        """Free the slot of the last sample; return whether another subscriber had it meanwhile."""
+        """Free the slot of the last pattern; return whether another subscriber had it meanwhile."""
         sent, self._sent = self._sent, None
         return sent is not None and not sent[0].slots.free(sent[1])
 
@@ -96,19 +96,19 @@ class Samples:
         hold = end.slots.take(self, wait=True)
         assert hold is not None, "it was waited for"
         self._sent = end, hold  # with an error until the subscriber leaves: a driver that hangs may write it later
-        out = end.outlet.slots[hold.slot][: min(SAMPLE_BYTES, supply.bucket_bytes)]
+        out = end.outlet.slots[hold.slot][: min(PATTERN_BYTES, supply.bucket_bytes)]
         try:
-            sample_hash = in_time(partial(self._write, supply.memory.side, number, out), limit_s=supply.driver_s)
+            pattern_hash = in_time(partial(self._write, supply.memory.side, number, out), limit_s=supply.driver_s)
         except TransportUnavailable as error:
             supply.refuse(transport, error)
             self._link.send(m.TransferRefused(str(error)))
             return
         end.slots.start_reading(hold)
         runs = [ByteRun(out, 0)]
-        data = m.Data(-1, out.nbytes, sample_hash, (), hold.slot, outlet.locate(runs))
+        data = m.Data(-1, out.nbytes, pattern_hash, (), hold.slot, outlet.locate(runs))
         self._link.send(data, with_next=outlet.over_link)
         outlet.send(self._link, runs, num_bytes=out.nbytes)
 
     def _write(self, side: SideStream, number: int, out: Block) -> int:
-        self._sample = self._sample or Sample(side, out.nbytes)
-        return self._sample.write(number, out)
+        self._pattern = self._pattern or Pattern(side, out.nbytes)
+        return self._pattern.write(number, out)
