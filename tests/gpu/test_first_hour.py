@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,9 @@ GPU = torch.device("cuda", 0)
 HERE = Path(__file__).parent
 
 
+software = cache(read_software)
+
+
 def name_of(step):
     return step.title.replace(" ", "_")
 
@@ -31,7 +35,7 @@ def name_of(step):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("step", STEPS, ids=name_of)
 def test_on_gpus(step, tmp_path):
-    if reason := step.missing(read_software()):
+    if reason := step.missing(software()):
         pytest.skip(reason)
     hour = Hour(device=GPU, directory=tmp_path)
     try:

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from gpu_hour import visible_gpu
 from gpu_software import Package, Software, Variable, ours, read_software, use_checkout
 from gpu_steps import BY_NUMBER, STEPS
 
@@ -142,6 +143,15 @@ def test_what_is_no_package():
 )
 def test_needs(need, text):
     assert H100.lacks(need) == text
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [(None, ["0", "1"]), ("", ["0", "1"]), ("3,5", ["3", "5"]), ("GPU-b,GPU-a", ["GPU-b", "GPU-a"])],
+)
+def test_a_step_takes_its_gpus_from_those_that_it_was_given(listed, names):
+    variables = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert [visible_gpu(place, variables) for place in range(2)] == names
 
 
 class Clock:

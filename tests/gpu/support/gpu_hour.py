@@ -9,12 +9,13 @@ A rehearsal has the same calls at tiny sizes, on a pretend GPU or on the CPU; on
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,6 +146,12 @@ class Step:
         if software.torch_gpus < self.gpus:
             return f"needs {self.gpus} GPUs, and {software.torch_gpus} are visible"
         return ", ".join(filter(None, map(software.lacks, self.needs)))
+
+
+def visible_gpu(place: int, variables: Mapping[str, str] = os.environ) -> str:
+    """Return CUDA's GPU `place` as CUDA_VISIBLE_DEVICES takes it: an entry of the list that this process was given."""
+    listed = [name for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return listed[place] if listed else str(place)
 
 
 def gpu_processes() -> dict[str, set[str]]:
