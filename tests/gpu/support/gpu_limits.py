@@ -15,6 +15,8 @@ from typing import Any
 from gpu_hour import GIB, Hour, Skipped
 from gpu_runs import Running, shared, sums, write_large
 
+from cosmos_rl_core.imports import pip_install
+
 FULL = """
 import torch
 from cosmos_rl_core.testing.tiny import Tiny
@@ -146,7 +148,7 @@ def rendering(hour: Hour) -> None:
     NVIDIA_DRIVER_CAPABILITIES=all); "cannot create" is a driver without it.
     """
     if find_spec("mujoco") is None:
-        raise Skipped("needs MuJoCo: pip install 'cosmos-rl-vla[metaworld]'")
+        raise Skipped(f"needs MuJoCo: {pip_install('cosmos-rl-vla[metaworld]')}")
     speeds = {}
     for kind, library in (("egl", "EGL"), ("osmesa", "OSMesa")):
         if find_library(library) is None or (kind == "egl" and hour.rehearsal):

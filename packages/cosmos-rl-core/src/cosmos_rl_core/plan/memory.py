@@ -23,6 +23,8 @@ CONTEXT_BYTES = 600 * 2**20
 """A process's CUDA context with the kernels of torch, cuBLAS and NCCL; an assumption, not measured."""
 COMMUNICATOR_BYTES = 200 * 2**20
 """Buffers of one NCCL communicator within a node and between nodes; an assumption, not measured."""
+SUM_BYTES = 256 * 2**20
+"""Buckets of gradients that policy replicas sum at a time (train/replicas.py, which imports torch)."""
 CONTEXT, COMMUNICATORS = "CUDA context", "NCCL communicators"
 _ROUNDING = 33
 """Bytes an element while StochasticAdam updates a parameter in bfloat16: five float32 tensors, then their noise."""
@@ -93,7 +95,9 @@ def _updating(config: RunConfig, rank: MemoryEstimate, *, offloaded: bool) -> It
     """Memory of an update: sums over replicas, copies that undo it, temporaries in float32."""
     policy = config.policy
     if policy.replicas > 1:
-        yield MemoryPart(name="gradients of all replicas, in buckets", bytes=rank.gradients, at=(UPDATE,))
+        window = max(SUM_BYTES, 2 * rank.largest * BYTES[policy.precision.parameters])  # each half: one tensor at least
+        size = min(rank.gradients, window)
+        yield MemoryPart(name="gradients of all replicas, in buckets", bytes=size, at=(UPDATE,))
         if policy.minibatches * policy.epochs > 1:
             size = rank.gradients + rank.optimizer
             yield MemoryPart(

@@ -10,6 +10,7 @@ from typing import Any
 
 from cosmos_rl_core.assemble import build_sync
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.launch.preflight.checks import look_up_parts
@@ -21,7 +22,6 @@ from cosmos_rl_core.plan.layer_bytes import BYTES
 from cosmos_rl_core.plan.memory import ITEM_BYTES, estimate_of, policy_needs, rollout_needs, sent_dtype, staying
 from cosmos_rl_core.plan.needs import NOT_COUNTED, STEP, MemoryPart, Needs
 from cosmos_rl_core.plan.traffic import CollectiveCalls, traffic
-from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.weight_sync import SyncCost
@@ -227,7 +227,7 @@ def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = Non
         generated_terms_per_step=rollouts * config.rollout.sampling.max_terms,
         microbatch_terms=config.policy.microbatch_terms,
         weights=_weights(config),
-        memory=_memory(config, memory, gpu=bool(machine_gpus(os.environ)) if gpu is None else gpu),
+        memory=_memory(config, memory, gpu=bool(machine_gpus(os.environ, config.run.device)) if gpu is None else gpu),
     )
 
 

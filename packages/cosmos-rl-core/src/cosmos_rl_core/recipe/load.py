@@ -19,7 +19,7 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, closest
-from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
 from cosmos_rl_core.recipe.sections import AUTO
 from cosmos_rl_core.settings.base import ConfigError, Problem
@@ -160,7 +160,7 @@ def _with_engine(loaded: LoadedRecipe, domain: DomainBase, continues: bool, laun
     if not name and launched:
         name, why = domain.choose_engine(config, gpu=config.cluster.gpus, packages_known=not config.cluster.has_image)
     elif not name:
-        name, why = domain.choose_engine(config, gpu=bool(machine_gpus(os.environ)))
+        name, why = domain.choose_engine(config, gpu=bool(machine_gpus(os.environ, config.run.device)))
     chosen = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": name})})
     return replace(loaded, config=chosen, engine=f"engine: {name} ({why})" if why and len(domain.engines) > 1 else "")
 

