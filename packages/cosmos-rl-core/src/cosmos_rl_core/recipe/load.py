@@ -8,7 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from cosmos_rl_core.settings.problems import (
     as_toml,
     each_once,
     in_file_order,
+    is_wrong,
     known_tables,
     neighbour,
     problems,
@@ -84,11 +85,11 @@ class LoadedRecipe:
     def wrong(self) -> frozenset[str]:
         """Keys that have a problem, and sections that a misspelt one was meant to be: no check may read them.
 
-        An engine is chosen for a recipe without problems alone.
+        So is the engine that these keep from being chosen.
         """
-        undecided = {"rollout.engine"} if self.config.rollout.engine == AUTO else ()
-        keys = frozenset(problem.key for problem in self.problems).union(undecided)
-        return keys | (self.broken - {problem.section for problem in self.problems})
+        wrong = {problem.key for problem in self.problems} | (self.broken - {each.section for each in self.problems})
+        undecided = self.config.rollout.engine == AUTO and not self.config.is_sft
+        return frozenset(wrong | ({"rollout.engine"} if undecided else set()))
 
     def valid(self) -> RunConfig:
         """Return the config. Raises ConfigError with every problem."""
@@ -133,31 +134,35 @@ def load(
     config, core_problems = _core(raw, tables, parts, unsound, generating=generating)
     all_problems += part_problems + core_problems
     overridden = {override.partition("=")[0].strip() for override in overrides} | {*(values or ()), *(row_files or ())}
-    engine = ""
-    if domain is not None and not all_problems and config.rollout.engine == AUTO and (generating or not config.is_sft):
-        config, engine = _with_engine(config, domain, continues=continues, launched=launched)
-    return LoadedRecipe(
+    loaded = LoadedRecipe(
         config=config,
-        engine=engine,
         domain=domain,
         problems=in_file_order(each_once(all_problems), raw),
         source=None if file is None else RecipeSource(name=str(source), text=text, overridden=overridden),
     )
+    if domain is None or config.rollout.engine != AUTO or (config.is_sft and not generating):
+        return loaded
+    return loaded if is_wrong(_ENGINE_READS, loaded.wrong) else _with_engine(loaded, domain, continues, launched)
 
 
-def _with_engine(config: RunConfig, domain: DomainBase, *, continues: bool, launched: bool) -> tuple[RunConfig, str]:
-    """Put the name of an engine in place of "auto"; return the line that says which and why, if there is a choice.
+_ENGINE_READS = {"cluster", "model", "rollout.options", "rollout.parallel", "rollout.sampling", "run.placement"}
+"""Keys and sections that the choice of an engine reads."""
+
+
+def _with_engine(loaded: LoadedRecipe, domain: DomainBase, continues: bool, launched: bool) -> LoadedRecipe:
+    """Put the name of an engine in place of "auto", with the line that says which and why, if there is a choice.
 
     It is made here, before anything starts: plan, controller and workers, and resolved.toml for those that come later,
     have the engine's own name. A launch relies on [cluster] gpus, and does not know the packages of an image.
     """
+    config = loaded.config
     name, why = _earlier_engine(config) if continues else "", "as the run began"
     if not name and launched:
         name, why = domain.choose_engine(config, gpu=config.cluster.gpus, packages_known=not config.cluster.has_image)
     elif not name:
         name, why = domain.choose_engine(config, gpu=bool(machine_gpus(os.environ, config.run.device)))
     chosen = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": name})})
-    return chosen, f"engine: {name} ({why})" if why and len(domain.engines) > 1 else ""
+    return replace(loaded, config=chosen, engine=f"engine: {name} ({why})" if why and len(domain.engines) > 1 else "")
 
 
 def _earlier_engine(config: RunConfig) -> str:

@@ -37,7 +37,8 @@ def choose_engine(
     Raises UserError if the files of two builds of vLLM are mixed.
     """
     if not gpu:
-        return "torch", "no GPU"
+        elsewhere = config.run.placement == "external"
+        return "torch", 'no GPU; for workers that have some: rollout.engine = "vllm"' if elsewhere else "no GPU"
     if config.run.placement == "inline":
         return "torch", "one process"
     platform = vllm_platform(version=version) if packages_known else "cuda"
@@ -49,6 +50,8 @@ def choose_engine(
     problem = next(chain(of_options(config), refusals(config, directory)), None)
     if problem is not None:
         return "torch", f"not vllm: {problem.key}: {problem.wrong}"
+    if (name := _unknown_architecture(directory)) is not None:
+        return "torch", f"not vllm: it has no {name}"
     if (config.rollout.options.get("dtype") or config.model.dtype) == "float32":
         return "torch", 'float32; vLLM is faster in bfloat16: model.dtype = "bfloat16"'
     return "vllm", f"GPU, installed {version('vllm')}" if packages_known else "GPU; the image must have it"
@@ -68,8 +71,8 @@ def refusals(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     """Yield the problems beside the options. directory: the model's, if it is on this machine."""
     if not config.rollout.sampling.renormalise:
         yield Problem(key="rollout.sampling.renormalise", given="false", wrong=ONLY_RENORMALISED)
-    if directory is not None:
-        for wrong in _of_model(read_json_object(directory / "config.json", hint="see model.path"), config):
+    if model := _read_config(directory):
+        for wrong in _of_model(model, config):
             yield Problem(key="rollout.engine", given='"vllm"', wrong=wrong, suggestion='set it to "torch"')
 
 
@@ -82,13 +85,23 @@ def _of_model(model: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
     original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
     if why := no_longrope(str(rope), original=original, max_length=own or text.get("max_position_embeddings")):
         yield why
-    if unknown := [name for name in model.get("architectures") or () if not _has_architecture(name)]:
-        yield f"has no {unknown[0]}"
 
 
-def _has_architecture(name: str) -> bool:
-    """Whether vLLM has a model class of its own; true where vLLM is not installed here."""
+def _unknown_architecture(directory: Path | None) -> str | None:
+    """Return the architecture of a model of which vLLM has no class of its own; None where one of them is not here.
+
+    Another one runs by vLLM's adapter for transformers, whose speed and weights are untested.
+    """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
-        return True
-    return f'"{name}": (' in (Path(spec.origin).parent / _REGISTRY).read_text(encoding="utf-8")
+        return None
+    known = (Path(spec.origin).parent / _REGISTRY).read_text(encoding="utf-8")
+    names = _read_config(directory).get("architectures") or ()
+    return next((name for name in names if f'"{name}": (' not in known), None)
+
+
+def _read_config(directory: Path | None) -> Mapping[str, Any]:
+    """The model's config.json; empty where there is none."""
+    if directory is None or not (directory / "config.json").is_file():
+        return {}
+    return read_json_object(directory / "config.json", hint="see model.path")
