@@ -10,7 +10,7 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, Polic
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.plan.changes import _changed, changes_that_fit, written
 from cosmos_rl_core.plan.estimate import estimate, is_expert, layer_of
-from cosmos_rl_core.plan.memory import SUM_BYTES, estimate_of, parse_bytes, policy_needs, rollout_needs
+from cosmos_rl_core.plan.memory import CONTEXT_BYTES, SUM_BYTES, estimate_of, parse_bytes, policy_needs, rollout_needs
 from cosmos_rl_core.plan.needs import START, STEP, UPDATE, MemoryPart, Needs
 from cosmos_rl_core.plan.run_plan import MemoryPlan, _memory_texts
 from cosmos_rl_core.plan.shape import ModelShape, check_fit
@@ -377,7 +377,8 @@ def test_published_versions_are_held_in_the_hosts_memory(sync, gpu, copies, slot
     needs = policy_needs(shape(), config, Plain(), gpu=gpu)
     assert needs.host == copies + slots
     on_device = 0 if slots else 2 * 2**20
-    assert needs.device == policy_needs(shape(), rl_recipe(), Plain(), gpu=gpu).device + on_device
+    tested = sum(part.bytes for part in needs.parts if part.name == "buckets being sent from GPU to GPU")
+    assert needs.device - tested == policy_needs(shape(), rl_recipe(), Plain()).device + CONTEXT_BYTES * gpu + on_device
 
 
 WEIGHTS = MemoryPart(name="weights", bytes=10)
@@ -459,6 +460,17 @@ def test_entropies_take_a_second_buffer_of_logits():
 def test_products_in_bfloat16_have_logits_of_their_own():
     found = of(shape(compute_dtype="bfloat16", vocabulary=10**6))
     assert found.backward == 4 * 10**6 * H + 3 * 4 * H * 1000 + found.logits // 2  # the head's gradient, hidden states
+
+
+@pytest.mark.parametrize(
+    ("sync", "gpu", "slots"),
+    [({}, True, 2 * GPU_BUCKET_BYTES), ({}, False, 0), ({"delta": True}, True, 0), ({"transport": "shm"}, True, 0)],
+)
+def test_slots_of_a_path_between_gpus_that_auto_tests_are_on_the_gpu(sync, gpu, slots):
+    config = rl_recipe().model_copy(update={"sync": SyncSection(**sync)})
+    parts = policy_needs(shape(), config, Plain(), gpu=gpu).parts
+    found = [part.bytes for part in parts if part.name == "buckets being sent from GPU to GPU" and not part.host]
+    assert sum(found) == slots
 
 
 @pytest.mark.parametrize(

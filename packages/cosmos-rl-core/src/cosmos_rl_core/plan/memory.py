@@ -137,6 +137,8 @@ def _publishing(
         yield MemoryPart(name="version that an engine still reads", bytes=size, host=True)
     bucket_bytes = sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
     yield MemoryPart(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport not in BETWEEN_GPUS)
+    if gpu and sync.transport == "auto" and not sync.delta:  # once an engine tests a path to its GPU
+        yield MemoryPart(name="buckets being sent from GPU to GPU", bytes=2 * bucket_bytes)
 
 
 def sent_dtype(config: RunConfig, domain: DomainBase, *, computed: str) -> str:
