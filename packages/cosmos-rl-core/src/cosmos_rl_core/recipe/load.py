@@ -145,7 +145,15 @@ def load(
     return loaded if is_wrong(_ENGINE_READS, loaded.wrong) else _with_engine(loaded, domain, continues, launched)
 
 
-_ENGINE_READS = {"cluster", "model", "rollout.options", "rollout.parallel", "rollout.sampling", "run.placement"}
+_ENGINE_READS = {
+    "cluster",
+    "model",
+    "rollout.options",
+    "rollout.parallel",
+    "rollout.sampling",
+    "run.device",
+    "run.placement",
+}
 """Keys and sections that the choice of an engine reads."""
 
 
