@@ -27,12 +27,12 @@ _STEP = 512
 class Pattern:
     """Random bytes on the publisher's GPU, other ones in each round: no slot has them before."""
 
-    def __init__(self, side: SideStream, num_bytes: int) -> None:
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         source = np.frombuffer(os.urandom(num_bytes + NUM_ROUNDS * _STEP), np.uint8)
-        self._side = side
+        side = self._side = SideStream(device)  # of its own: a copy that hangs must be before none of the weights
         with side.current():
-            self._bytes = torch.from_numpy(source.copy()).pin_memory().to(side.device, non_blocking=True)
+            self._bytes = torch.from_numpy(source.copy()).pin_memory().to(device, non_blocking=True)
         side.mark().synchronize()
         parts = [source[at : at + num_bytes] for at in range(0, NUM_ROUNDS * _STEP, _STEP)]
         self._hashes = [xxhash.xxh3_64_intdigest(part.data) for part in parts]
@@ -69,6 +69,7 @@ class PatternSession:
             case m.EndPattern():
                 self._link.send(m.Revoked(self.end()))
             case _:
+                self._pattern = None
                 return False
         return True
 
@@ -82,6 +83,7 @@ class PatternSession:
             outlet = self._supply.try_transport(transport)
             offer = in_time(lambda: dict(outlet.offer), limit_s=self._supply.driver_s)
         except TransportUnavailable as error:
+            self._supply.refuse(transport, error)
             self._link.send(m.TransferRefused(str(error)))
         else:
             self._link.send(m.TransportOffer(offer))
@@ -97,8 +99,9 @@ class PatternSession:
         assert hold is not None, "it was waited for"
         self._sent = end, hold  # with an error until the subscriber leaves: a driver that hangs may write it later
         out = end.outlet.slots[hold.slot][: min(PATTERN_BYTES, supply.bucket_bytes)]
+        write = partial(self._write, supply.memory.side.device, number, out)
         try:
-            pattern_hash = in_time(partial(self._write, supply.memory.side, number, out), limit_s=supply.driver_s)
+            pattern_hash = in_time(write, limit_s=supply.driver_s)
         except TransportUnavailable as error:
             supply.refuse(transport, error)
             self._link.send(m.TransferRefused(str(error)))
@@ -109,6 +112,6 @@ class PatternSession:
         self._link.send(data, with_next=outlet.over_link)
         outlet.send(self._link, runs, num_bytes=out.nbytes)
 
-    def _write(self, side: SideStream, number: int, out: Block) -> int:
-        self._pattern = self._pattern or Pattern(side, out.nbytes)
+    def _write(self, device: torch.device, number: int, out: Block) -> int:
+        self._pattern = self._pattern or Pattern(device, out.nbytes)
         return self._pattern.write(number, out)

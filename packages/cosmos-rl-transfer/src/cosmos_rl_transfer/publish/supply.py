@@ -188,18 +188,14 @@ class Supply:
             if name not in self._ends:
                 kind = named(name)
                 opening = partial(kind.open, bucket_bytes=self.bucket_bytes, num_slots=NUM_SLOTS)
-                try:
-                    outlet = in_time(opening, limit_s=self.driver_s, late=_close)
-                except TransportUnavailable as error:
-                    self._refused[name] = error
-                    raise
+                outlet = in_time(opening, limit_s=self.driver_s, late=_close)
                 self._ends[name] = self._end_of(outlet)
                 log_choice(f"weights are offered over {name} too")
             return self._ends[name].outlet
 
     def refuse(self, transport: str, reason: TransportUnavailable) -> None:
         """Let no further subscriber test a transport."""
-        with self._trying:
+        if transport in self.between_gpus:
             self._refused[transport] = reason
 
     @property

@@ -80,7 +80,7 @@ class Puller:
     def __init__(self, landing: Landing, *, bucket_bytes: int, pool: Executor) -> None:
         """pool: threads that verify and land buckets."""
         self.landing = landing
-        self.selftest = None if landing.side is None else SelfTest(landing.side)
+        self.selftest = None if landing.side is None else SelfTest(landing.side.device)
         self.version = -1
         """The version in the landing, -1 for none. The caller of `pull` sets it."""
         self.buffers = [host_memory(bucket_bytes, lazy=True) for _ in range(NUM_BUFFERS)]

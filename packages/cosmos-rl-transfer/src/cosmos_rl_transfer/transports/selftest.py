@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -73,126 +74,50 @@ def in_time(work: Callable[[], T], *, limit_s: float, late: Callable[[T], object
 
     late: called with a result that comes afterwards.
     """
-    results: list[T] = []
-    errors: list[Exception] = []
-    ended, guard = threading.Event(), threading.Lock()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            result = work()
+            future.set_result(work())
         except Exception as error:  # raised below
-            errors.append(error)
-            ended.set()
-            return
-        with guard:
-            is_late = ended.is_set()
-            results.append(result)
-            ended.set()
-        if is_late:
-            late(result)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="weights-selftest", daemon=True).start()
-    ended.wait(limit_s)
-    with guard:
-        has_ended = ended.is_set()
-        ended.set()
-    if not has_ended:
-        raise DriverHangs(f"the driver did not answer within {limit_s:g} s")
-    if results:
-        return results[0]
-    if isinstance(errors[0], RuntimeError | OSError):  # of CUDA, NIXL and their transports
-        raise TransportUnavailable(str(errors[0]) or type(errors[0]).__name__) from errors[0]
-    raise errors[0]
+    try:
+        return future.result(limit_s)
+    except (RuntimeError, OSError) as error:  # of CUDA, NIXL and their transports
+        if future.done():
+            raise TransportUnavailable(str(error) or type(error).__name__) from error
+        future.add_done_callback(lambda done: None if done.exception() else late(done.result()))
+        raise DriverHangs(f"the driver did not answer within {limit_s:g} s") from error
 
 
+@dataclass(slots=True)
 class SelfTest:
     """Tests paths to a subscriber's GPU. After a driver has hung it tests nothing any more."""
 
-    def __init__(
-        self, side: SideStream, *, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._side, self._limit_s, self._clock = side, limit_s, clock
-        self._hung: DriverHangs | None = None
+    device: torch.device
+    limit_s: float = LIMIT_S
+    clock: Callable[[], float] = time.perf_counter
+    hung: DriverHangs | None = None
+    side: SideStream | None = None
+    """Made with the first test: a copy that hangs must be before none of the weights."""
 
     def trial(self, link: Link, welcome: m.TransferWelcome, *, memory: Sequence[Raw]) -> Trial | None:
         """Return the path to test with a publisher; None if it has none. memory: of the receiver, as in `attach`."""
         name = "cuda_ipc" if welcome.ipc_domain and welcome.ipc_domain == ipc_domain() else "nixl_vram"
         if name not in welcome.between_gpus:
             return None
-        return Trial(self, name, link, memory, num_bytes=min(PATTERN_BYTES, welcome.bucket_bytes))
-
-    def passed(self, trial: Trial, kind: Transport, *, than: str, inlet: Inlet) -> Inlet:
-        """As `Trial.passed`."""
-        if self._hung is not None:
-            raise self._hung
-        try:
-            return self._passed(trial, kind, than=than, inlet=inlet)
-        except TransportUnavailable as error:
-            trial.link.check()
-            if isinstance(error, DriverHangs):
-                self._hung = error
-            raise
-
-    def _passed(self, trial: Trial, kind: Transport, *, than: str, inlet: Inlet) -> Inlet:
-        trial.link.send(m.TryTransport(kind.name))
-        offer = _answer(trial.link, m.TransportOffer).offer
-        attach = partial(kind.attach, trial.link, offer=offer, memory=trial.memory)
-        limit_s = min(self._limit_s, driver_limit_s(trial.link.timeout_s))
-        tested = in_time(attach, limit_s=limit_s, late=_close)
-        with ExitStack() as on_error:
-            on_error.callback(tested.close)
-            try:
-                seconds = self._seconds(trial, kind.name, tested, limit_s=limit_s)
-            except DriverHangs:
-                on_error.pop_all()  # a thread is in it
-                raise
-            other = self._seconds(trial, than, inlet, limit_s=None)
-            if seconds >= other:
-                speeds = " against ".join(f"{trial.num_bytes / each / 1e9:.1f}" for each in (seconds, other))
-                raise TransportUnavailable(f"it is no faster than {than}: {speeds} GB/s")
-            on_error.pop_all()
-        return tested
-
-    def _seconds(self, trial: Trial, transport: str, inlet: Inlet, *, limit_s: float | None) -> float:
-        """Return the seconds of the fastest round. limit_s: for the driver; None trusts the transport."""
-        fastest = math.inf
-        for number in range(NUM_ROUNDS):
-            began = self._clock()
-            trial.link.send(m.ReadPattern(transport, number))
-            data = _answer(trial.link, m.Data)
-            if data.num_bytes != trial.num_bytes:
-                raise TransferError(f"a pattern of {data.num_bytes} bytes came in place of {trial.num_bytes}")
-            receive = partial(self._received, inlet, data, trial.memory[0])
-            ended, exact = receive() if limit_s is None else in_time(receive, limit_s=limit_s)
-            trial.link.send(m.EndPattern())
-            if _answer(trial.link, m.Revoked).revoked:
-                continue
-            if limit_s is not None and not exact:
-                raise TransportUnavailable("other bytes arrived than were sent")
-            if number:
-                fastest = min(fastest, ended - began)
-        return fastest
-
-    def _received(self, inlet: Inlet, data: m.Data, memory: Raw) -> tuple[float, bool]:
-        """Return when the bytes of a pattern were on this GPU, and whether they are right."""
-        received = inlet.receive(data, out=None if inlet.views else memory[: data.num_bytes])
-        with self._side.current():
-            here = torch.empty(data.num_bytes, dtype=torch.uint8, device=self._side.device)
-            if not isinstance(received, Tensor):
-                host = pinned(data.num_bytes)
-                np.copyto(host.numpy(), received)
-                received = host
-            here.copy_(received, non_blocking=True)
-        self._side.mark().synchronize()
-        ended = self._clock()
-        return ended, xxhash.xxh3_64_intdigest(self._side.to_host(here, torch.uint8).numpy().data) == data.hash
+        self.side = self.side or SideStream(self.device)
+        return Trial(self, self.side, name, link, memory, num_bytes=min(PATTERN_BYTES, welcome.bucket_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A path from one publisher's GPU."""
 
-    _test: SelfTest
+    test: SelfTest
+    side: SideStream
     name: str
     """Of the transport."""
     link: Link
@@ -205,7 +130,69 @@ class Trial:
 
         Raises TransportUnavailable with the reason, and PeerLost.
         """
-        return self._test.passed(self, kind, than=than, inlet=inlet)
+        if self.test.hung is not None:
+            raise self.test.hung
+        try:
+            return self._passed(kind, than=than, inlet=inlet)
+        except TransportUnavailable as error:
+            self.link.check()
+            if isinstance(error, DriverHangs):
+                self.test.hung = error
+            raise
+
+    def _passed(self, kind: Transport, *, than: str, inlet: Inlet) -> Inlet:
+        self.link.send(m.TryTransport(kind.name))
+        offer = _answer(self.link, m.TransportOffer).offer
+        attach = partial(kind.attach, self.link, offer=offer, memory=self.memory)
+        limit_s = min(self.test.limit_s, driver_limit_s(self.link.timeout_s))
+        tested = in_time(attach, limit_s=limit_s, late=_close)
+        with ExitStack() as on_error:
+            on_error.callback(tested.close)
+            try:
+                seconds = self._seconds(kind.name, tested, limit_s=limit_s)
+            except DriverHangs:
+                on_error.pop_all()  # a thread is in it
+                raise
+            other = self._seconds(than, inlet, limit_s=None)
+            if seconds >= other:
+                speeds = " against ".join(f"{self.num_bytes / each / 1e9:.1f}" for each in (seconds, other))
+                raise TransportUnavailable(f"it is no faster than {than}: {speeds} GB/s")
+            on_error.pop_all()
+        return tested
+
+    def _seconds(self, transport: str, inlet: Inlet, *, limit_s: float | None) -> float:
+        """Return the seconds of the fastest round. limit_s: for the driver; None trusts the transport."""
+        fastest = math.inf
+        for number in range(NUM_ROUNDS):
+            began = self.test.clock()
+            self.link.send(m.ReadPattern(transport, number))
+            data = _answer(self.link, m.Data)
+            if data.num_bytes != self.num_bytes:
+                raise TransferError(f"a pattern of {data.num_bytes} bytes came in place of {self.num_bytes}")
+            receive = partial(self._received, inlet, data, self.memory[0])
+            ended, exact = receive() if limit_s is None else in_time(receive, limit_s=limit_s)
+            self.link.send(m.EndPattern())
+            if _answer(self.link, m.Revoked).revoked:
+                continue
+            if limit_s is not None and not exact:
+                raise TransportUnavailable("other bytes arrived than were sent")
+            if number:
+                fastest = min(fastest, ended - began)
+        return fastest
+
+    def _received(self, inlet: Inlet, data: m.Data, memory: Raw) -> tuple[float, bool]:
+        """Return when the bytes of a pattern were on this GPU, and whether they are right."""
+        received = inlet.receive(data, out=None if inlet.views else memory[: data.num_bytes])
+        with self.side.current():
+            here = torch.empty(data.num_bytes, dtype=torch.uint8, device=self.side.device)
+            if not isinstance(received, Tensor):
+                host = pinned(data.num_bytes)
+                np.copyto(host.numpy(), received)
+                received = host
+            here.copy_(received, non_blocking=True)
+        self.side.mark().synchronize()
+        ended = self.test.clock()
+        return ended, xxhash.xxh3_64_intdigest(self.side.to_host(here, torch.uint8).numpy().data) == data.hash
 
 
 def _answer(link: Link, kind: type[R]) -> R:
