@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.gpus import Gpu, GpuDevice, Nvml, machine_gpus, short_names
+from cosmos_rl_core.gpus import Gpu, Nvml, machine_gpus, short_names
 from doubles.fake_nvml import GIB, H100, FakeNvml
 
 
@@ -86,19 +86,17 @@ def test_gpus_of_amd_are_refused_by_name(root):
 
 def test_memory_and_load_of_each_gpu_and_nothing_of_one_that_does_not_answer():
     machine = nvml("GPU-a", "GPU-b", silent=("GPU-b",))
-    assert machine.read() == (
-        Gpu(index=0, name=H100, memory=3 * GIB, memory_total=80 * GIB, busy=0.25),
-        Gpu(index=1, name=H100),
-    )
-    assert machine.devices() == [
-        GpuDevice(uuid="GPU-a", name=H100, memory=3 * GIB, memory_total=80 * GIB),
-        GpuDevice(uuid="GPU-b", name=H100, memory=0, memory_total=0),
+    gpus = [
+        Gpu(index=0, uuid="GPU-a", name=H100, memory=3 * GIB, memory_total=80 * GIB, busy=0.25),
+        Gpu(index=1, uuid="GPU-b", name=H100),
     ]
+    assert machine.read() == machine.devices() == gpus
+    assert gpus[0].free == 77 * GIB
     assert (machine.driver, machine.cuda) == ("580.65.06", (13, 1))
 
 
 def test_this_machine_without_a_driver_has_no_gpus_and_no_versions():
-    assert (NO_DRIVER.read(), NO_DRIVER.devices(), NO_DRIVER.driver, NO_DRIVER.cuda) == ((), [], "", (0, 0))
+    assert (NO_DRIVER.read(), NO_DRIVER.devices(), NO_DRIVER.driver, NO_DRIVER.cuda) == ([], [], "", (0, 0))
 
 
 def test_an_entry_of_the_list_is_a_number_or_the_start_of_a_uuid():

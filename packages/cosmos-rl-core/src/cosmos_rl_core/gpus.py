@@ -33,28 +33,19 @@ _NONE = ("-1", "NoDevFiles")
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One GPU, now."""
+    """One GPU, or a slice of one, now."""
 
     index: int
     """NVML's, which orders by PCI address."""
+    uuid: str = ""
+    """As CUDA_VISIBLE_DEVICES takes it: "GPU-..." or "MIG-..."."""
     name: str = ""
+    """Such as "NVIDIA H100 80GB HBM3"."""
     memory: int = 0
-    """Bytes in use."""
+    """Bytes in use, by any process."""
     memory_total: int = 0
     busy: float | None = None
     """Share of the last sampling period, at most a second, in which a kernel ran; None: the GPU does not count it."""
-
-
-class GpuDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, or a slice of one, that CUDA can open."""
-
-    uuid: str
-    """As CUDA_VISIBLE_DEVICES takes it: "GPU-..." or "MIG-..."."""
-    name: str
-    """Such as "NVIDIA H100 80GB HBM3"."""
-    memory: int
-    """Bytes in use, by any process."""
-    memory_total: int
 
     @property
     def free(self) -> int:
@@ -94,15 +85,15 @@ class Nvml:
         version = self._library.nvmlSystemGetCudaDriverVersion_v2() if self._library is not None else 0
         return version // 1000, version % 1000 // 10
 
-    def read(self) -> tuple[Gpu, ...]:
+    def read(self) -> list[Gpu]:
         """Return the present state of each GPU; fields that it does not report keep their defaults."""
-        return tuple(self._gpu(index, handle) for index, handle in enumerate(self._handles))
+        return [self._gpu(index, handle) for index, handle in enumerate(self._handles)]
 
-    def devices(self) -> list[GpuDevice]:
+    def devices(self) -> list[Gpu]:
         """Return the GPUs that CUDA can open: of a GPU in slices its slices."""
-        return [self._device(handle) for gpu in self._handles for handle in self._slices(gpu)]
+        return [self._gpu(index, each) for index, handle in enumerate(self._handles) for each in self._slices(handle)]
 
-    def device(self, name: str) -> GpuDevice | None:
+    def device(self, name: str) -> Gpu | None:
         """Return the GPU that an entry of CUDA_VISIBLE_DEVICES names; None if there is none.
 
         Numbers count in NVML's order, which is CUDA's where all GPUs are of one kind.
@@ -118,20 +109,11 @@ class Nvml:
         load = self._asked(nvml.nvmlDeviceGetUtilizationRates, handle)
         return Gpu(
             index=index,
-            name=self._asked(nvml.nvmlDeviceGetName, handle) or "",
-            memory=memory.used if memory is not None else 0,
-            memory_total=memory.total if memory is not None else 0,
-            busy=load.gpu / 100 if load is not None else None,
-        )
-
-    def _device(self, handle: Any) -> GpuDevice:
-        nvml = self._library
-        memory = self._asked(nvml.nvmlDeviceGetMemoryInfo, handle)
-        return GpuDevice(
             uuid=nvml.nvmlDeviceGetUUID(handle),
             name=self._asked(nvml.nvmlDeviceGetName, handle) or "",
             memory=memory.used if memory is not None else 0,
             memory_total=memory.total if memory is not None else 0,
+            busy=load.gpu / 100 if load is not None else None,
         )
 
     def _slices(self, handle: Any) -> list[Any]:

@@ -155,7 +155,7 @@ class _Log:
             disk_total=disk.total,
             received=round((now.received - before.received) / elapsed, 1),
             sent=round((now.sent - before.sent) / elapsed, 1),
-            gpus=self._nvml.read(),
+            gpus=tuple(self._nvml.read()),
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.gpus import ON_CPU, VISIBLE_GPUS, GpuDevice, Nvml, machine_gpus, short_names
+from cosmos_rl_core.gpus import ON_CPU, VISIBLE_GPUS, Gpu, Nvml, machine_gpus, short_names
 from cosmos_rl_core.launch.gpus import AssignedGpus, assign_gpus
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.recipe.run import RunConfig
@@ -49,7 +49,7 @@ def gpu_problems(
         yield from _full(config, assigned, gpus, nvml)
 
 
-def _unused(config: RunConfig, devices: Sequence[GpuDevice]) -> Iterator[Problem]:
+def _unused(config: RunConfig, devices: Sequence[Gpu]) -> Iterator[Problem]:
     if devices:
         cause = '[run] device = "cpu"' if config.run.device == "cpu" else f"{VISIBLE_GPUS} names none of them"
         names = short_names(device.uuid for device in devices)
