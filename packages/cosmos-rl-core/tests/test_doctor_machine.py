@@ -41,7 +41,7 @@ def test_gpus_without_a_cuda_build_of_torch_are_bad(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     found = only(software.torch_and_gpus())
     assert found.level == "bad"
-    assert "no CUDA build, and this machine has 2 GPUs" in found.text
+    assert "is built for the CPU; GPUs here: 0,1" in found.text
 
 
 def cgroup(tmp_path, **files):

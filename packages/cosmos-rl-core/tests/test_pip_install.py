@@ -25,8 +25,8 @@ def command(root, *requirements, url=None, is_clone=True, is_editable=False, has
     if url:
         (record / "direct_url.json").write_text(json.dumps({"url": url.format(root=root)}))
     if has_pip:
-        (site / "pip").mkdir()
-        (site / "pip/__init__.py").touch()
+        (site / "pip-25.0.dist-info").mkdir()
+        (site / "pip-25.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: pip\nVersion: 25.0\n")
     if is_clone:
         source.mkdir(parents=True)
         (source.parent / "pyproject.toml").touch()

@@ -268,10 +268,10 @@ def test_nixl_moves_buckets_from_gpu_to_gpu(record, vram, staging):
 @needs_nixl
 def test_nixl_registers_slots_as_memory_of_the_gpu(record):
     """The addresses are host memory in truth, which UCX refuses to register as a GPU's."""
-    refused = agent_of("publisher")
+    refused = agent_of("publisher-vram")
     with pytest.raises(TransportUnavailable, match="NIXL cannot register 2 pieces of memory"):
         NixlVram().open(bucket_bytes=64, num_slots=2)
-    assert agent_of("publisher") is not refused  # peers cannot load its metadata any more
+    assert agent_of("publisher-vram") is not refused  # peers cannot load its metadata any more
 
 
 def test_memory_of_a_gpu_has_its_index():

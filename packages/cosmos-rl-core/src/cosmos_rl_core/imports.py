@@ -14,7 +14,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -114,7 +113,8 @@ def _source() -> tuple[Path, bool]:
 
 def _pip() -> str:
     """Return how to call pip so that it installs into this environment, also in a shell that did not activate it."""
-    if find_spec("pip") is None:
+    # Not find_spec("pip"): setuptools watches for that name, and would then refuse to be imported in this process.
+    if next(metadata.distributions(name="pip"), None) is None:
         return f"uv pip install --python {shlex.quote(sys.executable)}"
     if sys.prefix in (sys.base_prefix, os.environ.get("VIRTUAL_ENV")):
         return "pip install"

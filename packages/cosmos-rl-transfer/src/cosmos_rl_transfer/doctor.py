@@ -171,7 +171,7 @@ def _weights(gpus: int) -> list[TransportResult]:
     """Return the memory through which weights leave a process that trains on one of `gpus` GPUs, 0 for none."""
     if not gpus:
         return [TransportResult("weights", True, "pageable"), TransportResult("cuda ipc", False, "no CUDA device")]
-    ipc = 'not tried; transport = "cuda_ipc" and staging = "in_place" use it'
+    ipc = 'not tried here; "auto" tests it between a policy and an engine'
     return [TransportResult("weights", True, "pinned host"), TransportResult("cuda ipc", False, ipc)]
 
 

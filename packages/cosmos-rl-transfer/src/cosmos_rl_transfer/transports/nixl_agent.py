@@ -1,4 +1,4 @@
-"""This process's NIXL agents: one for publishing, one for subscribing, each shared by all ends.
+"""This process's NIXL agents: for publishing and subscribing, in host memory and on a GPU; each is shared by all ends.
 
 An agent takes half a second to create, so ends share it; it is freed with its last user. Peers are reference-counted
 too: two inlets may read from one publisher. Memory may be registered several times.
@@ -30,7 +30,8 @@ _PROGRESS_US = 1000
 """Sleep of NIXL's idle thread, in microseconds. The default of its Python wrapper is 0, which keeps a core busy."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
 
-Role = Literal["publisher", "subscriber"]
+Role = Literal["publisher", "subscriber", "publisher-vram", "subscriber-vram"]
+"""Those of a GPU have agents of their own: memory that cannot be registered spoils an agent (`NixlAgent.refused`)."""
 Region = tuple[int, int]
 """Address and number of bytes."""
 Move = tuple[int, int, int]
@@ -70,7 +71,7 @@ class NixlAgent:
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         config = bindings.nixlAgentConfig()
         # a reader's own calls progress its transfers; a further thread would contend for their lock
-        config.useProgThread = role == "publisher"
+        config.useProgThread = role.startswith("publisher")
         config.useListenThread = False
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = _PROGRESS_US
