@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cosmos_rl_core import run
 from cosmos_rl_core.cli.app import app
 from cosmos_rl_core.plan.run_plan import plan
-from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.load import load, load_config
 from cosmos_rl_llm.tiny import write_tiny_model
 
 COOKBOOK = Path(__file__).parents[3] / "cookbook"
@@ -68,9 +68,12 @@ def test_all_weights_of_the_small_model_do_not_fit_the_card(tmp_path):
     assert memory is not None and memory.fits is False
 
 
-@pytest.mark.parametrize("name", [ONE_CARD, NODE])
-def test_the_recipe_generates_with_vllm(name):
-    assert load_config(COOKBOOK / name / "run.toml").rollout.engine == "vllm"
+def test_recipes_for_gpus_generate_with_vllm():
+    """By name, so that a missing vLLM is an error and not a slow run; the one for a CPU too takes it by "auto"."""
+    recipes = [COOKBOOK / ONE_CARD / "run.toml", COOKBOOK / NODE / "run.toml", COOKBOOK / "vlm_cosmos_reason/rl.toml"]
+    assert [load_config(recipe).rollout.engine for recipe in recipes] == ["vllm"] * 3
+    chosen = load(COOKBOOK / "llm_gsm8k_smollm2/run.toml", ["cluster.kubernetes.image=image"], launched=True)
+    assert chosen.engine.startswith("engine: vllm")
 
 
 @pytest.mark.ci
