@@ -10,6 +10,7 @@ from cosmos_rl_core.cli.app import app
 from cosmos_rl_core.plan.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from cosmos_rl_core.plan.run_plan import plan
 from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.weight_sync import GPU_BUCKET_BYTES
 from cosmos_rl_llm.tiny import write_tiny_model
 
 
@@ -79,7 +80,8 @@ def test_a_gpu_has_a_context_and_communicators(folder):
     config = load_config(tables(folder, dp_shard=2, tp=2))
     plain, on_gpu = (plan(config, gpu=gpu).memory for gpu in (False, True))
     assert plain is not None and on_gpu is not None and on_gpu.rollout is not None
-    assert on_gpu.policy.device - plain.policy.device == CONTEXT_BYTES + 3 * COMMUNICATOR_BYTES
+    slots = 2 * GPU_BUCKET_BYTES  # of a path to the engine's GPU
+    assert on_gpu.policy.device - plain.policy.device == CONTEXT_BYTES + 3 * COMMUNICATOR_BYTES + slots
     assert parts_of(on_gpu.policy)["3 NCCL communicators"] == 3 * COMMUNICATOR_BYTES  # the replica, dp_shard, tp
     assert parts_of(on_gpu.rollout)["CUDA context"] == CONTEXT_BYTES
 

@@ -15,6 +15,7 @@ from transfer_samples import TOKEN, blank, sync, weights_at
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_transfer.publish import server
 from cosmos_rl_transfer.publish.publisher import Publisher
+from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.pull import puller
 from cosmos_rl_transfer.pull.subscriber import Subscriber
 from cosmos_rl_transfer.transports import cuda_ipc, nixl_vram
@@ -142,6 +143,28 @@ def test_an_error_of_the_driver_is_the_reason_for_the_other_path(driver, timed, 
     (line,) = moved(capsys)
     assert line.startswith("weights are read over shm (not over cuda_ipc: ")
     assert "CUDA error: invalid resource handle" in line
+
+
+def test_a_round_whose_slot_others_got_meanwhile_does_not_count(driver, timed, monkeypatch, capsys):
+    made, torn_rounds, receive, begin = [], [], cuda_ipc._Inlet.receive, Supply.__init__
+
+    def noted(self, *args, **options):
+        made.append(self)
+        begin(self, *args, **options)
+
+    def torn(self, data, *, out):
+        packed = receive(self, data, out=out)
+        if torn_rounds:
+            return packed
+        torn_rounds.append(data)
+        slots = made[0].route("cuda_ipc")[0].slots
+        slots.leave(next(hold.owner for hold in slots._holds if hold is not None))
+        return packed ^ 1
+
+    monkeypatch.setattr(Supply, "__init__", noted)
+    monkeypatch.setattr(cuda_ipc._Inlet, "receive", torn)
+    assert moved(capsys) == ["weights are read over cuda_ipc"]
+    assert torn_rounds
 
 
 @contextmanager
