@@ -80,10 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.result.write_text(json.dumps(_performed(chosen[0], rehearse=given.rehearse)))
         return 0
     begun = time.monotonic()
-    software = read_software(vllm=not given.rehearse)
+    software = read_software()
     print(software.describe(), flush=True)
-    if not given.rehearse and (problems := software.problems()):
-        print("\n".join(["", "The first hour ends here:", *problems]), flush=True)
+    if software.problems and not given.rehearse:
+        print("\n".join(["", "The first hour ends here:", *software.problems]), flush=True)
         return WRONG_VERSIONS
     limit = Limit(minutes=given.minutes, clock=lambda: time.monotonic() - begun)
     results: list[Result] = []

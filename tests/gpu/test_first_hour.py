@@ -57,7 +57,7 @@ def test_a_rehearsal_on_a_pretend_gpu(step, tmp_path):
 @pytest.mark.ci
 @pytest.mark.parametrize("step", [step for step in STEPS if step.on_cpu], ids=name_of)
 def test_a_rehearsal_with_processes_on_the_cpu(step, tmp_path):
-    if reason := step.missing(read_software(vllm=False), rehearsal=True):
+    if reason := step.missing(software(), rehearsal=True):
         pytest.skip(reason)
     hour = Hour(device=GPU, directory=tmp_path, rehearsal=True)
     try:

