@@ -10,13 +10,14 @@ from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, Polic
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.plan.changes import _changed, changes_that_fit, written
 from cosmos_rl_core.plan.estimate import estimate, is_expert, layer_of
-from cosmos_rl_core.plan.memory import estimate_of, parse_bytes, policy_needs, rollout_needs
+from cosmos_rl_core.plan.memory import CONTEXT_BYTES, SUM_BYTES, estimate_of, parse_bytes, policy_needs, rollout_needs
 from cosmos_rl_core.plan.needs import START, STEP, UPDATE, MemoryPart, Needs
 from cosmos_rl_core.plan.run_plan import MemoryPlan, _memory_texts
 from cosmos_rl_core.plan.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection, SamplingSection
 from cosmos_rl_core.testing.tiny import Tiny
+from cosmos_rl_core.train import replicas
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, GPU_BUCKET_BYTES, SyncSection
 
@@ -376,7 +377,8 @@ def test_published_versions_are_held_in_the_hosts_memory(sync, gpu, copies, slot
     needs = policy_needs(shape(), config, Plain(), gpu=gpu)
     assert needs.host == copies + slots
     on_device = 0 if slots else 2 * 2**20
-    assert needs.device == policy_needs(shape(), rl_recipe(), Plain(), gpu=gpu).device + on_device
+    tested = sum(part.bytes for part in needs.parts if part.name == "buckets being sent from GPU to GPU")
+    assert needs.device - tested == policy_needs(shape(), rl_recipe(), Plain()).device + CONTEXT_BYTES * gpu + on_device
 
 
 WEIGHTS = MemoryPart(name="weights", bytes=10)
@@ -461,6 +463,17 @@ def test_products_in_bfloat16_have_logits_of_their_own():
 
 
 @pytest.mark.parametrize(
+    ("sync", "gpu", "slots"),
+    [({}, True, 2 * GPU_BUCKET_BYTES), ({}, False, 0), ({"delta": True}, True, 0), ({"transport": "shm"}, True, 0)],
+)
+def test_slots_of_a_path_between_gpus_that_auto_tests_are_on_the_gpu(sync, gpu, slots):
+    config = rl_recipe().model_copy(update={"sync": SyncSection(**sync)})
+    parts = policy_needs(shape(), config, Plain(), gpu=gpu).parts
+    found = [part.bytes for part in parts if part.name == "buckets being sent from GPU to GPU" and not part.host]
+    assert sum(found) == slots
+
+
+@pytest.mark.parametrize(
     ("policy", "names"),
     [
         ({}, set()),
@@ -484,3 +497,13 @@ def test_an_update_takes_memory_of_its_own(policy, names):
         "a parameter in float32, while it is rounded": 33 * VOCABULARY * H,
     }
     assert found == {name: sizes[name] for name in names}
+
+
+@pytest.mark.parametrize(("rows", "window"), [(1 << 16, SUM_BYTES), (1 << 20, 2 * 4 * H << 20)])
+def test_sums_over_replicas_take_a_window_of_the_gradients(rows, window):
+    """Half of it is one tensor where that is larger."""
+    assert replicas.WINDOW * replicas.BUCKET_BYTES == SUM_BYTES
+    config = recipe(replicas=2)
+    model = shape(weights=tuple(spec(f"model.layers.{i}.mlp.up_proj.weight", rows, H) for i in range(40)))
+    found = {part.name: part.bytes for part in policy_needs(model, config, Plain()).parts}
+    assert found["gradients of all replicas, in buckets"] == window < estimate_of(model, config.policy).gradients

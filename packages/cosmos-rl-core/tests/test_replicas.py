@@ -59,16 +59,15 @@ def in_threads(work, count):
         return [each.result(timeout=60) for each in [pool.submit(work, place, store) for place in range(count)]]
 
 
-def test_each_replica_gets_the_sum_in_new_memory(monkeypatch):
+def test_each_replica_gets_the_sum(monkeypatch):
     monkeypatch.setattr(replicas, "BUCKET_BYTES", 40)  # three buckets of float32, one of float64
     shapes = [(3, 2), (5,), (0,), (4, 4), ()]
 
     def work(place, store):
         mine = [torch.full(shape, float(10**place)) for shape in shapes]
         mine.append(torch.full((3,), float(place), dtype=torch.float64))
-        totals = group(store, place, 3).sum(mine)
-        assert all(torch.equal(each, torch.full_like(each, 10**place)) for each in mine[:-1]), "the input changed"
-        return totals
+        group(store, place, 3).sum(mine)
+        return mine
 
     for totals in in_threads(work, 3):
         assert [tuple(total.shape) for total in totals] == [*shapes, (3,)]
@@ -466,6 +465,7 @@ def test_a_group_that_can_be_aborted_is():
     members = ReplicaGroup.__new__(ReplicaGroup)
     members._is_over, members._timeout_s, members._agree = over.is_set, 30, alone
     members._device, members._waiting, members._group = torch.device("cuda"), RankWaits(), FakeNccl()
+    members._aborting = None
     threading.Timer(0.1, over.set).start()
     with pytest.raises(EpochOver, match="was lost"):
         members.sum([torch.ones(3)])
@@ -550,6 +550,8 @@ def test_replicas_meet_at_the_controller_and_the_one_that_is_behind_catches_up(t
         message = p.Remesh(epoch=4, members=("policy-1", "policy-0"), version=3, lineage=0)
         meshes = [mesh_of(f"policy-{i}", server.address, token, steps=3 * i) for i in range(2)]
         caught_up = await asyncio.gather(*(asyncio.to_thread(mesh.join, message) for mesh in meshes))
+        for mesh in meshes:
+            mesh.leave()
         await server.close()
         return meshes, caught_up
 

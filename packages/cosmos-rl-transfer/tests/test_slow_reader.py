@@ -159,6 +159,7 @@ class TakesDeltas:
     """A landing before which the publisher takes the slot back, and which keeps the values it is given."""
 
     keeps_deltas = takes_deltas = False
+    side = None
 
     def __init__(self, slot):
         self.slot, self.values, self.memory = slot, [], np.empty(0, np.uint8)

@@ -28,6 +28,8 @@ GPU_BUCKET_BYTES = 64 << 20
 """The same where the weights are on a GPU: a bucket is one copy to the host."""
 BETWEEN_GPUS = ("cuda_ipc", "nixl_vram")
 """Transports whose buckets are on GPUs at both ends."""
+NIXL_BUILDS = ("nixl_cu13", "nixl_cu12")
+"""Packages with NIXL's bindings, by the CUDA generation that they are built for; both work without a GPU."""
 
 
 class SyncSection(Strict):
@@ -41,7 +43,7 @@ class SyncSection(Strict):
     """Engines load the versions that are divisible by it, and those that are evaluated. At most `max_staleness` + 1."""
     transport: str = Field(default="auto", min_length=1)
     """"shm", "tcp", "nixl" or, from GPU to GPU, "cuda_ipc" (one machine) and "nixl_vram"; "auto" selects the fastest
-    one available between two processes, those from GPU to GPU excepted."""
+    one available between two processes; one from GPU to GPU must pass a test between them first."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type to which wider weights are cast for the transfer. Not set: that of the engine."""
     bucket_bytes: int | None = Field(default=None, ge=4096)

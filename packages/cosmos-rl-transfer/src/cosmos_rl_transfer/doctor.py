@@ -49,7 +49,7 @@ FULL = 8
 
 FIXES = {
     "shm": "the container must allow memfd_create and passing of descriptors",
-    "nixl": "install cosmos-rl-transfer[nixl]; without it shm and tcp are used",
+    "nixl": "without it shm and tcp are used",
 }
 
 _SHOW_PATH = {"UCX_PROTO_INFO": "y"}
@@ -171,7 +171,7 @@ def _weights(gpus: int) -> list[TransportResult]:
     """Return the memory through which weights leave a process that trains on one of `gpus` GPUs, 0 for none."""
     if not gpus:
         return [TransportResult("weights", True, "pageable"), TransportResult("cuda ipc", False, "no CUDA device")]
-    ipc = 'not tried; transport = "cuda_ipc" and staging = "in_place" use it'
+    ipc = 'not tried here; "auto" tests it between a policy and an engine'
     return [TransportResult("weights", True, "pinned host"), TransportResult("cuda ipc", False, ipc)]
 
 

@@ -23,6 +23,8 @@ CONTEXT_BYTES = 600 * 2**20
 """A process's CUDA context with the kernels of torch, cuBLAS and NCCL; an assumption, not measured."""
 COMMUNICATOR_BYTES = 200 * 2**20
 """Buffers of one NCCL communicator within a node and between nodes; an assumption, not measured."""
+SUM_BYTES = 256 * 2**20
+"""Buckets of gradients that policy replicas sum at a time (train/replicas.py, which imports torch)."""
 CONTEXT, COMMUNICATORS = "CUDA context", "NCCL communicators"
 _ROUNDING = 33
 """Bytes an element while StochasticAdam updates a parameter in bfloat16: five float32 tensors, then their noise."""
@@ -93,7 +95,9 @@ def _updating(config: RunConfig, rank: MemoryEstimate, *, offloaded: bool) -> It
     """Memory of an update: sums over replicas, copies that undo it, temporaries in float32."""
     policy = config.policy
     if policy.replicas > 1:
-        yield MemoryPart(name="gradients of all replicas, in buckets", bytes=rank.gradients, at=(UPDATE,))
+        window = max(SUM_BYTES, 2 * rank.largest * BYTES[policy.precision.parameters])  # each half: one tensor at least
+        size = min(rank.gradients, window)
+        yield MemoryPart(name="gradients of all replicas, in buckets", bytes=size, at=(UPDATE,))
         if policy.minibatches * policy.epochs > 1:
             size = rank.gradients + rank.optimizer
             yield MemoryPart(
@@ -120,16 +124,21 @@ def _publishing(
     """Copies of a rank's part of the weights, and slots of the transfer; see cosmos_rl_transfer/publish."""
     sync = config.sync
     dtype = sent_dtype(config, domain, computed=shape.compute_dtype)
-    sent = rank.gradients if shape.adapter_parameters else rank.parameters
+    merged = shape.adapter_parameters > 0 and domain.merges_adapters(config.rollout.engine)
+    sent = rank.gradients if shape.adapter_parameters and not merged else rank.parameters
     size = sent * ITEM_BYTES[dtype] // BYTES[config.policy.precision.parameters]
+    if merged:
+        yield MemoryPart(name="weights with their adapters merged", bytes=rank.parameters, host=True)
     if sync.delta:
         yield MemoryPart(name="last version, of which changes are sent", bytes=size, host=True)
-    elif gpu:  # a slow engine still reads the version before
+    elif gpu and not merged:  # a slow engine still reads the version before
         yield MemoryPart(name="two versions in pinned memory", bytes=2 * size, host=True)
     else:
         yield MemoryPart(name="version that an engine still reads", bytes=size, host=True)
     bucket_bytes = sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
     yield MemoryPart(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport not in BETWEEN_GPUS)
+    if gpu and sync.transport == "auto" and not sync.delta:  # once an engine tests a path to its GPU
+        yield MemoryPart(name="buckets being sent from GPU to GPU", bytes=2 * bucket_bytes)
 
 
 def sent_dtype(config: RunConfig, domain: DomainBase, *, computed: str) -> str:
@@ -148,8 +157,11 @@ def rollout_needs(
     """
     if config.is_sft:
         return None
-    numbers = sum(math.prod(spec.shape) for spec in shape.weights) + shape.adapter_parameters
-    sent = shape.adapter_parameters or numbers
+    numbers = sum(math.prod(spec.shape) for spec in shape.weights)
+    sent = numbers
+    if not domain.merges_adapters(config.rollout.engine):
+        numbers += shape.adapter_parameters
+        sent = shape.adapter_parameters or numbers
     gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
     dtype = domain.engine_dtype(config, computed=shape.compute_dtype)
     parts = [MemoryPart(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus), away=True)]

@@ -93,8 +93,6 @@ class PolicyLearner:
         """The step that is computed."""
         self._later: tuple[TrainBatch, ...] = ()
         """Its updates that follow its commit."""
-        self._put_sums: Callable[[], None] | None = None
-        """Puts the sums over the replicas in place of this replica's gradients and metrics."""
         self._results: list[StepResult] = []
         """Of the updates that were taken before the commit."""
         self._undo: Undo | None = None
@@ -123,11 +121,11 @@ class PolicyLearner:
         """Sum the gradients over the policy replicas. Raises EpochOver."""
         if self.replicas is not None:
             with self._timeline.span("sum_gradients", step=self.version):
-                self._put_sums = await self.in_compute_thread(partial(self.trainer.summed, self.replicas))
+                await self.in_compute_thread(partial(self.trainer.sum_over, self.replicas))
 
     async def undo(self) -> None:
         """Restore the weights of the step's start, and forget its gradients."""
-        self._later, self._put_sums, self._results = (), None, []
+        self._later, self._results = (), []
         if self._undo is not None:
             await self.in_compute_thread(self._undo)
             self._undo = None
@@ -148,6 +146,9 @@ class PolicyLearner:
 
     async def publish(self) -> Mapping[str, float]:
         """Offer the weights to the rollout replicas, and return the metrics of that."""
+        publishes = self._publisher is not None and not self.withholds
+        if publishes and self._residence.is_on_device:  # what has changed since the last time was here meanwhile
+            await self.in_compute_thread(self.trainer.policy.before_publish)
         await self._residence.end()
         if self._publisher is None or self.withholds:
             return {}
@@ -188,7 +189,7 @@ class PolicyLearner:
         """
         self._undo = Undo(self.trainer.optimizer)
         for batch in later:
-            self.trainer.summed(replicas)()
+            self.trainer.sum_over(replicas)
             self._results.append(self.trainer.optim_step(last=False))
             self._gradients_of(batch)
         return []
@@ -202,14 +203,12 @@ class PolicyLearner:
 
     def _updates(self) -> StepResult:
         """Take the step: apply the update whose gradients are computed, then compute and apply the later ones."""
-        if self._put_sums is not None:
-            self._put_sums()
         # With other replicas `_later` is empty here: `_update_together` has taken all updates but this one.
         results = [*self._results, self.trainer.optim_step(last=not self._later)]
         for left, batch in reversed(list(enumerate(reversed(self._later)))):
             self._gradients_of(batch)
             results.append(self.trainer.optim_step(last=left == 0))
-        self._later, self._put_sums, self._results, self._undo = (), None, [], None
+        self._later, self._results, self._undo = (), [], None
         assert self._step is not None
         return _as_one(results, of_step=self._step.metrics)
 

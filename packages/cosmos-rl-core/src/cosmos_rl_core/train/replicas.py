@@ -1,11 +1,13 @@
 """Sums over the policy replicas that train together: rank i of each replica with rank i of the others.
 
     group = ReplicaGroup(store, MeshPlace(0, count=2), device=device, is_over=is_over, agree=ranks.gather, limits=...)
-    totals = group.sum([gradient, ...])              # new tensors; the same call in every replica
+    group.sum([gradient, ...])                       # in place; the same call in every replica
+    group.end(store.close)                           # the epoch is over
 
 A member that dies or hangs must not block the others, and a gloo operation cannot be aborted. So every wait polls, and
 ends with EpochOver as soon as a member is lost. An operation that was given up keeps its buffers until it ends on its
-own: sums are made in buffers of their own, never in the gradients. NCCL can abort: its group is aborted then.
+own: sums are made in buffers of their own, a few at a time, and then copied to the gradients. NCCL can abort: its group
+is aborted then.
 
 State is sent in pieces, in a thread; each piece counts as progress, and the limit of time is that of a piece.
 """
@@ -33,6 +35,8 @@ from cosmos_rl_core.train.byte_sums import WORD_BYTES, Checksum, packed, pieces,
 
 BUCKET_BYTES = 32 << 20
 """Bytes of gradients in one all-reduce."""
+WINDOW = 8
+"""Buckets in memory at a time. They are begun and finished by halves: one exchange between ranks is for a half."""
 _SIZE_BYTES, _SHORT_BYTES = 8, 4096
 """Bytes of a length, and of the first message of `gather`: shorter data needs no second one."""
 PEER_S = 30.0
@@ -51,6 +55,8 @@ _MOVED = b"+"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _Operation = tuple[Any, Any]
 """A torch `Work` or `_InThread`, and what it reads or writes."""
+_Bucket = tuple[list[int], Any, Tensor]
+"""Indices of tensors that are summed together, and the operation on their elements."""
 
 
 _abandoned: list[tuple[Any, Sequence[_Operation]]] = []
@@ -234,6 +240,7 @@ class ReplicaGroup:
         self._is_over, self._agree, self._timeout_s = is_over, agree, limits.timeout_s
         self._waiting = waiting or RankWaits()
         self._group: Any = None
+        self._aborting: _InThread | None = None
         _abandoned[:] = [each for each in _abandoned if not all(work.is_completed() for work, _ in each[1])]
         try:
             pairs = self._meet_all(store, address=address, limits=limits.to_connect(at))
@@ -272,15 +279,33 @@ class ReplicaGroup:
             raise PeersUnreachable(tuple(sorted(unreachable)))
         return meetings
 
-    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of each tensor over the replicas, in new memory. Raises EpochOver."""
-        buckets = [(each, torch.cat([tensors[i].reshape(-1) for i in each])) for each in _buckets(tensors)]
-        self._finish([(self._group.allreduce([flat]), flat) for _, flat in buckets])
-        totals: dict[int, Tensor] = {}
-        for each, flat in buckets:
-            sizes = [tensors[i].numel() for i in each]
-            totals |= {i: part.view(tensors[i].shape) for i, part in zip(each, flat.split(sizes))}
-        return [totals[i] for i in range(len(tensors))]
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the replicas. Raises EpochOver: some may be replaced then, others not."""
+        halves = list(_halves(tensors))
+        # other ranks of this replica may have more: all take part in as many exchanges
+        num_halves = max(int(each) for each in self._agree(str(len(halves)).encode()))
+        waiting: list[_Bucket] = []
+        for number in range(num_halves + 1):
+            begun = [self._begin(indices, tensors) for indices in (halves[number] if number < len(halves) else ())]
+            if number:
+                self._finish([each[1:] for each in waiting], behind=[each[1:] for each in begun])
+            _put(waiting, tensors)
+            waiting = begun
+
+    def _begin(self, indices: list[int], tensors: Sequence[Tensor]) -> _Bucket:
+        flat = torch.cat([tensors[i].reshape(-1) for i in indices])
+        return indices, self._group.allreduce([flat]), flat
+
+    def end(self, then: Callable[[], None]) -> None:
+        """Abort a group of NCCL, whose threads use its store until then, and call `then`; does not wait for either."""
+        if self._device.type == "cuda":
+            _InThread(partial(_call_after, self._abort(), then))
+        else:
+            then()
+
+    def _abort(self) -> _InThread:
+        self._aborting = self._aborting or _InThread(self._group.abort)
+        return self._aborting
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the `data` of every replica, in the order of their places. Raises EpochOver."""
@@ -321,9 +346,14 @@ class ReplicaGroup:
         self._finish([(self._group.allgather([buffers], [mine]), mine)])
         return [each.cpu().numpy().tobytes() for each in buffers]
 
-    def _finish(self, operations: Sequence[_Operation], *, timeout_s: float | None = None) -> None:
+    def _finish(
+        self, operations: Sequence[_Operation], *, timeout_s: float | None = None, behind: Sequence[_Operation] = ()
+    ) -> None:
         """Wait until all operations are done in all ranks of this replica; raise EpochOver if that cannot be, or if
-        nothing is done in a rank for `timeout_s`, unless set that of the group."""
+        nothing is done in a rank for `timeout_s`, unless set that of the group.
+
+        behind: operations that were begun too, and are given up with these.
+        """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         pause_s, deadline, completed = _FIRST_PAUSE_S, time.monotonic() + timeout_s, 0
         while True:
@@ -336,7 +366,7 @@ class ReplicaGroup:
             self._waiting.polled_at = time.monotonic()
             states = [each[:1] for each in votes]
             if _LOST in states:
-                self._give_up(operations)
+                self._give_up([*operations, *behind])
                 raise EpochOver("a policy replica of the mesh was lost")
             if _WORKING not in states:
                 return
@@ -349,7 +379,7 @@ class ReplicaGroup:
                 work.give_up()
         _abandoned.append((self._group, operations))
         if self._group is not None and self._device.type == "cuda":
-            _InThread(self._group.abort)  # NCCL would wait for a lost member for good; gloo's operations end with it
+            self._abort()  # NCCL would wait for a lost member for good; gloo's operations end with it
 
     def _state(self, operations: Sequence[_Operation], *, deadline: float) -> bytes:
         if self._is_over():
@@ -375,6 +405,11 @@ def _send_word(group: Any, word: Tensor, place: int) -> None:
 def _receive_word(group: Any, word: Tensor, source: int) -> None:
     group.recv([word], source, 0).wait(LONGEST)
     word.cpu()
+
+
+def _call_after(first: _InThread, then: Callable[[], None]) -> None:
+    first.join()
+    then()
 
 
 def _join(works: Sequence[_InThread]) -> None:
@@ -427,3 +462,25 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
             bucket.append(i)
             size += tensors[i].nbytes
         yield bucket
+
+
+def _halves(tensors: Sequence[Tensor]) -> Iterator[list[list[int]]]:
+    """Yield the buckets of half a window: fewer where a bucket is larger than BUCKET_BYTES."""
+    most = WINDOW // 2
+    half, size = list[list[int]](), 0
+    for bucket in _buckets(tensors):
+        num_bytes = sum(tensors[i].nbytes for i in bucket)
+        if half and (len(half) == most or size + num_bytes > most * BUCKET_BYTES):
+            yield half
+            half, size = [], 0
+        half.append(bucket)
+        size += num_bytes
+    if half:
+        yield half
+
+
+def _put(buckets: Sequence[_Bucket], tensors: Sequence[Tensor]) -> None:
+    """Copy sums to the tensors. In a function: a variable of a loop in `sum` would keep a bucket's memory."""
+    for indices, _, flat in buckets:
+        for i, part in zip(indices, flat.split([tensors[i].numel() for i in indices])):
+            tensors[i].copy_(part.view(tensors[i].shape))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.algorithms.aggregation import aggregated
+from cosmos_rl_core.errors import EpochOver
 from cosmos_rl_core.interfaces import Objective, Policy
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.dtensor import local_part
@@ -114,29 +115,24 @@ class Trainer:
             self._add(name, (mask * trained).sum() / max(1, self._batch.num_terms))
         return total
 
-    def summed(self, group: ReplicaGroup) -> Callable[[], None]:
-        """Sum gradients and metrics over the policy replicas; the result takes the place of both when it is called.
+    def sum_over(self, group: ReplicaGroup) -> None:
+        """Sum gradients and metrics over the policy replicas. A parameter without a gradient in all stays without one.
 
-        Until then both are as they were. A parameter without a gradient in all replicas stays without one. Raises
-        EpochOver.
+        Raises EpochOver; the gradients are dropped then, as some may be sums and others not.
         """
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         mine = bytes(parameter.grad is not None for parameter in parameters)
-        has_gradient = np.bitwise_or.reduce([np.frombuffer(each, np.uint8) for each in group.gather(mine)])
-        trained = [parameter for parameter, has in zip(parameters, has_gradient) if has]
-        totals = group.sum([_local_gradient(parameter) for parameter in trained])
-        metrics: Counter[str] = Counter()
-        for encoded in group.gather(msgspec.msgpack.encode({name: float(value) for name, value in self._sums.items()})):
-            metrics.update(msgspec.msgpack.decode(encoded, type=dict[str, float]))
-
-        def put() -> None:
-            for parameter, total in zip(trained, totals):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                local_part(parameter.grad).copy_(total)
-            self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
-
-        return put
+        try:
+            has_gradient = np.bitwise_or.reduce([np.frombuffer(each, np.uint8) for each in group.gather(mine)])
+            group.sum([_local_gradient(parameter) for parameter, has in zip(parameters, has_gradient) if has])
+            metrics: Counter[str] = Counter()
+            own = msgspec.msgpack.encode({name: float(value) for name, value in self._sums.items()})
+            for encoded in group.gather(own):
+                metrics.update(msgspec.msgpack.decode(encoded, type=dict[str, float]))
+        except EpochOver:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
+        self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
     def optim_step(self, *, last: bool = True) -> StepResult:
         """Clip, check, step. A gradient that is not finite leaves the weights unchanged and is reported.
@@ -181,5 +177,7 @@ class Trainer:
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a parameter's gradient; zeros where it has none."""
-    return torch.zeros_like(local_part(parameter)) if parameter.grad is None else local_part(parameter.grad)
+    """This rank's part of a parameter's gradient; one without a gradient gets zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local_part(parameter.grad)

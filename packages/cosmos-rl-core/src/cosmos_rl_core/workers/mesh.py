@@ -5,7 +5,8 @@
     -> a replica that is behind takes weights and optimizer state from that one
     -> the next batch is requested in the new epoch
 
-A new mesh is made whenever a replica joins or is lost; the groups of the old one are left to end by themselves.
+A new mesh is made whenever a replica joins or is lost. The group of the old one is aborted where it can be (NCCL), and
+its store is closed afterwards: torch reads a group's store as long as the group is there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 
@@ -67,6 +69,8 @@ class PolicyMesh:
         the same in all replicas."""
         self.members: tuple[str, ...] = ()
         self.group: ReplicaGroup | None = None
+        self._store: ChannelStore | None = None
+        """That of the group."""
         self._context, self._replica, self._trainer = context, context.replica, trainer
         self._controller = controller
         self._device = torch.device("cpu") if trainer.mesh is None else trainer.mesh.device
@@ -98,14 +102,16 @@ class PolicyMesh:
 
         Raises EpochOver, and RefusedByController if this replica cannot train with the others.
         """
-        earlier, self.members, self.group = self.members, message.members, None
+        self.leave()
+        earlier, self.members = self.members, message.members
         if len(message.members) == 1:
             self._has_trained = True
             return False
         is_over = partial(self._is_over, message.epoch)
         newcomers = [place for place, name in enumerate(self.members) if earlier and name not in earlier]
         store = ChannelStore(self._connect, epoch=message.epoch, is_over=is_over, timeout_s=self._limits.timeout_s)
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(store.close)
             self.group = ReplicaGroup(
                 dist.PrefixStore(str(self._ranks.rank), store),
                 MeshPlace(self.place, self.count, newcomers),
@@ -116,11 +122,17 @@ class PolicyMesh:
                 address=self._context.address,
                 limits=self._limits,
             )
-        finally:
-            store.close()
+            self._store = store
+            on_error.pop_all()
         behind = self._catch_up(self.group, version=message.version)
         self._has_trained = True
         return behind
+
+    def leave(self) -> None:
+        """End this rank's group, if there is one, and then close its store."""
+        group, store, self.group, self._store = self.group, self._store, None, None
+        if group is not None and store is not None:
+            group.end(store.close)
 
     def _connect(self) -> BlockingConnection:
         context = self._context
@@ -184,7 +196,7 @@ class PolicyMesh:
 
 
 class ChannelStore(dist.Store):
-    """torch's key-value store over a connection to the controller, for one epoch."""
+    """torch's key-value store over one connection to the controller, for one epoch. Any thread may use it."""
 
     def __init__(
         self, connect: Callable[[], BlockingConnection], *, epoch: int, is_over: Callable[[], bool], timeout_s: float
@@ -197,10 +209,16 @@ class ChannelStore(dist.Store):
         self._sent: list[p.StoreSet] = []
         """Keys that are set again on another connection."""
         self._lock = threading.Lock()
+        self._closed = False
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        """End the connection. Later calls, and one that waits, raise EpochOver."""
+        self._closed = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if (connection := self._connection) is not None:
+            connection.close()
 
     def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -230,19 +248,22 @@ class ChannelStore(dist.Store):
 
     def _answer(self, message: p.StoreSet | p.StoreGet) -> p.StoreValue:
         deadline = time.monotonic() + self._timeout_s
-        while True:
+        while not self._closed:
             try:
                 return self._ask_once(message)
             except (OSError, ConnectionClosed) as error:  # the controller may return, with an empty store
-                self.close()
+                self._disconnect()
                 self._connection = None
                 if self._is_over() or time.monotonic() > deadline:
                     raise EpochOver(f"the controller is gone: {error}") from error
                 time.sleep(AGAIN_S)
+        raise EpochOver("this replica has left the mesh")
 
     def _ask_once(self, message: p.StoreSet | p.StoreGet) -> p.StoreValue:
         if self._connection is None:
             self._connection = self._connect()
+            if self._closed:
+                raise ConnectionClosed("closed meanwhile")
             for earlier in self._sent:
                 self._connection.send(earlier)
                 self._connection.receive()

@@ -169,7 +169,7 @@ class StagedWeights(PublishedMemory):
 
     def __init__(self, live: LiveWeights, side: SideStream) -> None:
         super().__init__(live.manifest, rank=live.rank)
-        self._live, self._side = live, side
+        self._live, self.side = live, side
         self._packed: dict[tuple[BucketPiece, ...], Future[Packed]] = {}
         self._guard = threading.Lock()
 
@@ -191,13 +191,13 @@ class StagedWeights(PublishedMemory):
         return future.result()
 
     def _pack(self, bucket: Bucket) -> Packed:
-        with self._side.current():
-            gathered = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._side.device)
-            sums = self._live.gather(bucket, gathered, table=self._side.table)
+        with self.side.current():
+            gathered = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self.side.device)
+            sums = self._live.gather(bucket, gathered, table=self.side.table)
             data, hashes = pinned(bucket.num_bytes), pinned(8 * len(bucket.pieces)).view(torch.int64)
             data.copy_(gathered, non_blocking=True)
             hashes.copy_(sums, non_blocking=True)
-            done = self._side.mark()
+            done = self.side.mark()
         done.synchronize()
         shared = data.numpy()
         bucket_hash = pieces_hash(packed_pieces(bucket, shared))
@@ -205,15 +205,15 @@ class StagedWeights(PublishedMemory):
 
     def pack_on_gpu(self, bucket: Bucket, out: torch.Tensor) -> tuple[int, ...]:
         """Gather the live bucket into `out` uint8 [bucket.num_bytes] on the GPU; return each piece's additive hash."""
-        with self._side.current():
-            sums = self._live.gather(bucket, out, table=self._side.table)
-        return self._side.sums(sums)
+        with self.side.current():
+            sums = self._live.gather(bucket, out, table=self.side.table)
+        return self.side.sums(sums)
 
     def upload(self, copied: Raw, out: torch.Tensor) -> None:
         """Copy a bucket that a fence kept in host memory into `out` on the GPU."""
-        with self._side.current():
+        with self.side.current():
             out.copy_(torch.from_numpy(copied), non_blocking=True)
-            done = self._side.mark()
+            done = self.side.mark()
         done.synchronize()
 
     def runs(self, bucket: Bucket) -> list[ByteRun] | None:

@@ -35,9 +35,12 @@ from cosmos_rl_transfer.errors import LayoutError, Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece
 from cosmos_rl_transfer.publish.holders import PASS_ON_S, Partial
 from cosmos_rl_transfer.publish.memory import PublishedMemory
+from cosmos_rl_transfer.publish.pattern import PatternSession
 from cosmos_rl_transfer.publish.supply import Hold, Supply
 from cosmos_rl_transfer.publish.versions import VersionLease
 from cosmos_rl_transfer.transports.base import ByteRun, Outlet, Transport
+from cosmos_rl_transfer.transports.select import OVER_LINK
+from cosmos_rl_transfer.transports.selftest import ipc_domain
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link, Listener
 
@@ -49,7 +52,7 @@ class SubscriberSession:
 
     def __init__(self, supply: Supply, link: Link) -> None:
         self._supply, self._link = supply, link
-        self._delivery = Delivery(supply, link)
+        self._delivery, self._patterns = Delivery(supply, link), PatternSession(supply, link)
         self._joined: m.SubscriberJoin | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._passes_on = False
@@ -59,10 +62,13 @@ class SubscriberSession:
         """Answer until the connection ends. Raises TransferError with the reason."""
         try:
             while True:
-                self._answer(self._link.receive())
+                request = self._link.receive()
+                if not self._patterns.answered(request):
+                    self._answer(request)
                 self._delivery.serve()
         finally:
             self._delivery.close()
+            self._patterns.end()
             self._supply.holders.leave(self)
 
     def _answer(self, request: Any) -> None:
@@ -102,6 +108,8 @@ class SubscriberSession:
             bucket_bytes=supply.bucket_bytes,
             transport=supply.transport,
             offer=dict(supply.outlet.offer),
+            between_gpus=supply.between_gpus,
+            ipc_domain=ipc_domain() if supply.between_gpus else "",
         )
 
     def _join(self, request: m.SubscriberJoin) -> m.SubscriberJoined | m.TransferRefused:
@@ -198,7 +206,7 @@ class Delivery:
 
     def __init__(self, supply: Supply, link: Link) -> None:
         self._supply, self._link = supply, link
-        self._outlet: Outlet = supply.link_outlet
+        self._end, self._outlet = supply.route(OVER_LINK)
         self._buckets: tuple[Bucket, ...] = ()
         self._passes_on: Partial | None = None
         self._leases: dict[int, VersionLease] = {}
@@ -218,7 +226,7 @@ class Delivery:
         passes_on: where these buckets land here, if they are relayed as they come.
         """
         self._buckets, self._passes_on = buckets, passes_on
-        self._outlet = self._supply.outlet if transport == self._supply.transport else self._supply.link_outlet
+        self._end, self._outlet = self._supply.route(transport)
 
     def add_lease(self, lease: VersionLease) -> None:
         """Accept requests under this lease."""
@@ -246,7 +254,7 @@ class Delivery:
         if bucket in self._being_read:
             lease, hold = self._being_read.pop(bucket)
             self._supply.versions.read(lease, bucket)
-            if not (self._supply.versions.is_live(lease) if hold is None else self._supply.slots.free(hold)):
+            if not (self._supply.versions.is_live(lease) if hold is None else self._end.slots.free(hold)):
                 self._revoked.add(bucket)
 
     def was_revoked(self, bucket: int) -> bool:
@@ -270,7 +278,7 @@ class Delivery:
             self._supply.versions.give_back(lease)
         self._link.close()
         self._sender.close()
-        self._supply.slots.leave(self)
+        self._end.slots.leave(self)
 
     def _serve(self, number: int, index: int, want: m.Want) -> bool:
         """Answer a read of a bucket; false if it has to wait for a slot. Raises Superseded."""
@@ -334,7 +342,7 @@ class Delivery:
 
     def _serve_packed(self, lease: VersionLease, index: int, delta: Delta | None) -> bool:
         """Pack a bucket into a slot and send that; false if none is free."""
-        slots, keeps = self._supply.slots, self._outlet.keeps_slot
+        slots, keeps = self._end.slots, self._outlet.keeps_slot
         hold = slots.take(self, wait=not keeps or not slots.holds(self))
         if hold is None:
             return False
@@ -345,11 +353,11 @@ class Delivery:
     def _packed(self, lease: VersionLease, index: int, delta: Delta | None, hold: Hold) -> tuple[m.Data, Block]:
         """Pack a bucket into a slot; return its head and its bytes. Raises Superseded, with the slot freed."""
         num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
-        out = self._supply.outlet.slots[hold.slot][:num_bytes]
+        out = self._end.outlet.slots[hold.slot][:num_bytes]
         try:
             known = self._fill(out, lease, index, delta)
         except Superseded:
-            self._supply.slots.free(hold)
+            self._end.slots.free(hold)
             raise
         self._supply.versions.read(lease, index)
         if self._outlet.keeps_slot:
@@ -361,7 +369,7 @@ class Delivery:
             proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out), known=known)
         else:
             proof = Proof(bucket_hash(out), delta.sums)
-        self._supply.slots.start_reading(hold)
+        self._end.slots.start_reading(hold)
         located = self._outlet.locate([ByteRun(out, 0)])
         return m.Data(index, num_bytes, proof.hash, proof.sums, hold.slot, located, delta is not None), out
 
@@ -377,7 +385,7 @@ class Delivery:
     def _send_slot(self, data: m.Data, out: Block, hold: Hold) -> None:
         """In the sender."""
         self._transmit(data, [ByteRun(out, 0)])
-        if not self._outlet.keeps_slot and not self._supply.slots.free(hold):
+        if not self._outlet.keeps_slot and not self._end.slots.free(hold):
             self._revoked.add(data.bucket)
 
     def _send_runs(self, lease: VersionLease, index: int, runs: list[ByteRun]) -> None:
@@ -409,7 +417,7 @@ class Delivery:
     def _send_copy(self, lease: VersionLease, index: int) -> None:
         """In the sender: a copy that a fence made. Raises Superseded."""
         if self._outlet.keeps_slot:  # a subscriber can read slots and live memory alone
-            hold = self._supply.slots.take(self, wait=True)
+            hold = self._end.slots.take(self, wait=True)
             assert hold is not None, "it was waited for"
             self._send_slot(*self._packed(lease, index, None, hold), hold)
             return
@@ -464,7 +472,7 @@ class WeightServer(Supply):
         try:
             self._listener = Listener(bind, token=token, name="weights", talk=self._serve, tls=tls)
         except OSError:
-            self.outlet.close()
+            self.close_outlets()
             raise
         self.address = self._listener.address
         """Where subscribers connect: "host:port"."""
@@ -474,7 +482,7 @@ class WeightServer(Supply):
         self._listener.close()
         self.versions.close()
         self._listener.join()
-        self.outlet.close()
+        self.close_outlets()
 
     def _serve(self, link: Link) -> None:
         # a subscriber may be silent for long; its death closes the socket

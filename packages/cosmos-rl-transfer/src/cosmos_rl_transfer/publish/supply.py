@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
+from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_transfer.content.proof import NOT_HASHED, Proof, Proofs, packed_pieces, prove, shapes_of
 from cosmos_rl_transfer.content.raw import Block, Raw
@@ -26,8 +28,9 @@ from cosmos_rl_transfer.planning.plan import Bucket, BucketPiece, TransferPlan, 
 from cosmos_rl_transfer.publish.holders import Directory, Partial
 from cosmos_rl_transfer.publish.memory import PublishedMemory, StagedWeights
 from cosmos_rl_transfer.publish.versions import Versions
-from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
-from cosmos_rl_transfer.transports.select import open_outlet
+from cosmos_rl_transfer.transports.base import Outlet, Transport, TransportUnavailable
+from cosmos_rl_transfer.transports.select import between_gpus, named, open_outlet
+from cosmos_rl_transfer.transports.selftest import driver_limit_s, in_time
 from cosmos_rl_transfer.transports.tcp import Tcp
 
 
@@ -109,6 +112,14 @@ MOST_PLANS = 4
 """Plans kept: the ranks of a replica, and equal replicas, need the same one."""
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """An outlet with its slots."""
+
+    outlet: Outlet
+    slots: Slots
+
+
 class Supply:
     """The memory of one rank's parts, and what all its readers share. Any thread may call."""
 
@@ -131,7 +142,6 @@ class Supply:
         self.versions = Versions(recycle=self.spare.give)
         self.holders = Directory("off" if settings.delta and settings.relay == "auto" else settings.relay)
         self.proofs = Proofs()
-        self.slots = Slots(NUM_SLOTS, patience_s=max(settings.patience_s, LEAST_PATIENCE_S))
         self.transport, self.outlet = open_outlet(
             transport or settings.transport,
             bucket_bytes=self.bucket_bytes,
@@ -140,6 +150,13 @@ class Supply:
         )
         self.on_gpu = any(isinstance(slot, Tensor) for slot in self.outlet.slots)
         """Whether buckets of `outlet` stay on the GPU."""
+        self._ends = {self.transport: self._end_of(self.outlet)}
+        """By transport."""
+        self._offered = between_gpus(transport or settings.transport, encrypted=encrypted)
+        self._refused: dict[str, TransportUnavailable] = {}
+        """Why a transport of these cannot be used."""
+        self._trying = threading.Lock()
+        """Over the three above."""
         self.link_outlet = Tcp().open(bucket_bytes=0, num_slots=0)
         """For subscribers that cannot use `outlet`: over the link, out of the slots of `outlet`."""
         self.sent_bytes = 0
@@ -150,6 +167,53 @@ class Supply:
         if self.on_gpu and not isinstance(memory, StagedWeights):
             self.outlet.close()
             raise TransportUnavailable(f"{self.transport} moves weights of a GPU, without deltas; these are not")
+
+    @property
+    def between_gpus(self) -> tuple[str, ...]:
+        """Return the transports that subscribers may test."""
+        return self._offered if isinstance(self.memory, StagedWeights) else ()
+
+    def route(self, transport: str) -> tuple[End, Outlet]:
+        """Return the end in whose slots buckets are packed for a subscriber, and the outlet that sends them."""
+        end = self._ends.get(transport)
+        return (end, end.outlet) if end is not None else (self._ends[self.transport], self.link_outlet)
+
+    def try_transport(self, name: str) -> Outlet:
+        """Open an outlet between GPUs, once for all subscribers. Raises TransportUnavailable."""
+        with self._trying:
+            if name not in self.between_gpus:
+                raise TransportUnavailable("the publisher does not offer it")
+            if name in self._refused:
+                raise self._refused[name]
+            if name not in self._ends:
+                kind = named(name)
+                opening = partial(kind.open, bucket_bytes=self.bucket_bytes, num_slots=NUM_SLOTS)
+                try:
+                    outlet = in_time(opening, limit_s=self.driver_s, late=_close)
+                except TransportUnavailable as error:
+                    self._refused[name] = error
+                    raise
+                self._ends[name] = self._end_of(outlet)
+                log_choice(f"weights are offered over {name} too")
+            return self._ends[name].outlet
+
+    def refuse(self, transport: str, reason: TransportUnavailable) -> None:
+        """Let no further subscriber test a transport."""
+        with self._trying:
+            self._refused[transport] = reason
+
+    @property
+    def driver_s(self) -> float:
+        """Longest wait for a driver."""
+        return driver_limit_s(self.settings.timeout_s)
+
+    def close_outlets(self) -> None:
+        """Free all slots. Idempotent."""
+        for end in self._ends.values():
+            end.outlet.close()
+
+    def _end_of(self, outlet: Outlet) -> End:
+        return End(outlet, Slots(NUM_SLOTS, patience_s=max(self.settings.patience_s, LEAST_PATIENCE_S)))
 
     def plan_for(self, target: bytes, *, sources: tuple[int, ...]) -> TransferPlan:
         """Return the plan for an encoded target over these source ranks, () for all. Raises LayoutError as `plan`."""
@@ -203,3 +267,7 @@ class Supply:
         """Count the bytes of a bucket that was sent."""
         with self._guard:
             self.sent_bytes += num_bytes
+
+
+def _close(outlet: Outlet) -> None:
+    outlet.close()

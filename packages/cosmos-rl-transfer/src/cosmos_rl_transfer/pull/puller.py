@@ -30,6 +30,7 @@ from cosmos_rl_transfer.planning.plan import Bucket
 from cosmos_rl_transfer.pull.landing import Landing
 from cosmos_rl_transfer.pull.sources import Feed
 from cosmos_rl_transfer.transports.base import Inlet
+from cosmos_rl_transfer.transports.selftest import SelfTest
 from cosmos_rl_transfer.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Puller:
     def __init__(self, landing: Landing, *, bucket_bytes: int, pool: Executor) -> None:
         """pool: threads that verify and land buckets."""
         self.landing = landing
+        self.selftest = None if landing.side is None else SelfTest(landing.side)
         self.version = -1
         """The version in the landing, -1 for none. The caller of `pull` sets it."""
         self.buffers = [host_memory(bucket_bytes, lazy=True) for _ in range(NUM_BUFFERS)]

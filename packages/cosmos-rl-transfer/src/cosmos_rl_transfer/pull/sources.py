@@ -22,6 +22,7 @@ from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan, plan
 from cosmos_rl_transfer.publish.publisher import SEPARATOR
 from cosmos_rl_transfer.transports.base import Inlet, Transport
 from cosmos_rl_transfer.transports.select import attach
+from cosmos_rl_transfer.transports.selftest import SelfTest
 from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
@@ -72,13 +73,16 @@ class Feed:
         transport: str | Transport,
         memory: Sequence[Raw],
         sources: tuple[int, ...] = (),
+        selftest: SelfTest | None = None,
     ) -> None:
         """Choose the transport and agree on the plan. Raises LayoutError if the publisher refuses.
 
-        sources: the source ranks of the plan, () for all.
+        sources: the source ranks of the plan, () for all. selftest: of paths to this process's GPU.
         """
         source = self.welcome
-        chosen, self.inlet = attach(transport, self.link, offered=source.transport, offer=source.offer, memory=memory)
+        trial = selftest.trial(self.link, source, memory=memory) if selftest is not None else None
+        offered, offer = source.transport, source.offer
+        chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory, trial=trial)
         self.link.send(m.SubscriberJoin(target.encode(), rank, plan.digest, chosen, sources))
         _expect(self.link.receive(), m.SubscriberJoined)
         self.buckets = plan.stream(source.rank, rank)

@@ -292,4 +292,5 @@ class Subscriber(WeightSubscriber):
             transport=self._transport,
             memory=self._connected.memory,
             sources=sources,
+            selftest=self._connected.selftest,
         )

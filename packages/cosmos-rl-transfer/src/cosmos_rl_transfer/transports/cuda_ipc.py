@@ -4,7 +4,8 @@ The subscriber copies a bucket from GPU to GPU (NVLink or PCIe) and verifies it 
 straight to the live tensors. Handles are torch's (torch/multiprocessing/reductions.py): each `offer` exports the slots
 once more, since a handle counts one process that maps it. Slots and their nonces: gpu_slots.py.
 
-Unproven on hardware: tests replace `export` and `map_exported`. "auto" does not choose it.
+Unproven on hardware: tests replace `export` and `map_exported`. "auto" takes it within a host, after a test
+(selftest.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This process's NIXL agents: one for publishing, one for subscribing, each shared by all ends.
+"""This process's NIXL agents: for publishing and subscribing, in host memory and on a GPU; each is shared by all ends.
 
 An agent takes half a second to create, so ends share it; it is freed with its last user. Peers are reference-counted
 too: two inlets may read from one publisher. Memory may be registered several times.
@@ -18,16 +18,20 @@ from importlib.util import find_spec, module_from_spec
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
+import torch
+
+from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.weight_sync import NIXL_BUILDS
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 
-INSTALL = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
 _PROGRESS_US = 1000
 """Sleep of NIXL's idle thread, in microseconds. The default of its Python wrapper is 0, which keeps a core busy."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
 
-Role = Literal["publisher", "subscriber"]
+Role = Literal["publisher", "subscriber", "publisher-vram", "subscriber-vram"]
+"""Those of a GPU have agents of their own: memory that cannot be registered spoils an agent (`NixlAgent.refused`)."""
 Region = tuple[int, int]
 """Address and number of bytes."""
 Move = tuple[int, int, int]
@@ -67,7 +71,7 @@ class NixlAgent:
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         config = bindings.nixlAgentConfig()
         # a reader's own calls progress its transfers; a further thread would contend for their lock
-        config.useProgThread = role == "publisher"
+        config.useProgThread = role.startswith("publisher")
         config.useListenThread = False
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = _PROGRESS_US
@@ -192,10 +196,21 @@ def agent_of(role: Role) -> NixlAgent:
         return agent
 
 
+def install_nixl() -> str:
+    """Return the command that installs NIXL for the CUDA generation of this torch."""
+    extra = _builds()[0] == "nixl_cu13"
+    return pip_install("cosmos-rl-transfer[nixl]" if extra else "nixl-cu12>=1.5.1")
+
+
+def _builds() -> list[str]:
+    """The packages with bindings, that for torch's CUDA first: some of NIXL's back ends need libcudart of theirs."""
+    return sorted(NIXL_BUILDS, reverse=not (torch.version.cuda or "").startswith("12."))
+
+
 def _bindings() -> Any:
     """Load the bindings alone: importing NIXL's package closes every logging handler of the process."""
     reasons = []
-    for package in ("nixl_cu12", "nixl_cu13"):
+    for package in _builds():
         name = f"{package}._bindings"
         if name in sys.modules:
             return sys.modules[name]
@@ -211,4 +226,4 @@ def _bindings() -> Any:
             reasons.append(f"{package} cannot be loaded: {error}")
             continue
         return module
-    raise TransportUnavailable("; ".join(reasons) or f"NIXL is not installed; {INSTALL}")
+    raise TransportUnavailable("; ".join(reasons) or f"NIXL is not installed; {install_nixl()}")

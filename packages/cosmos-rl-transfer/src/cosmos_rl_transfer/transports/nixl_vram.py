@@ -5,7 +5,7 @@ verifies the bucket there, and with staging = "in_place" writes it to the live t
 reads the nonces behind the slots on the same path (gpu_slots.py). Both processes need their CUDA context in the thread
 that registers memory or posts a read.
 
-Unproven on hardware: tests replace `space_of`. "auto" does not choose it.
+Unproven on hardware: tests replace `space_of`. "auto" takes it between hosts, after a test (selftest.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class NixlVram:
     def open(self, *, bucket_bytes: int, num_slots: int) -> _Outlet:
         """Make and register slots on this process's GPU."""
         side = SideStream(own_gpu("nixl_vram"))
-        return _Outlet(agent_of("publisher"), side, bucket_bytes, num_slots)
+        return _Outlet(agent_of("publisher-vram"), side, bucket_bytes, num_slots)
 
     def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
         """Register a buffer on this process's GPU and read the publisher's nonces into it, to verify the path."""
@@ -74,7 +74,7 @@ class NixlVram:
             offered = msgspec.json.decode(offer["gpu_memory"], type=Offered)
         except msgspec.ValidationError as error:
             raise TransportUnavailable(f"the publisher's slots are not understood: {error}") from error
-        inlet = _Inlet(agent_of("subscriber"), link, SideStream(own_gpu("nixl_vram")), offered)
+        inlet = _Inlet(agent_of("subscriber-vram"), link, SideStream(own_gpu("nixl_vram")), offered)
         try:
             inlet.join()
         except BaseException:

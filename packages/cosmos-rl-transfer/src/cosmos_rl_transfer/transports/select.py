@@ -1,7 +1,9 @@
 """Selects a transport: by name, or the fastest that works between two processes.
 
-    publisher     opens one outlet, and always serves TCP over the link too
-    subscriber    uses the publisher's outlet if that works between the two, else TCP
+    publisher     opens one outlet, and always serves TCP over the link too; with "auto" and weights on a GPU, those
+                  between GPUs when a subscriber tests them
+    subscriber    uses the publisher's outlet if that works between the two, else TCP; with "auto" and weights on a GPU,
+                  a transport between GPUs that has passed its test and is faster (selftest.py)
 
 Transports are plug-ins of the group `cosmos_rl.transports`, imported when selected or tried.
 """
@@ -16,8 +18,10 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.hardware_log import log_choice
 from cosmos_rl_core.processes import rdma_devices
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport, TransportUnavailable
+from cosmos_rl_transfer.transports.selftest import Trial
 from cosmos_rl_transfer.wire.link import Link
 
 T = TypeVar("T")
@@ -44,15 +48,35 @@ def open_outlet(
             f'the transport "{transport}" does not encrypt: name "tcp" or "auto", or set tls.weights = false'
         )
     kinds = _candidates(transport, auto=[name for name in preference() if not (encrypted and name in PLAIN)])
-    return _first(kinds, lambda kind: kind.open(bucket_bytes=bucket_bytes, num_slots=num_slots), verb="offered")
+    name, outlet, reasons = _first(kinds, lambda kind: kind.open(bucket_bytes=bucket_bytes, num_slots=num_slots))
+    _log("offered", name, reasons)
+    return name, outlet
+
+
+def between_gpus(transport: str | Transport, *, encrypted: bool) -> tuple[str, ...]:
+    """Return the transports that a publisher of weights on a GPU offers to test."""
+    if transport != AUTO:
+        return ()
+    return tuple(name for name in BETWEEN_GPUS if not (encrypted and name in PLAIN))
+
+
+def named(transport: str) -> Transport:
+    """Return the transport of this name. Raises UserError."""
+    return _kind(transport)()
 
 
 def attach(
-    transport: str | Transport, link: Link, *, offered: str, offer: Mapping[str, str], memory: Sequence[Raw]
+    transport: str | Transport,
+    link: Link,
+    *,
+    offered: str,
+    offer: Mapping[str, str],
+    memory: Sequence[Raw],
+    trial: Trial | None = None,
 ) -> tuple[str, Inlet]:
     """Connect to a publisher by its outlet, or by TCP over the link; return the chosen name and the end.
 
-    offered, offer: name and address of the publisher's outlet. memory: receive buffers.
+    offered, offer: name and address of the publisher's outlet. memory: receive buffers. trial: what "auto" tests.
     Raises UserError for an unknown name, TransportUnavailable with every reason if none works.
     """
 
@@ -62,13 +86,26 @@ def attach(
         return kind.attach(link, offer=offer, memory=memory)
 
     known = transport == AUTO and offered != OVER_LINK and offered in _names()  # a publisher names no module here
-    return _first(_candidates(transport, auto=[offered, OVER_LINK] if known else [OVER_LINK]), reach, verb="read")
+    name, inlet, reasons = _first(_candidates(transport, auto=[offered, OVER_LINK] if known else [OVER_LINK]), reach)
+    if trial is not None and transport == AUTO:
+        try:
+            tested = trial.passed(named(trial.name), than=name, inlet=inlet)
+        except TransportUnavailable as error:
+            reasons.append(f"{trial.name}: {error}")
+        except BaseException:
+            inlet.close()
+            raise
+        else:
+            inlet.close()
+            name, inlet = trial.name, tested
+    _log("read", name, reasons)
+    return name, inlet
 
 
 def preference() -> list[str]:
-    """Return the transports that "auto" tries for a publisher, fastest first: RDMA with devices, else shared memory.
+    """Return the transports of buckets in host memory that "auto" tries for a publisher, fastest first.
 
-    A GPU alone is no reason for NIXL: buckets are in host memory.
+    RDMA with devices, else shared memory.
     """
     return ["nixl", "shm", OVER_LINK] if rdma_devices() else ["shm", OVER_LINK]
 
@@ -92,14 +129,16 @@ def _kind(name: str) -> Callable[[], Transport]:
     return plugins.load(GROUP, name)
 
 
-def _first(kinds: Iterable[Transport], attempt: Callable[[Transport], T], *, verb: str) -> tuple[str, T]:
-    reasons = []
+def _first(kinds: Iterable[Transport], attempt: Callable[[Transport], T]) -> tuple[str, T, list[str]]:
+    """Return the first that works, its end, and why those before it do not."""
+    reasons = list[str]()
     for kind in kinds:
         try:
-            end = attempt(kind)
+            return kind.name, attempt(kind), reasons
         except TransportUnavailable as error:
             reasons.append(f"{kind.name}: {error}")
-            continue
-        log_choice(f"weights are {verb} over {kind.name}" + (f" (not over {'; '.join(reasons)})" if reasons else ""))
-        return kind.name, end
     raise TransportUnavailable("; ".join(reasons))
+
+
+def _log(verb: str, name: str, reasons: Sequence[str]) -> None:
+    log_choice(f"weights are {verb} over {name}" + (f" (not over {'; '.join(reasons)})" if reasons else ""))

