@@ -1,5 +1,5 @@
 # Each target sets up .venv by itself; the second time that takes a moment.
-.PHONY: help setup demo test test-ci test-slow test-cluster test-times lint docs bench gpu-first-hour wheels lock clean
+.PHONY: help setup demo test test-ci test-slow test-cluster test-cuda-wheels test-times lint docs bench gpu-first-hour wheels lock clean
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
@@ -8,6 +8,7 @@ help:
 	@echo "make demo    asynchronous GRPO of a tiny language model, start to finish, on this machine"
 	@echo "make test    the default tests; test-ci: whole runs and kills, as in CI; test-slow: fuzzers and sweeps"
 	@echo "             test-cluster: real Slurm, Ray and network namespaces, as root; installs them, and nothing is skipped"
+	@echo "             test-cuda-wheels: with the newest torch and vLLM for GPUs, on a machine without one; downloads 10 GB"
 	@echo "             test-times: the thirty slowest of the default tests"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make docs    the documentation as a site, in dist/site"
@@ -39,6 +40,9 @@ test-slow: setup
 test-cluster: setup
 	tests/cluster/install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/cluster --no-skips
+
+test-cuda-wheels: setup
+	scripts/test_cuda_wheels
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""scripts/bootstrap beside a GPU and without one: the packages it installs, with stand-ins for nvidia-smi and uv."""
+"""scripts/bootstrap beside a GPU and without one: the packages it installs. nvidia-smi and uv are stand-ins."""
 
 from __future__ import annotations
 
