@@ -12,7 +12,8 @@ help:
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make docs    the documentation as a site, in dist/site"
 	@echo "make bench   the quick form of every benchmark"
-	@echo "make gpu-first-hour  steps with targets on a machine with GPUs; benchmarks/out/gpu.json and gpu.md"
+	@echo "make gpu-first-hour  steps with targets on a machine with GPUs; benchmarks/out/gpu.json and gpu.md;"
+	@echo "             MINUTES=45: those that prove most a minute, and fit"
 	@echo "make wheels  the packages, in dist/"
 	@echo "make lock    resolve the dependencies again"
 
@@ -52,7 +53,7 @@ bench: setup
 	@for name in benchmarks/[a-z]*.py; do echo "== $$name"; $(BIN)/python $$name --quick || exit 1; done
 
 gpu-first-hour: setup
-	$(BIN)/python tests/gpu/first_hour.py
+	$(BIN)/python tests/gpu/first_hour.py $(if $(MINUTES),--minutes $(MINUTES))
 
 wheels: setup
 	$(BIN)/uv build --all-packages --wheel --no-sources --out-dir dist

@@ -7,6 +7,7 @@ import resource
 import socket
 import sys
 import time
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.storage import hub
+from cosmos_rl_core.weight_sync import NIXL_BUILDS
 
 LATEST_S = 10.0
 """Maximum time until an error that needs no model, in seconds of a processor: other tests must not count."""
@@ -244,6 +246,17 @@ def test_a_recipe_is_refused_with_its_line(walk, small, change, text):
     code, printed = walk("check", "--deep", recipe)
     assert (code, text in printed) == (2, True), printed
     assert f"{recipe}:" in printed and " | " in printed and "^" in printed
+
+
+@pytest.mark.parametrize("installed", [*NIXL_BUILDS, None])
+def test_nixl_is_found_in_the_build_for_either_cuda(walk, small, monkeypatch, installed):
+    for name in NIXL_BUILDS:
+        module = SimpleNamespace(__spec__=ModuleSpec(name, None)) if name == installed else None
+        monkeypatch.setitem(sys.modules, name, module)
+    code, printed = walk("check", "--deep", small(sync__transport="nixl"))
+    wrong = "needs a package that is not installed"
+    assert (code, wrong in printed) == ((0, False) if installed else (2, True)), printed
+    assert installed or pip_install("cosmos-rl-transfer[nixl]") in printed
 
 
 @pytest.mark.parametrize(

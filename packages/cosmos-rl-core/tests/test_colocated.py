@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.gpu_turn import RankTurn, RolloutTurn
+from cosmos_rl_core.gpu_time import RankGpuTime, RolloutGpuTime
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.launch.gpus import GpuSupply, assign_gpus
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -66,11 +66,11 @@ def in_turns(work, tmp_path):
     """Run `work(engine, colocated, rank)` beside the engine's turns; the policy is idle at first."""
 
     async def run():
-        engine, rank = Engine(), RankTurn(tmp_path, 0)
+        engine, rank = Engine(), RankGpuTime(tmp_path, 0)
         await rank.take()
         rank.give()
-        colocated = ColocatedEngine(engine, RolloutTurn(tmp_path, ranks=1))
-        turns = asyncio.create_task(colocated.take_turns())
+        colocated = ColocatedEngine(engine, RolloutGpuTime(tmp_path, ranks=1))
+        turns = asyncio.create_task(colocated.share_gpu_time())
         working = asyncio.create_task(work(engine, colocated, rank))
         done, _ = await asyncio.wait([turns, working], timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         turns.cancel()

@@ -25,8 +25,8 @@ from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.errors import OutOfMemory, UserError
+from cosmos_rl_core.gpus import Gpu
 from cosmos_rl_core.observe.machine import MachineMetrics, MachineSample
-from cosmos_rl_core.observe.nvml import Gpu
 from cosmos_rl_core.observe.record import Events, RecordedOutcome, record_outcome, record_start
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines

@@ -90,3 +90,15 @@ def test_an_option_that_the_engine_does_not_have_is_named(tmp_path, folder):
 def test_check_imports_the_engine(tmp_path, folder, monkeypatch):
     monkeypatch.syspath_prepend(folder[0])
     check(load_config(recipe(tmp_path, "own_engine:build")))
+
+
+def test_a_run_that_goes_on_keeps_the_engine_it_began_with(tmp_path, folder, capsys):
+    run(recipe(tmp_path, "own_engine:build"), python_path=folder)
+    chooses = recipe(tmp_path, "auto")
+    chooses["run"]["max_steps"], chooses["logging"]["sinks"] = 4, ["jsonl", "console"]
+    assert run(chooses, resume="auto", python_path=folder).steps == 4
+    assert "engine: own_engine:build (as the run began)" in "".join(capsys.readouterr())
+    assert 'engine = "own_engine:build"' in (tmp_path / "run/resolved.toml").read_text()
+    del chooses["rollout"]["options"]["delay_s"]
+    run(chooses, overwrite=True)
+    assert 'engine = "torch"' in (tmp_path / "run/resolved.toml").read_text()

@@ -54,7 +54,7 @@ def test_numbers_below_one_are_an_error(numbers):
 
 
 def test_more_gpus_than_there_are_is_an_error_that_counts_them():
-    with pytest.raises(UserError, match=r"--num-gpus 4: this machine has 2 \(0, 1\); use at most 2"):
+    with pytest.raises(UserError, match=r"--num-gpus 4: this machine has 2 \(0,1\); use at most 2"):
         Instances(num_gpus=4).allot(["0", "1"])
 
 

@@ -1,16 +1,17 @@
 import pytest
+import torch
 
 from cosmos_rl_core import assemble, processes
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch import gpus
+from cosmos_rl_core.gpus import Nvml
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.launch.gpus import AssignedGpus, GpuSupply, assign_gpus, gpus_per_rollout
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.plan.run_plan import plan
-from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.testing.tiny import Tiny
+from doubles.fake_nvml import FakeNvml
 
 
 class Spread(Tiny):
@@ -47,28 +48,15 @@ def recipe(*, replicas=1, size=1, parallel=None, **run):
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """Give this machine GPUs by their device files."""
+def machine(monkeypatch):
+    """Give this machine GPUs, named 0, 1, ..."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def have(number):
-        for index in range(number):
-            (tmp_path / f"nvidia{index}").touch()
-        monkeypatch.setattr(gpus, "machine_gpus", lambda environment: machine_gpus(environment, devices=tmp_path))
+        nvml = Nvml(FakeNvml({str(index): () for index in range(number)}))
+        monkeypatch.setattr(Nvml, "open", lambda: nvml)
 
     return have
-
-
-def test_the_devices_of_the_machine_in_order(tmp_path):
-    for name in ("nvidia10", "nvidia2", "nvidia0", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    assert machine_gpus({}, devices=tmp_path) == ["0", "2", "10"]
-
-
-def test_what_the_user_lets_us_see_counts(tmp_path):
-    (tmp_path / "nvidia0").touch()
-    assert machine_gpus({"CUDA_VISIBLE_DEVICES": "3, GPU-8f2"}, devices=tmp_path) == ["3", "GPU-8f2"]
-    assert machine_gpus({"CUDA_VISIBLE_DEVICES": ""}, devices=tmp_path) == []
 
 
 def test_the_policys_ranks_come_first_then_the_rollouts():
@@ -119,7 +107,7 @@ def test_fewer_gpus_than_processes_are_an_error_with_the_numbers():
     with pytest.raises(UserError) as raised:
         assign_gpus(recipe(replicas=2, size=2), 2, gpus=["0", "1", "5"])
     assert "needs 6 GPUs of this machine, 2 for the policy's ranks and 2 x 2 for rollout" in str(raised.value)
-    assert "but 3 are visible (0, 1, 5)" in str(raised.value)
+    assert "but 3 are visible (0,1,5)" in str(raised.value)
     assert "set [run] colocate = true to use the same GPUs in turns, or share_gpus = true" in str(raised.value)
 
 
@@ -164,7 +152,9 @@ def test_the_plan_lists_gpus_or_names_the_shortage(machine):
     assert plan(recipe(replicas=4, placement="inline")).gpus == ""
 
 
-def test_check_notes_that_this_machine_has_too_few(machine):
+def test_check_notes_that_this_machine_has_too_few(machine, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     machine(1)
     assert any("the run needs 2 GPUs" in text for text in check(recipe()).warnings)
     assert check(recipe(share_gpus=True)).warnings == ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import socket
@@ -16,7 +15,6 @@ import pytest
 
 from cosmos_rl_core.observe import machine
 from cosmos_rl_core.observe.machine import machine_log
-from cosmos_rl_core.observe.nvml import Gpu, Gpus
 from cosmos_rl_core.observe.thinned import ThinnedLog
 from cosmos_rl_core.ops.dashboard.machines import MOST_POINTS, MachineHistory
 from cosmos_rl_core.processes import cpu_s, process_tree, resident_bytes
@@ -106,50 +104,6 @@ def test_a_full_file_keeps_every_second_line_and_doubles_its_interval(tmp_path):
     for number in (5, 6):
         again.add(str(number).encode())
     assert (lines(tmp_path / "a.jsonl"), again.every_s) == ([0, 4, 6], 10.0)
-
-
-class Nvml:
-    """The driver's library on a machine with two GPUs, of which the second one counts no utilisation."""
-
-    def nvmlInit_v2(self):
-        return 0
-
-    def nvmlDeviceGetCount_v2(self, count):
-        count._obj.value = 2
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
-        handle._obj.value = 0x10 + index.value
-        return 0
-
-    def nvmlDeviceGetName(self, handle, name, length):
-        name.value = b"NVIDIA H100 80GB HBM3"
-        return 0
-
-    def nvmlDeviceGetMemoryInfo(self, handle, memory):
-        values = (ctypes.c_ulonglong * 3)(80, 70 - handle.value, 10 + handle.value)
-        ctypes.memmove(memory, values, ctypes.sizeof(values))
-        return 0
-
-    def nvmlDeviceGetUtilizationRates(self, handle, used):
-        ctypes.memmove(used, (ctypes.c_uint * 2)(93, 20), 8)
-        return 0 if handle.value == 0x10 else 3
-
-
-def test_gpus_are_those_of_the_drivers_library():
-    name = "NVIDIA H100 80GB HBM3"
-    assert Gpus.open(Nvml()).read() == (
-        Gpu(index=0, name=name, memory=26, memory_total=80, busy=0.93),
-        Gpu(index=1, name=name, memory=27, memory_total=80, busy=None),
-    )
-
-
-def test_a_library_that_refuses_has_no_gpus():
-    class Refuses(Nvml):
-        def nvmlInit_v2(self):
-            return 9  # NVML_ERROR_DRIVER_NOT_LOADED
-
-    assert Gpus.open(Refuses()).read() == ()
 
 
 def test_the_dashboard_joins_the_files_of_a_machine(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import subprocess
 import sys
 import tomllib
@@ -165,42 +164,6 @@ except ValueError as error:
     print(error)
 """
     assert run_bare(code).endswith(f" {name!r} is not installed: {pip_install(f'cosmos-rl-{package}')}")
-
-
-@pytest.mark.parametrize(
-    ("url", "folders", "command"),
-    [
-        (
-            "file://{root}/packages/cosmos-rl-core",
-            ["cosmos-rl-llm"],
-            "pip install '{root}/packages/cosmos-rl-llm[vllm]'",
-        ),
-        ("file://{root}/packages/cosmos-rl-core", [], "pip install 'cosmos-rl-llm[vllm]'"),
-        (
-            "file://{root}/dist/cosmos_rl_core-0.1.0-py3-none-any.whl",
-            [],
-            "pip install --find-links '{root}/dist' 'cosmos-rl-llm[vllm]'",
-        ),
-        (None, ["cosmos-rl-llm"], "pip install 'cosmos-rl-llm[vllm]'"),
-    ],
-)
-def test_an_install_line_names_what_pip_finds(tmp_path, url, folders, command):
-    """A package is beside the one that is installed: pip records where that came from, in direct_url.json."""
-    for name in folders:
-        (tmp_path / "packages" / name).mkdir(parents=True)
-        (tmp_path / "packages" / name / "pyproject.toml").touch()
-    record = tmp_path / "site/cosmos_rl_core-0.1.0.dist-info"
-    record.mkdir(parents=True)
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: cosmos-rl-core\nVersion: 0.1.0\n")
-    if url:
-        (record / "direct_url.json").write_text(json.dumps({"url": url.format(root=tmp_path)}))
-    code = f"""
-import sys
-from cosmos_rl_core.imports import pip_install
-sys.path.insert(0, {str(tmp_path / "site")!r})
-print(pip_install("cosmos-rl-llm[vllm]"))
-"""
-    assert run_bare(code) == command.format(root=tmp_path)
 
 
 @pytest.mark.parametrize(("typo", "meant"), [("gpro", "grpo"), ("gsop", "gspo"), ("grop", "grpo"), ("dapoo", "dapo")])

@@ -11,7 +11,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.hardware_log import log_choice
-from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.parallel.axes import expert
 from cosmos_rl_core.parallel.axes.expert import grouped_linear
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
@@ -19,7 +18,6 @@ from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.types import Sampling, Share
-from cosmos_rl_llm.build import _recommend_vllm
 from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
@@ -201,16 +199,6 @@ def test_a_decode_step_waits_once(sampling, budget):
         wanted = generated("cpu", Record(), sampling=sampling, budget=0)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
     np.testing.assert_allclose([x for _, x in found], [x for _, x in wanted], rtol=1e-5, atol=1e-6)
-
-
-def test_the_slow_engine_of_a_gpu_is_named_once(capfd):
-    log_choice.cache_clear()
-    for device, installed in (("cpu", True), ("cuda", True), ("cuda", True), ("cuda", False)):
-        _recommend_vllm(device, installed=installed)
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 2
-    for line, how in zip(lines, ("which is installed here", pip_install("cosmos-rl-llm[vllm]")), strict=True):
-        assert line.startswith("engine: torch") and f'{how}: rollout.engine = "vllm"' in line
 
 
 @pytest.mark.parametrize(("gib", "mib"), [(None, 256), (8, 256), (24, 384), (80, 1280), (141, 2048), (192, 2048)])

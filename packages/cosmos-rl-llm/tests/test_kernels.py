@@ -78,6 +78,23 @@ def test_a_block_mask_is_that_of_torch_without_a_dense_mask(length, window):
     assert torch.equal(found.to_dense(), wanted.to_dense())
     for blocks in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, blocks), getattr(wanted, blocks)), blocks
+    for side in ("kv", "full_kv", "q", "full_q"):
+        assert listed(found, side) == listed(wanted, side)
+
+
+def listed(mask, side):
+    """The numbers of the blocks of each row: of queries for "kv", of keys for "q"."""
+    counts, indices = getattr(mask, f"{side}_num_blocks"), getattr(mask, f"{side}_indices")
+    return [sorted(row[:count]) for count, row in zip(counts.flatten().tolist(), indices.flatten(0, 2).tolist())]
+
+
+@pytest.mark.cuda_dry
+@pytest.mark.parametrize("window", [None, 200])
+def test_a_block_mask_is_made_on_the_gpu_without_a_wait(window):
+    with pretend_cuda() as record:
+        mask = kernels.block_mask.__wrapped__(1000, window, torch.device("cuda", 0))  # not kept for other tests
+    assert mask.q_indices.is_cuda and mask.full_kv_indices.is_cuda
+    assert not record.uploads and not record.synchronisations and not record.mismatches
 
 
 @pytest.mark.parametrize(

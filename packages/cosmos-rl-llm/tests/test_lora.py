@@ -14,7 +14,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.parallel.config import ParallelSection
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, merge
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
@@ -24,6 +29,7 @@ from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.preflight import adapter_problems
 from cosmos_rl_llm.tiny import write_sums, write_tiny_model
+from doubles.pretend_cuda import pretend_cuda
 from doubles.ranks import run_ranks
 
 pytest.importorskip("peft")
@@ -189,6 +195,62 @@ def test_transformers_loads_what_is_written(tmp_path):
     whole = load_model(base, dtype=torch.float32)
     whole.load_state_dict(merged, strict=False)  # without the tied head
     torch.testing.assert_close(loaded.double()(tokens).logits, whole.double()(tokens).logits, rtol=1e-6, atol=1e-6)
+
+
+def policy_for_whole_weights(mesh=None):
+    """A policy with adapters whose engines take whole weights."""
+    parallel = ParallelSection() if mesh is None else ParallelSection(dp_shard=mesh.dims.dp_shard, tp=mesh.dims.tp)
+    return CausalLMPolicy(adapted(trained=True), setup=ModelSetup(mesh=mesh, parallel=parallel, merges_adapters=True))
+
+
+def merged_by_export():
+    """The adapted layers of the model that an export would write."""
+    adapters = adapter_weights(adapted(trained=True))
+    whole = dict(merge(named_weights(model()).items(), adapters.items(), scaling=6.0 / 4))
+    layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters}
+    return {f"{layer}.weight": whole[f"{layer}.weight"] for layer in layers}
+
+
+def test_an_engine_of_whole_weights_gets_them_merged_as_of_the_last_publication():
+    policy, expected = policy_for_whole_weights(), merged_by_export()
+    sent = policy.rollout_weights()
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in expected.items())
+    frozen = {name: tensor.clone() for name, tensor in policy.module.named_parameters() if "base_layer" in name}
+    with torch.no_grad():
+        for tensor in policy.weights().values():
+            tensor.zero_()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(policy.rollout_weights()[name], expected[name])  # engines may still read the version before
+    policy.before_publish()
+    assert policy.rollout_weights()[name] is sent[name]
+    assert torch.equal(sent[name], model().get_parameter(name))
+    assert all(torch.equal(policy.module.get_parameter(name), tensor) for name, tensor in frozen.items())
+    assert policy.weights().keys() == CausalLMPolicy(adapted()).weights().keys()  # a checkpoint has the adapters
+
+
+def test_merged_weights_are_in_host_memory():
+    with pretend_cuda():
+        network = adapted(trained=True).to("cuda")
+        policy = CausalLMPolicy(network, setup=ModelSetup(merges_adapters=True))
+        sent = policy.rollout_weights()
+    assert {tensor.device.type for tensor in sent.values()} == {"cpu"}
+    assert all(torch.equal(sent[name], tensor) for name, tensor in merged_by_export().items())
+
+
+def merged_over_ranks(rank, world_size, *, dims):
+    policy = policy_for_whole_weights(ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu")))
+    policy.before_publish()
+    return {name: whole(tensor) for name, tensor in policy.rollout_weights().items()}
+
+
+@pytest.mark.parametrize("dims", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=["dp2", "dp2-tp2"])
+def test_ranks_merge_their_parts(dims):
+    num_ranks = torch.tensor(list(dims.values())).prod().item()
+    for sent in run_ranks(merged_over_ranks, num_ranks, dims=dims):
+        assert sent.keys() == merged_by_export().keys()
+        for name, tensor in merged_by_export().items():
+            torch.testing.assert_close(torch.from_numpy(sent[name]), tensor, rtol=0, atol=1e-7)
 
 
 def test_a_directory_of_adapters_is_no_model_to_train(tmp_path):

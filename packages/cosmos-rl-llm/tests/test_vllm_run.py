@@ -19,7 +19,6 @@ from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSection
-from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine, refusal
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
@@ -59,12 +58,6 @@ def test_options_it_does_not_take(options, found):
         LLM.build_engine(LLM.Model(path="x"), data=LLM.Data(path="x"), name="vllm", options=options)
 
 
-def test_adapters_are_refused():
-    model = LLM.Model(path="x", lora=LLMLoraSection(rank=2))
-    with pytest.raises(UserError, match=r"model\.lora"):
-        LLM.build_engine(model, data=LLM.Data(path="x"), name="vllm", options={})
-
-
 def tiny_run(folder, *, model, **changes):
     """The recipe of a GRPO run that vLLM generates for. changes: keys of sections, `rollout__group_size=2`."""
     train, _ = write_sums(folder / "data")
@@ -101,6 +94,18 @@ def test_a_run_with_vllm(tmp_path, colocate):
     assert metrics[0]["mismatch_kl"] < 1e-5  # drawn with the weights that are trained
     assert len({line["reward_mean"] for line in metrics}) > 1
     assert all(np.isfinite(line["loss"]) and line["terms"] > 0 for line in metrics)
+
+
+@slow
+def test_a_run_that_trains_adapters_sends_merged_weights(tmp_path):
+    model = write_tiny_model(tmp_path / "model", num_layers=2)
+    recipe = tiny_run(tmp_path, model=model, run__colocate=True, model__lora={"rank": 4}, sync__max_staleness=0)
+    recipe["policy"]["optimizer"]["learning_rate"] = 2e-2
+    metrics = run(recipe).metrics
+    assert [line["step"] for line in metrics] == list(range(STEPS))
+    assert [line["mismatch_kl"] for line in metrics] == [pytest.approx(0.0, abs=1e-6)] * STEPS
+    saved = tmp_path / "run" / "checkpoints" / f"step_{STEPS}" / "policy"
+    assert (saved / "adapter_model.safetensors").is_file()
 
 
 @slow

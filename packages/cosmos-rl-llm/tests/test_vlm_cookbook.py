@@ -99,9 +99,15 @@ def test_cosmos_reason_learns_chats_about_videos_then_answers_questions(name, tm
     assert all(line["loss"] > 0 for line in taught.metrics)
     assert len(read(tmp_path / "sft/eval.jsonl")) == 2
 
-    small = ["rollout.replicas=1", "rollout.group_size=4", "rollout.sampling.max_tokens=6", "sync.dtype=float32"]
+    small = [
+        "rollout.engine=torch",
+        "rollout.replicas=1",
+        "rollout.group_size=4",
+        "rollout.sampling.max_tokens=6",
+        "sync.dtype=float32",
+    ]
     overrides = tiny(questions, rows[2], taught.checkpoint / "policy", tmp_path / "rl")
-    answered = run(RECIPE / "rl.toml", [*overrides, *small])
+    answered = run(RECIPE / "rl.toml", [*overrides, *small, "rollout.engine=torch"])
     assert [line["step"] for line in answered.metrics] == [0, 1]
     assert {"reward/multiple_choice", "reward/format"} <= answered.metrics[0].keys()
     shown = read(next(iter(sorted((tmp_path / "rl/rollouts").glob("*.jsonl")))))[0]["prompt"]

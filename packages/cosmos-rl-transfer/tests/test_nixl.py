@@ -7,10 +7,14 @@ import sys
 import time
 from contextlib import closing
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.weight_sync import NIXL_BUILDS
 from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.testing.conformance import (
     BUCKET_BYTES,
@@ -24,11 +28,11 @@ from cosmos_rl_transfer.testing.conformance import (
 from cosmos_rl_transfer.testing.sample_exchange import PublisherProcess, SampleReader, Serve
 from cosmos_rl_transfer.transports.base import ByteRun, TransportUnavailable
 from cosmos_rl_transfer.transports.nixl import Nixl
-from cosmos_rl_transfer.transports.nixl_agent import INSTALL, agent_of
+from cosmos_rl_transfer.transports.nixl_agent import _bindings, agent_of
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
-pytestmark = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="needs NIXL, the extra `nixl`")
+pytestmark = pytest.mark.skipif(not any(map(find_spec, NIXL_BUILDS)), reason="needs NIXL, the extra `nixl`")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -71,11 +75,26 @@ def outlet():
 
 def test_without_the_package_the_line_that_installs_it(monkeypatch):
     gc.collect()  # an agent of an earlier test would be used again
-    for package in ("nixl_cu12", "nixl_cu13"):
+    for package in NIXL_BUILDS:
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules, f"{package}._bindings", raising=False)
-    with pytest.raises(TransportUnavailable, match=re.escape(INSTALL)):
-        Nixl().open(bucket_bytes=10, num_slots=1)
+    for cuda, requirement in (
+        (None, "cosmos-rl-transfer[nixl]"),
+        ("13.0", "cosmos-rl-transfer[nixl]"),
+        ("12.8", "nixl-cu12>=1.5.1"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        with pytest.raises(TransportUnavailable, match=re.escape(pip_install(requirement))):
+            Nixl().open(bucket_bytes=10, num_slots=1)
+
+
+@pytest.mark.parametrize(("cuda", "chosen"), [(None, "nixl_cu13"), ("13.0", "nixl_cu13"), ("12.8", "nixl_cu12")])
+def test_of_two_builds_that_of_torchs_cuda_is_loaded(cuda, chosen, monkeypatch):
+    gc.collect()
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for package in NIXL_BUILDS:
+        monkeypatch.setitem(sys.modules, f"{package}._bindings", SimpleNamespace(name=package))
+    assert _bindings().name == chosen
 
 
 def test_a_process_has_one_agent_for_each_role_and_none_without_ends(link, outlet):

@@ -5,8 +5,10 @@ import pytest
 from vla_fixtures import why_not_drawn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import Nvml
 from cosmos_rl_vla.sims.metaworld import INSTRUCTIONS, instruction
 from cosmos_rl_vla.sims.rendering import choose_gl
+from doubles.fake_nvml import FakeNvml
 
 WHY_NOT = why_not_drawn("metaworld")
 needs_metaworld = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -195,10 +197,10 @@ def test_a_task_that_does_not_exist_is_told_with_the_nearest():
         (set(), {"MUJOCO_GL": "glfw"}, "glfw"),
     ],
 )
-def test_gl_is_chosen_by_what_is_there_unless_the_user_has(installed, given, chosen, tmp_path):
+def test_gl_is_chosen_by_what_is_there_unless_the_user_has(installed, given, chosen):
     environment = dict(given)
     find = lambda name: name if name in installed else None  # noqa: E731
-    assert choose_gl(environment, find=find, devices=tmp_path) == chosen
+    assert choose_gl(environment, find=find, nvml=Nvml(None)) == chosen
     assert environment["MUJOCO_GL"] == chosen
 
 
@@ -211,9 +213,9 @@ def test_gl_is_chosen_by_what_is_there_unless_the_user_has(installed, given, cho
         ({}, None),
     ],
 )
-def test_a_replica_renders_on_its_own_gpu(given, device, tmp_path):
+def test_a_replica_renders_on_its_own_gpu(given, device):
     environment = {"MUJOCO_GL": "egl", **given}
-    choose_gl(environment, find=lambda name: name, devices=tmp_path)
+    choose_gl(environment, find=lambda name: name, nvml=Nvml(None))
     assert environment.get("MUJOCO_EGL_DEVICE_ID") == device
 
 
@@ -226,14 +228,12 @@ def test_a_missing_gl_library_says_what_to_install_and_to_set(given, message):
         choose_gl(dict(given), find=lambda name: None)
 
 
-def test_a_gpu_named_by_its_uuid_renders_its_own_episodes(tmp_path):
-    for bus, minor, uuid in (("0000:17:00.0", 0, "GPU-1a2b"), ("0000:65:00.0", 3, "GPU-77ff-2")):
-        (tmp_path / bus).mkdir()
-        text = f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nDevice Minor: \t {minor}\n"
-        (tmp_path / bus / "information").write_text(text)
+def test_a_gpu_named_by_its_uuid_renders_its_own_episodes():
+    """In a container with part of a node, EGL counts the container's GPUs, as NVML does."""
+    nvml = Nvml.open(FakeNvml({"GPU-1a2b": (), "GPU-77ff-2": ()}))
     environment = {"CUDA_VISIBLE_DEVICES": "GPU-77ff"}
-    assert choose_gl(environment, find=lambda name: name, devices=tmp_path, driver=tmp_path) == "egl"
-    assert environment["MUJOCO_EGL_DEVICE_ID"] == "3"
+    assert choose_gl(environment, find=lambda name: name, nvml=nvml) == "egl"
+    assert environment["MUJOCO_EGL_DEVICE_ID"] == "1"
     unknown = {"CUDA_VISIBLE_DEVICES": "MIG-5"}
-    choose_gl(unknown, find=lambda name: name, devices=tmp_path, driver=tmp_path)
+    choose_gl(unknown, find=lambda name: name, nvml=nvml)
     assert "MUJOCO_EGL_DEVICE_ID" not in unknown

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.recipe.load import load
 from cosmos_rl_core.settings.base import ConfigError
@@ -73,7 +74,8 @@ def test_a_sound_recipe_has_no_problem(checked, override):
 
 def test_a_reader_of_texts_that_is_not_installed_is_named(checked):
     text = checked('reward.functions=[{name="ocr",options={reader="paddleocr"}}]')
-    assert '"ocr": needs a package that is not installed; pip install paddleocr' in text
+    install = pip_install("paddleocr", "paddlepaddle")
+    assert f'"ocr": needs a package that is not installed; {install}' in text
 
 
 @pytest.mark.parametrize("path", ["nowhere", "./owner/name", "a/b/c"])

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
 import threading
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from gpu_hour import GIB, Hour
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.parallel.mesh import ReplicaMesh
+    from cosmos_rl_core.train.trainer import Trainer
+    from cosmos_rl_core.types import TrainBatch
 
 BF16 = torch.bfloat16
 
 
 def here(hour: Hour) -> None:
-    """Expect torch built for CUDA, capability 8.0 or more (9.0 on H100) and a host name that is not a loopback address.
+    """Expect capability 8.0 or more (9.0 on H100) and a host name that is not a loopback address.
 
-    Failing: "built without CUDA" is a CPU wheel; docs/gpu.md has the line that installs the other. A host name that
+    Failing: wrong versions end the hour before this step, with a line to type. A host name that
     resolves to 127.0.0.1 or 127.0.1.1 makes gloo of a second machine connect to itself: connectFullMesh fails or hangs.
     Copies far below 20 GB/s are pageable or cross a socket; see the topology. The matrix product's speed is the 100 %
     of step 4.
@@ -31,7 +40,7 @@ def here(hour: Hour) -> None:
     hour.show("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv")
     adapters = Path("/sys/class/infiniband")
     hour.note(f"InfiniBand: {', '.join(sorted(os.listdir(adapters))) if adapters.exists() else 'none'}")
-    hour.note(f"torch {torch.__version__}, CUDA {torch.version.cuda}, cores {len(os.sched_getaffinity(0))}")
+    hour.note(f"cores: {len(os.sched_getaffinity(0))}")
     hour.measured("GPUs", torch.cuda.device_count(), "", ">= 1")
     major, minor = torch.cuda.get_device_capability(hour.device)
     hour.measured("compute capability", major + minor / 10, "", ">= 8")
@@ -144,57 +153,96 @@ TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 def training(hour: Hour) -> None:
     """Expect 35 % of the card's matrix products of a 1.5B model, compiled 45 %; 8192 tokens and <= 1 wait a microbatch.
 
-    Failing: fp8 not above bfloat16 is emulated float8 (look for "float8: emulated" in the log). Compiled not above
-    eager: recompilations (TORCH_LOGS=recompiles). More than one wait a microbatch: the warnings noted below name the
-    lines; on a pretend GPU tests/e2e/test_cuda_dry.py finds them too.
+    The trainer is that of a recipe over a mesh of one rank: FSDP, float32 masters, products in bfloat16. Failing: fp8
+    not above bfloat16 is emulated float8 (look for "float8: emulated" in the log). Compiled not above eager:
+    recompilations (TORCH_LOGS=recompiles). More than one wait a microbatch: the warnings noted below name the lines; on
+    a pretend GPU tests/e2e/test_cuda_dry.py finds them too.
     """
     logging.basicConfig(level=logging.INFO)
     peak = matmul_tflops(hour)
     variants = [("eager", False, "none", ">= 0.35"), ("compiled", True, "none", ">= 0.45")]
     variants += [("compiled, fp8 rowwise", True, "rowwise", "")]
+    folder = write_model(hour.directory / "base", hour.size(QWEN2_5_1_5B, TINY))
     speeds = {}
-    for name, compiled, fp8, target in variants[: hour.size(3, 1)]:
-        trainer, batch, num_parameters, num_tokens = _trainer(hour, compiled=compiled, fp8=fp8)
+    with mesh_of_one(hour) as mesh:
+        for name, compiled, fp8, target in variants[: hour.size(3, 1)]:
+            trainer = _trainer(folder, mesh, compiled=compiled, fp8=fp8)
+            sharded = sum(isinstance(each, DTensor) for each in trainer.policy.module.parameters())
+            hour.measured(f"{name}: parameters that FSDP has", sharded, "", ">= 1", always=True)
+            batch, num_tokens = _batch(length=hour.size(2048, 16))
 
-        def step(trainer=trainer, batch=batch) -> None:
-            trainer.begin(batch)
-            trainer.forward_backward(batch.microbatches)
-            trainer.optim_step()
+            def step(trainer=trainer, batch=batch) -> None:
+                trainer.begin(batch)
+                trainer.forward_backward(batch.microbatches)
+                trainer.optim_step()
 
-        hour.measured(f"{name}: peak memory", hour.peak_bytes(step) / GIB, "GiB")
-        speeds[name] = num_tokens / hour.seconds(step)
-        hour.measured(f"{name}: trained", speeds[name], "tokens/s")
-        hour.measured(f"{name}: MFU", 6 * num_parameters * speeds[name] / 1e12 / peak, "of matrix products", target)
-        if name == "eager":
-            waits = _waits(hour, trainer, batch)
-            hour.measured("waits a microbatch", waits / len(batch.microbatches), "", "<= 1")
-        del trainer, step
-        torch.cuda.empty_cache()
+            hour.measured(f"{name}: peak memory", hour.peak_bytes(step) / GIB, "GiB")
+            speeds[name] = num_tokens / hour.seconds(step)
+            hour.measured(f"{name}: trained", speeds[name], "tokens/s")
+            num_parameters = sum(each.numel() for each in trainer.policy.module.parameters())
+            hour.measured(f"{name}: MFU", 6 * num_parameters * speeds[name] / 1e12 / peak, "of matrix products", target)
+            if name == "eager" and hour.device.type == "cuda":
+                waits = _waits(hour, trainer, batch)
+                hour.measured("waits a microbatch", waits / len(batch.microbatches), "", "<= 1")
+            del trainer, step
+            gc.collect()  # modules of FSDP are in cycles
+            torch.cuda.empty_cache()
     if len(speeds) == 3:
         hour.measured("fp8 over bfloat16", speeds["compiled, fp8 rowwise"] / speeds["compiled"], "x", ">= 1.05")
 
 
-def _trainer(hour: Hour, *, compiled: bool, fp8: str):
-    """A trainer, a batch of 4 microbatches, the number of parameters and of tokens."""
-    from cosmos_rl_core.algorithms.config import AlgorithmConfig
-    from cosmos_rl_core.algorithms.objective import build_objective
-    from cosmos_rl_core.parallel.config import MemorySection, PrecisionSection
-    from cosmos_rl_core.parallel.setup import ModelSetup
-    from cosmos_rl_core.train.optim import build_optimizer
-    from cosmos_rl_core.train.trainer import Trainer
+@contextmanager
+def mesh_of_one(hour: Hour) -> Iterator[ReplicaMesh]:
+    """The mesh of a replica of one rank, over the process group that a rank of a worker makes."""
+    from cosmos_rl_core.parallel.dims import ParallelDims
+    from cosmos_rl_core.parallel.mesh import ReplicaMesh
+    from cosmos_rl_core.workers.ranks import Ranks
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    ranks = Ranks.join(timeout_s=600, store=hour.directory / "ranks")
+    try:
+        yield ReplicaMesh.build(ParallelDims(), device=hour.device)
+    finally:
+        asyncio.run(ranks.leave())
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a model with random weights in bfloat16, and a tokenizer of 13 characters."""
+    from cosmos_rl_llm.model.causal_lm import make_model
+    from cosmos_rl_llm.tiny import write_tokenizer
+
+    write_tokenizer(folder)
+    config = config | {"eos_token_id": 1, "pad_token_id": 0}
+    make_model(config, dtype=BF16, seed=0).save_pretrained(folder)
+    return folder
+
+
+def _trainer(folder: Path, mesh: ReplicaMesh, *, compiled: bool, fp8: str) -> Trainer:
+    """The trainer of a recipe, as a rank builds it."""
+    from cosmos_rl_core.assemble import build_trainer
+    from cosmos_rl_core.recipe.load import load_config, load_domain
+
+    remat = "none" if compiled else "full"  # torch.compile chooses for itself
+    tables = {
+        "run": {"domain": "llm", "name": "speed", "output_dir": str(folder / "run"), "max_steps": 1},
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "data": {"path": str(folder), "chat_template": "none"},
+        "algorithm": {"name": "grpo"},
+        "policy": {
+            "memory": {"compile": compiled, "activation_checkpointing": remat},
+            "precision": {"fp8": fp8},
+        },
+        "reward": {"functions": [{"name": "exact"}]},
+    }
+    return build_trainer(load_config(tables), load_domain("llm"), mesh)
+
+
+def _batch(*, length: int) -> tuple[TrainBatch, int]:
+    """4 microbatches of 4 rollouts each, and their tokens."""
     from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
     from cosmos_rl_llm.data.collate import collate
-    from cosmos_rl_llm.model.causal_lm import make_model
-    from cosmos_rl_llm.policy.policy import CausalLMPolicy
-    from cosmos_rl_llm.policy.token_model import TermOptions
 
-    config = hour.size(QWEN2_5_1_5B, TINY)
-    model = make_model(config, dtype=torch.float32, seed=0).to(hour.device)
-    remat = "none" if compiled else "full"  # torch.compile chooses for itself
-    memory = MemorySection.model_validate({"compile": compiled, "activation_checkpointing": remat})
-    setup = ModelSetup(memory=memory, precision=PrecisionSection.model_validate({"fp8": fp8}))
-    policy = CausalLMPolicy(model, TermOptions(compute_dtype=BF16), setup=setup)
-    length, rng = hour.size(2048, 16), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def rollout() -> Rollout:
         return Rollout(
@@ -210,17 +258,7 @@ def _trainer(hour: Hour, *, compiled: bool, fp8: str):
 
     groups = [RolloutGroup(prompt=Prompt(sample_id=i, row={}), rollouts=(rollout(),)) for i in range(16)]
     batch = collate(groups, microbatch_terms=4 * length, share=Share())
-    trainer = Trainer(
-        policy,
-        objective=build_objective(AlgorithmConfig(name="grpo"), max_terms=length),
-        optimizer=build_optimizer(
-            "adamw", policy.module, learning_rate=1e-6, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
-        ),
-        lr_factor=lambda _: 1.0,
-        max_grad_norm=1.0,
-    )
-    num_tokens = sum(len(microbatch.inputs["tokens"]) for microbatch in batch.microbatches)
-    return trainer, batch, sum(p.numel() for p in policy.module.parameters()), num_tokens
+    return batch, sum(len(microbatch.inputs["tokens"]) for microbatch in batch.microbatches)
 
 
 def _waits(hour: Hour, trainer, batch) -> int:

@@ -2,29 +2,30 @@
 
     hour = Hour(device=torch.device("cuda", 0), directory=tmp_path)
     hour.measured("tokens trained", 15_200, "tokens/s", ">= 12000")
-    hour.judge()                                     # AssertionError that names each target that was missed
+    hour.missed()                                    # names each target that was missed
 
 A rehearsal has the same calls at tiny sizes, on a pretend GPU or on the CPU; only targets with `always` count there.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from gpu_software import ROOT, Need, Package, Software
 
-ROOT = Path(__file__).resolve().parents[3]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from _metrics import Figure  # noqa: E402  benchmarks is no package
+from _metrics import Figure
 
 T = TypeVar("T")
 GIB = float(1 << 30)
@@ -73,10 +74,10 @@ class Hour:
         self.note(f"$ {' '.join(command)}\n{(done.stdout + done.stderr).strip()}")
         return done.stdout if done.returncode == 0 else ""
 
-    def judge(self) -> None:
-        """Raise AssertionError if a target was missed."""
-        missed = [f"{n.metric}: {n.value:,.4g} {n.unit}, target {n.target}" for n in self.numbers if n.met is False]
-        assert not missed, "; ".join(missed)
+    def missed(self) -> str:
+        """Return the numbers that missed their targets; "" if none did."""
+        missed = (n for n in self.numbers if n.met is False)
+        return "; ".join(f"{n.metric}: {n.value:,.4g} {n.unit}, target {n.target}" for n in missed)
 
     def result(self) -> dict[str, Any]:
         """The numbers and notes, for JSON."""
@@ -87,20 +88,28 @@ class Hour:
         """Median seconds of `work` on the device, after one round that is not counted."""
         taken = []
         for _ in range(1 + self.size(rounds, 1)):
-            torch.cuda.synchronize(self.device)
+            self.synchronize()
             begun = time.perf_counter()
             work()
-            torch.cuda.synchronize(self.device)
+            self.synchronize()
             taken.append(time.perf_counter() - begun)
         return statistics.median(taken[1:])
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Bytes that `work` allocates on the device beside those that are allocated already, at its peak."""
+        """Bytes that `work` allocates beside those that are allocated already, at its peak; 0 on a CPU."""
+        if self.device.type == "cpu":
+            work()
+            return 0
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         work()
-        torch.cuda.synchronize(self.device)
+        self.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
+
+    def synchronize(self) -> None:
+        """Wait for a GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +117,16 @@ class Step:
     """A step of the first hour. The docstring of `perform` has the expected numbers and the looks of a failure."""
 
     number: int
+    """Its name in commands; the order is that of the table."""
     name: str
     perform: Callable[[Hour], None]
+    minutes: float
+    """Expected on an H100, start of its processes included."""
     gpus: int = 1
+    needs: tuple[Need, ...] = ()
     timeout_s: float = 600.0
-    starts_processes: bool = False
-    """Whether it starts `cosmos-rl` or pytest; other steps are rehearsed on a pretend GPU."""
+    on_cpu: bool = False
+    """Whether a rehearsal is on the CPU, of steps that start processes or a process group; else on a pretend GPU."""
 
     @property
     def title(self) -> str:
@@ -123,12 +136,22 @@ class Step:
     def expects(self) -> str:
         return (self.perform.__doc__ or "").strip()
 
-    def missing(self) -> str:
-        """The reason why this machine cannot perform the step; "" if it can."""
-        if torch.version.cuda is None:
-            return f"torch {torch.__version__} is built without CUDA"
-        found = torch.cuda.device_count()
-        return "" if found >= self.gpus else f"needs {self.gpus} GPUs, and {found} are visible"
+    def missing(self, software: Software, *, rehearsal: bool = False) -> str:
+        """Return why this machine cannot perform the step, or rehearse it; "" if it can."""
+        if rehearsal:
+            lacking = [software.lacks(need) for need in self.needs if isinstance(need, Package) and need.in_rehearsals]
+            return ", ".join(filter(None, lacking))
+        if not software.torch_cuda:
+            return f"torch {software.packages['torch']} is built without CUDA"
+        if software.torch_gpus < self.gpus:
+            return f"needs {self.gpus} GPUs, and {software.torch_gpus} are visible"
+        return ", ".join(filter(None, map(software.lacks, self.needs)))
+
+
+def visible_gpu(place: int, variables: Mapping[str, str] = os.environ) -> str:
+    """Return CUDA's GPU `place` as CUDA_VISIBLE_DEVICES takes it: an entry of the list that this process was given."""
+    listed = [name for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return listed[place] if listed else str(place)
 
 
 def gpu_processes() -> dict[str, set[str]]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from ctypes.util import find_library
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +139,11 @@ with mujoco.Renderer(model, 224, 224) as renderer:
 
 
 def rendering(hour: Hour) -> None:
-    """Expect MuJoCo to draw 224 x 224 pixels at 1,000 frames/s with EGL, faster than with OSMesa on the CPU.
+    """Expect MuJoCo to render 224 x 224 pixels at 1,000 frames/s with EGL, faster than with OSMesa on the CPU.
 
     Failing: EGL at the speed of OSMesa is Mesa's own library in place of the driver's (libnvidia-egl; in a container
     NVIDIA_DRIVER_CAPABILITIES=all); "cannot create" is a driver without it.
     """
-    if find_spec("mujoco") is None:
-        raise Skipped("needs MuJoCo: pip install 'cosmos-rl-vla[metaworld]'")
     speeds = {}
     for kind, library in (("egl", "EGL"), ("osmesa", "OSMesa")):
         if find_library(library) is None or (kind == "egl" and hour.rehearsal):

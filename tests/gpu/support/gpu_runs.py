@@ -11,16 +11,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-from gpu_hour import GIB, ROOT, Hour, Skipped, gpu_processes, used_mib
+from gpu_hour import GIB, ROOT, Hour, gpu_processes, used_mib, visible_gpu
 
 COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.main import main; main()"]
 MODEL_7B, SECOND_NODE = "COSMOS_RL_GPU_MODEL", "COSMOS_RL_GPU_SECOND_NODE"
@@ -34,6 +30,8 @@ EXPERT_LAYOUTS = [{"dp_shard": 2, "ep": 2}]
 
 def written(path: Path, tables: Mapping[str, Any]) -> Path:
     """Write tables as a recipe and return its path."""
+    import tomli_w  # a machine without it performs the steps that start no run
+
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(tomli_w.dumps(tables))
     return path
@@ -147,7 +145,7 @@ class Running:
         self.printed = hour.directory / f"{self.directory.name}.log"
         environment = {**os.environ, "COLUMNS": "160"}
         if gpus is not None and not hour.rehearsal:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(visible_gpu, gpus))
         recipe = written(hour.directory / f"{self.directory.name}.toml", tables)
         command = [*COMMAND, "run", str(recipe), *arguments]
         with self.printed.open("w") as out:
@@ -248,10 +246,16 @@ class Running:
         return found
 
     def stop(self) -> None:
-        """Kill the run and its workers."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        """Kill the run and its workers, if it runs, and wait until none writes into its folder."""
+        if self.process.poll() is not None:
+            return
+        from cosmos_rl_core.processes import kill_tree
+
+        kill_tree(self.process.pid)  # workers have sessions of their own
+        self.process.wait()
+        deadline = time.monotonic() + 30
+        while self.workers() and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def _resident_gib(pid: str) -> float:
@@ -263,10 +267,10 @@ def _resident_gib(pid: str) -> float:
     return int(found[1]) * 1024 / GIB if found else 0.0
 
 
-def pytest_passes(hour: Hour, *arguments: str, gpus: str = "0") -> None:
+def pytest_passes(hour: Hour, *arguments: str) -> None:
     """Run pytest on these files; in a rehearsal only collect. Measures passed and failed tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "" if hour.rehearsal else gpus}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "" if hour.rehearsal else visible_gpu(0)}
     command += ["--collect-only"] if hour.rehearsal else ["--timeout=300"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or [done.stderr.strip()[-2000:]])[-1]
@@ -327,48 +331,6 @@ def demo(hour: Hour) -> None:
     hour.measured("difference of two equal runs", apart, "loss", "<= 0.001", always=True)
 
 
-def vllm(hour: Hour) -> None:
-    """Expect the tests of the vLLM engine and of weights written into it to pass under CUDA graphs.
-
-    Failing: the old text after a switch is a graph that captured a copy of a weight; "vLLM keeps it in another layout"
-    is the slow path, which reloads layers through the host.
-    """
-    files = ["test_vllm_engine.py", "test_vllm_run.py", "test_landing.py", "test_landing_replay.py"]
-    # the slow ones too: ten switches beside running requests, families, sleep
-    pytest_passes(hour, "-m", "not cuda_dry", *(f"packages/cosmos-rl-llm/tests/{name}" for name in files))
-
-
-def in_turns(hour: Hour) -> None:
-    """Expect a 1.3B policy with Adam and an engine that take turns on one GPU, without the memory of the other side.
-
-    In the rollouts' turns at most 8 GiB beside the engine's: the policy's 16 GB are in host memory. In the policy's at
-    most 34 GiB; vLLM has half of the card in its own. Failing: tensors that `Policy.tensors` does not list, or blocks
-    that torch's allocator keeps (`empty_cache` after the move); for vLLM a sleep that keeps weights or cache.
-    """
-    engines = ["torch", *(["vllm"] if find_spec("vllm") and not hour.rehearsal else [])]
-    for engine in engines:
-        tables = sums(hour.directory / engine, algorithm="grpo", steps=hour.size(6, 2))
-        if not hour.rehearsal:
-            write_large(Path(tables["model"]["path"]))
-        tables["run"] |= {"name": engine, "output_dir": str(hour.directory / f"{engine}-turns"), "colocate": True}
-        tables["rollout"] |= {"engine": engine}
-        tables["rollout"] |= {"options": {"gpu_memory_utilization": 0.5}} if engine == "vllm" else {}
-        tables["sync"] = {"max_staleness": 0}
-        run = Running(hour, tables, gpus=[0])
-        run.finish(timeout_s=600)
-        turns = sorted(run.spans("turn"))
-        overlaps = sum(begun < ended for (_, ended, one), (begun, _, other) in pairwise(turns) if one != other)
-        hour.measured(f"{engine}: turns that overlap one of the other side", overlaps, "", "<= 0", always=True)
-        least = min(Counter(role for _, _, role in turns).get(role, 0) for role in ("policy", "rollout"))
-        hour.measured(f"{engine}: turns of each side", least, "", ">= 2", always=True)
-        for role, most in (("rollout", 8 + (40 if engine == "vllm" else 0)), ("policy", 34)):
-            inside = [
-                mib for at, mib in run.used_mib if any(a + 0.2 < at < b - 0.2 for a, b, of in turns if of == role)
-            ]
-            used = max(inside, default=0.0) * 2**20 / GIB
-            hour.measured(f"{engine}: memory in the turns of the {role}", used, "GiB", f"<= {most}")
-
-
 def write_large(directory: Path) -> None:
     """Replace the model of `sums` by one with 1.3 billion parameters."""
     import torch
@@ -411,8 +373,6 @@ def large_run(hour: Hour) -> None:
     that arrive a step late. More memory than `plan --memory` prints: compare its table with the message of the rank.
     """
     model = os.environ.get(MODEL_7B, "")
-    if not model and not hour.rehearsal:
-        raise Skipped(f"set {MODEL_7B} to a folder with Qwen2.5-7B-Instruct")
     tables = sums(hour.directory, algorithm="grpo", steps=2)
     if hour.rehearsal:
         tables["policy"]["parallel"] = {"dp_shard": 2}
@@ -499,9 +459,7 @@ def two_nodes(hour: Hour) -> None:
     prints the chosen ones. NCCL_DEBUG=INFO has to print NET/IB and "GPU Direct RDMA Enabled", not NET/Socket. Nothing
     for a minute: the port of the rendezvous is blocked.
     """
-    reach = ["env"] if hour.rehearsal else shlex.split(os.environ.get(SECOND_NODE, ""))
-    if not reach:
-        raise Skipped(f'set {SECOND_NODE} to the command that runs its arguments on the other node, as "ssh node2"')
+    reach = ["env"] if hour.rehearsal else shlex.split(os.environ[SECOND_NODE])
     tables = sums(hour.directory, algorithm="sft", steps=hour.size(20, 2))
     tables["data"]["response_column"] = "response"
     alone = Running(hour, tables, gpus=[0]).finish(timeout_s=300)

@@ -352,7 +352,9 @@ def build_teacher(
     return teacher
 
 
-def _model_setup(config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool) -> ModelSetup:
+def _model_setup(
+    config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool, merges_adapters: bool = False
+) -> ModelSetup:
     section = config.policy
     return ModelSetup(
         mesh=mesh,
@@ -360,11 +362,13 @@ def _model_setup(config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool) -
         memory=section.memory,
         precision=section.precision,
         frozen=frozen,
+        merges_adapters=merges_adapters,
     )
 
 
 def _build_policy(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | None, *, frozen: bool = False) -> Policy:
-    setup = _model_setup(config, mesh, frozen=frozen)
+    merges = not (frozen or config.is_sft) and domain.merges_adapters(config.rollout.engine)
+    setup = _model_setup(config, mesh, frozen=frozen, merges_adapters=merges)
     return domain.build_policy(
         config.model, data=config.data, sampling=config.policy_sampling, seed=config.run.seed, setup=setup
     )

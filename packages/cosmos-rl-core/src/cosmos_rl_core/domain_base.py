@@ -166,6 +166,13 @@ class DomainBase(Domain):
 
     # -- engines, whose `options` are [rollout.options]
 
+    def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:
+        """Return the engine for [rollout] engine = "auto", one of `engines`, and why; empty without a choice.
+
+        gpu: whether the machines of the run have GPUs. packages_known: whether they have the packages of this one.
+        """
+        return "torch" if "torch" in self.engines else self.engines[0], ""
+
     def spread_engine(
         self, name: str, options: Mapping[str, Any], *, tp: int | None, pp: int | None
     ) -> Mapping[str, Any]:
@@ -188,6 +195,10 @@ class DomainBase(Domain):
     def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return the options of an engine that sleeps between its turns (`interfaces.Sleeps`); None if it cannot."""
         return None
+
+    def merges_adapters(self, name: str) -> bool:
+        """Whether an engine takes whole weights alone, with trained adapters merged into them."""
+        return False
 
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """Return the dtype of the engine's weights: "float32", "bfloat16" or "float16". computed: that of products."""

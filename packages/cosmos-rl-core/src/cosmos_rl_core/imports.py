@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, metadata
@@ -70,20 +71,51 @@ def quiet_torchao() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def pip_install(requirement: str) -> str:
-    """Return the command that installs one of our packages, such as "cosmos-rl-llm[vllm]".
+_BENEATH = ("cosmos-rl-core", "cosmos-rl-transfer")
+"""Packages of ours that the others require, from the lowest up."""
 
-    From where this package came: pip records the folder or the wheel that it installed (PEP 610), and the others are
-    beside it. A package of an index is installed by its name.
+
+def pip_install(*requirements: str) -> str:
+    """Return the command that installs packages: of ours, such as "cosmos-rl-llm[vllm]", or of an index.
+
+    Ours are on no index. They are installed from where this package came: from folders of a clone, with those that they
+    require, or from a folder of wheels.
     """
-    name, bracket, extras = requirement.partition("[")
+    arguments: Sequence[str] = requirements
+    if any(requirement.startswith("cosmos-rl-") for requirement in requirements):
+        source, is_editable = _source()
+        if (source / "pyproject.toml").is_file():
+            paths = [str(source.parent / requirement) for requirement in _with_required(requirements)]
+            arguments = [part for path in paths for part in (("-e", path) if is_editable else (path,))]
+        else:
+            arguments = ["--find-links", str(source.parent) if source.suffix == ".whl" else "dist", *requirements]
+    return " ".join([_pip(), *map(shlex.quote, arguments)])
+
+
+def _with_required(requirements: Sequence[str]) -> list[str]:
+    """Put the packages of ours that these require before them: pip would search an index for them."""
+    parts = [requirement.partition("==")[0].partition("[") for requirement in requirements]
+    extras = dict.fromkeys(_BENEATH, "") | {name: bracket + rest for name, bracket, rest in parts}
+    last = max(list(extras).index(name) for name, _, _ in parts)
+    return [name + extra for name, extra in extras.items()][: last + 1]
+
+
+def _source() -> tuple[Path, bool]:
+    """Return the folder or wheel that this package was installed from, and whether the folder is used in place."""
+    folder = Path(__file__).parents[2]  # of the source tree, unless it was copied to site-packages
     try:
-        record = metadata.distribution("cosmos-rl-core").read_text("direct_url.json")
+        record = json.loads(metadata.distribution("cosmos-rl-core").read_text("direct_url.json") or "{}")  # PEP 610
     except metadata.PackageNotFoundError:  # imported from a folder on PYTHONPATH
-        record = None
-    source = Path(unquote(urlsplit(json.loads(record)["url"]).path)) if record else None
-    if source is not None and (source.parent / name / "pyproject.toml").is_file():
-        return f"pip install '{source.parent / name}{bracket}{extras}'"
-    if source is not None and source.suffix == ".whl" and name.startswith("cosmos-rl"):
-        return f"pip install --find-links '{source.parent}' '{requirement}'"
-    return f"pip install '{requirement}'"
+        record = {}
+    url = urlsplit(record.get("url", ""))
+    return Path(unquote(url.path)) if url.scheme == "file" else folder, (folder / "pyproject.toml").is_file()
+
+
+def _pip() -> str:
+    """Return how to call pip so that it installs into this environment, also in a shell that did not activate it."""
+    # Not find_spec("pip"): setuptools watches for that name, and would then refuse to be imported in this process.
+    if next(metadata.distributions(name="pip"), None) is None:
+        return f"uv pip install --python {shlex.quote(sys.executable)}"
+    if sys.prefix in (sys.base_prefix, os.environ.get("VIRTUAL_ENV")):
+        return "pip install"
+    return f"{shlex.quote(sys.executable)} -m pip install"

@@ -218,6 +218,10 @@ class Policy(Reference, Protocol):
         """Weights that engines sample with, by the engine's names: a subset of `weights`, or an average of them."""
         ...
 
+    def before_publish(self) -> None:
+        """Called in all ranks before `rollout_weights` are published, while parameters are on their device."""
+        ...
+
     def save_config(self, directory: Path) -> None:
         """Write the files to load the model with, beside its weights: configuration, tokenizer. Called in one rank."""
         ...

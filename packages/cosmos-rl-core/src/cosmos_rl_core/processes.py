@@ -28,9 +28,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from cosmos_rl_core.gpus import VISIBLE_GPUS
 from cosmos_rl_core.imports import PYTHON, child_environment
 
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 STACKS = signal.SIGURG
 """Signal on which a worker writes the stacks of its threads to its log. A process without a handler ignores it."""
 GRACE_S = 2.0
@@ -198,22 +198,24 @@ async def all_ended(children: Iterable[ChildProcess], *, timeout_s: float | None
     return True
 
 
-def environment(folders: Sequence[str] = (), *, threads: int | None = None, gpus: Sequence[str] = ()) -> dict[str, str]:
+def environment(
+    folders: Sequence[str] = (), *, threads: int | None = None, gpus: Sequence[str] | None = None
+) -> dict[str, str]:
     """Return the variables of a child process: this one's, with CPU threads and GPUs if given.
 
-    `folders`: the import path of "module:attribute" names.
+    folders: the import path of "module:attribute" names. gpus: all that it sees; an empty sequence is the CPU.
     """
     return {**os.environ, **child_variables(folders, threads=threads, gpus=gpus)}
 
 
 def child_variables(
-    folders: Sequence[str] = (), *, threads: int | None = None, gpus: Sequence[str] = ()
+    folders: Sequence[str] = (), *, threads: int | None = None, gpus: Sequence[str] | None = None
 ) -> dict[str, str]:
     """Return those of `environment` that a child process has beside this one's."""
     variables = {**child_environment(folders), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
-    if gpus:
+    if gpus is not None:
         variables[VISIBLE_GPUS] = ",".join(gpus)
     return variables
 
@@ -382,11 +384,3 @@ def unnamed_memory() -> int:
 def rdma_devices(*, devices: Path = Path("/sys/class/infiniband")) -> list[str]:
     """Return this machine's RDMA devices: InfiniBand, RoCE."""
     return sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
-
-
-def machine_gpus(environment: Mapping[str, str], *, devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs visible to this process, as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs."""
-    if VISIBLE_GPUS in environment:
-        return [name.strip() for name in environment[VISIBLE_GPUS].split(",") if name.strip()]
-    numbers = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
-    return sorted((number for number in numbers if number.isdecimal()), key=int)

@@ -28,6 +28,8 @@ GPU_BUCKET_BYTES = 64 << 20
 """The same where the weights are on a GPU: a bucket is one copy to the host."""
 BETWEEN_GPUS = ("cuda_ipc", "nixl_vram")
 """Transports whose buckets are on GPUs at both ends."""
+NIXL_BUILDS = ("nixl_cu13", "nixl_cu12")
+"""Packages with NIXL's bindings, by the CUDA generation that they are built for; both work without a GPU."""
 
 
 class SyncSection(Strict):

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.hardware_log import log_choice
-from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.observe.startup import READING, phase
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.dtensor import fill_own_part, materialise
@@ -151,7 +148,6 @@ def build_torch_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: L
     """Load the model into an engine of this process, with adapters as the policy has them."""
     phase(READING)
     source, device = checkpoint_of(model), own_device()
-    _recommend_vllm(device.type, installed=find_spec("vllm") is not None)
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
     module.to(device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     log_kernels(module, device=device, dtype=module.dtype)
@@ -160,17 +156,8 @@ def build_torch_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: L
     return TorchEngine(module, chat, options, version=-1)  # nothing is served before the policy's weights have arrived
 
 
-def _recommend_vllm(device: str, *, installed: bool) -> None:
-    """Log once that "torch" is the slow engine of a GPU."""
-    if device == "cuda":
-        how = "which is installed here" if installed else pip_install("cosmos-rl-llm[vllm]")
-        log_choice(f'engine: torch, several times slower than vLLM, {how}: rollout.engine = "vllm"')
-
-
 def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: VllmEngineOptions) -> VllmEngine:
     """Start vLLM with the model, whose weights are replaced before anything is served."""
-    if model.lora is not None:
-        raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
     source = resolve(checkpoint_of(model))
     config, _ = read_config(source)
     pictures = sees(config)

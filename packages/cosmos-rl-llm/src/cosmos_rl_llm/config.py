@@ -40,7 +40,7 @@ class LLMModelConfig(Strict):
     revision: str | None = None
     """Branch, tag or commit on the hub; only for a model id."""
     lora: LLMLoraSection | None = None
-    """Train adapters of the model, and send only them to the engines."""
+    """Train adapters of the model, and send only them to the engines; vLLM gets the weights with them merged."""
     freeze: tuple[Part, ...] = ()
     """Parts of a vision-language model that are not trained, and not sent to the engines; they get no adapters."""
 

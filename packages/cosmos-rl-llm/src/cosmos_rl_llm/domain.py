@@ -148,6 +148,12 @@ class LLMDomain(DomainBase):
         known = ", ".join(self.engines)
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
+    def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:
+        """vLLM on GPUs, where it is installed for them and takes the recipe."""
+        from cosmos_rl_llm.engines.vllm.choice import choose_engine
+
+        return choose_engine(config, gpu=gpu, packages_known=packages_known)
+
     def spread_engine(
         self, name: str, options: Mapping[str, Any], *, tp: int | None, pp: int | None
     ) -> Mapping[str, Any]:
@@ -212,6 +218,10 @@ class LLMDomain(DomainBase):
     def held_by_rollout(self, config: RunConfig) -> Sequence[MemoryPart]:
         """Keys and values, activations, and logits."""
         return held_by_rollout(config) if config.rollout.engine in self.engines else super().held_by_rollout(config)
+
+    def merges_adapters(self, name: str) -> bool:
+        """vLLM's own adapters belong to a request, and cannot change while it runs."""
+        return name == "vllm"
 
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """vLLM has a dtype of its own."""

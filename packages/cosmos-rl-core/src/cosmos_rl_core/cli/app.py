@@ -101,9 +101,9 @@ def _train(file: Path, overrides: list[str], *, resume: str | None, overwrite: b
     from cosmos_rl_core.launch.supervised.command import run_supervised
     from cosmos_rl_core.recipe.load import load
 
-    loaded = load(file, overrides)
+    loaded = load(file, overrides, continues=not overwrite)
     notes = check_in_child(loaded, resume=resume, overwrite=overwrite) if deep else ()
-    opened = replace(open_recipe(loaded.valid(), python_path=folders), notes=notes)
+    opened = replace(open_recipe(loaded.valid(), python_path=folders), notes=(*filter(None, [loaded.engine]), *notes))
     _exit_with(partial(run_supervised, opened, resume=resume, overwrite=overwrite))
 
 
@@ -169,10 +169,10 @@ def plan(
 
     from cosmos_rl_core.plan.memory import parse_bytes
     from cosmos_rl_core.plan.run_plan import plan as plan_config
-    from cosmos_rl_core.recipe.load import load_config
+    from cosmos_rl_core.recipe.load import load
 
-    size = None if memory is None else parse_bytes(memory)
-    planned = plan_config(load_config(file, overrides or ()), memory=size, gpu=gpu)
+    size, loaded = None if memory is None else parse_bytes(memory), load(file, overrides or ())
+    planned = plan_config(loaded.valid(), memory=size, gpu=gpu, engine=loaded.engine)
     typer.echo(json.dumps(planned.as_json(), indent=2) if as_json else planned)
     if planned.memory is not None and planned.memory.fits is False:
         raise typer.Exit(1)

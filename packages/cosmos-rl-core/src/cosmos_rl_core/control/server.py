@@ -14,7 +14,6 @@ from functools import partial
 
 import msgspec
 
-from cosmos_rl_core.clock import RunningClock
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.durable import DurableLedger
 from cosmos_rl_core.control.evaluation import Evaluator, with_row
@@ -31,6 +30,7 @@ from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
+from cosmos_rl_core.wire.clock import RunningClock
 
 TICK_S = 0.5
 SECOND = "second"

@@ -148,6 +148,8 @@ def evaluate(
         if config.is_sft:
             measured = _loss(config, request)
         else:
+            for note in opened.notes:
+                say(note)
             generated = generate_rows(config, request, scored=True, python_path=opened.python_path, say=say)
             measured = Evaluated(
                 directory=generated.directory,

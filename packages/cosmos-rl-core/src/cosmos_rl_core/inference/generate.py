@@ -22,13 +22,13 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.control.evaluation import row_labels
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, one_line_errors
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.inference.pool import InstanceTask, Pool
 from cosmos_rl_core.inference.prompts import Prompts, evaluation_prompts, read_prompts
 from cosmos_rl_core.inference.request import GenerationWeights, Request, folder_of, identity
 from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.launch.open_recipe import OpenRecipe, Rows, open_recipe
-from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import Recipe, load_domain, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RolloutParallelSection
@@ -76,6 +76,8 @@ def generate(
     disk.
     """
     opened = open_recipe(recipe, overrides, python_path=python_path, eval_rows=rows, generating=True)
+    for note in opened.notes:
+        say(note)
     with rows_on_disk(opened) as config:
         return generate_rows(config, request or Request(), scored=False, python_path=opened.python_path, say=say)
 
@@ -94,7 +96,7 @@ def generate_rows(
     """Like `generate`, from a validated config; `scored`: also compute the rewards of [reward]."""
     domain = load_domain(config.run.domain)
     config = _checked(config, domain, request)
-    gpus = request.instances.allot(machine_gpus(os.environ))
+    gpus = request.instances.allot(machine_gpus(os.environ, config.run.device))
     prompts = _prompts(config, domain, request)
     weights = GenerationWeights.find(request)
     directory = folder_of(config, request, weights, command="eval" if scored else "generate")

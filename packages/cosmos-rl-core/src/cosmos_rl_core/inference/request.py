@@ -20,8 +20,8 @@ from cosmos_rl_core.checkpoint.export import find_checkpoint
 from cosmos_rl_core.checkpoint.manifest import MANIFEST, train_state, verify
 from cosmos_rl_core.checkpoint.resume import recipe_of
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import ON_CPU, short_names
 from cosmos_rl_core.inference.prompts import Prompts
-from cosmos_rl_core.processes import VISIBLE_GPUS
 from cosmos_rl_core.recipe.run import RunConfig
 
 T = TypeVar("T")
@@ -61,8 +61,8 @@ class Instances:
             return [[] for _ in range(self.total_shard)]
         if self.num_gpus > len(gpus):
             raise UserError(
-                f"--num-gpus {self.num_gpus}: this machine has {len(gpus)} ({', '.join(gpus)}); use at most "
-                f"{len(gpus)}, or set {VISIBLE_GPUS} to nothing to run on the CPU"
+                f"--num-gpus {self.num_gpus}: this machine has {len(gpus)} ({short_names(gpus)}); use at most "
+                f"{len(gpus)}, or {ON_CPU}"
             )
         return [list(gpus[first : first + self.tp_size]) for first in range(0, self.num_gpus, self.tp_size)]
 

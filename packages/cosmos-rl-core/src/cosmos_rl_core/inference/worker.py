@@ -123,8 +123,9 @@ def _build_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
     """Build the engine; runs in the compute thread, as the current GPU is a per-thread setting."""
     import torch
 
-    from cosmos_rl_core.parallel.device import use_device
+    from cosmos_rl_core.parallel.device import require_gpus, use_device
 
+    require_gpus(os.environ)
     use_device()
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)

@@ -26,6 +26,7 @@ from cosmos_rl_core.launch.preflight.checks import (
     transport_problems,
 )
 from cosmos_rl_core.launch.preflight.child import FAILED, can_fork, run_forked
+from cosmos_rl_core.launch.preflight.gpus import gpu_problems
 from cosmos_rl_core.launch.preflight.rewards import reward_problems
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.recipe.load import LoadedRecipe, load, load_domain
@@ -80,9 +81,11 @@ class Checked:
     """Warnings about valid keys, a sentence each."""
     notes: Sequence[str] = ()
     """Remarks of the checks before a start."""
+    engine: str = ""
+    """The engine that "auto" has chosen, and why; empty where the recipe names one."""
 
     def __str__(self) -> str:
-        """Five lines on what the run will do, and one for each warning."""
+        """A few lines on what the run will do, and one for each warning."""
         lines = [*_resume(self), *(("note", text) for text in (*self.warnings, *self.notes))]
         return "\n".join(f"  {name:<10}{text}" for name, text in lines)
 
@@ -136,8 +139,9 @@ def check(
         config=config,
         data=data,
         evaluation=evaluation,
-        warnings=(*warnings_for(config), *_gpu_warnings(config)),
+        warnings=(*warnings_for(config), *_gpu_warnings(config, is_checked=deep)),
         notes=tuple(map(str, notes)),
+        engine=loaded.engine,
     )
 
 
@@ -239,13 +243,14 @@ def warnings_for(config: RunConfig) -> Sequence[str]:
     return (*domain.warnings(config), *too_old())
 
 
-def _gpu_warnings(config: RunConfig) -> list[str]:
-    """A sentence if this machine's GPUs do not suffice: the recipe may be for another machine."""
+def _gpu_warnings(config: RunConfig, *, is_checked: bool) -> list[str]:
+    """Return what keeps the run from this machine's GPUs: the recipe may be for another machine."""
     try:
+        problems = [] if is_checked else [each for each in gpu_problems(config) if not each.is_note]
         assignment_text(config)
     except UserError as error:
         return [f"on this machine the run could not start: {error}"]
-    return []
+    return [f"on this machine the run could not start: {each.wrong}; {each.suggestion}" for each in problems]
 
 
 def _dataset(section: str, data: Any, domain: DomainBase, problems: list[Problem]) -> Dataset | None:
@@ -326,4 +331,5 @@ def _resume(checked: Checked) -> list[tuple[str, str]]:
         ("eval", evaluation),
         ("step", step),
         ("rewards", rewards),
+        *([("engine", checked.engine.removeprefix("engine: "))] if checked.engine else []),
     ]

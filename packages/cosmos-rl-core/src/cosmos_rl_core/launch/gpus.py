@@ -18,8 +18,8 @@ from itertools import cycle, islice
 from cosmos_rl_core.assemble import engine_options
 from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import ON_CPU, SLICE, machine_gpus, short_names
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.processes import VISIBLE_GPUS, machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection
@@ -48,9 +48,9 @@ class AssignedGpus:
         """ "policy-0 on 0,1, rollout-0 on 2; unused: 3"."""
         workers = [(f"policy-{i}", own) for i, own in enumerate(self.policies)]
         workers += [(f"rollout-{i}", own) for i, own in enumerate(self.rollouts)]
-        text = ", ".join(f"{name} on {','.join(own)}" for name, own in workers)
+        text = ", ".join(f"{name} on {short_names(own)}" for name, own in workers)
         text += ", in turns" if self.in_turns else ""
-        return f"{text}; unused: {','.join(self.unused)}" if self.unused else text
+        return f"{text}; unused: {short_names(self.unused)}" if self.unused else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class GpuSupply:
         needed = sum(self.per_worker[role] * number for role, number in more.items())
         if needed > free and not self.share:
             parts = [f"{number} more {role} x {self.per_worker[role]}" for role, number in more.items() if number]
-            workers = ", ".join(f"{name} on {','.join(own)}" for name, own in in_use.items())
+            workers = ", ".join(f"{name} on {short_names(own)}" for name, own in in_use.items())
             raise UserError(
                 f"{needed} GPUs of this machine are needed ({', '.join(parts)}), but {free} of {len(self.visible)} are "
                 f"free: {workers}; start the workers on another machine, or set [run] share_gpus = true"
@@ -144,7 +144,7 @@ def assignment_text(config: RunConfig) -> str:
 
     Raises UserError as `assign_gpus`.
     """
-    if config.run.placement != "local" or not (gpus := machine_gpus(os.environ)):
+    if config.run.placement != "local" or not (gpus := machine_gpus(os.environ, config.run.device)):
         return ""
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     return str(assign_gpus(config, dims.world_size // config.policy.num_nodes, gpus=gpus))
@@ -152,8 +152,14 @@ def assignment_text(config: RunConfig) -> str:
 
 def _check_number(policies: Sequence[int], rollouts: Sequence[int], gpus: Sequence[str], run: RunSection) -> None:
     ranks, needed = policies[0], sum(policies) + sum(rollouts)
-    here = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} visible ({', '.join(gpus)})"
-    on_cpu = f"or set {VISIBLE_GPUS} to nothing to run on the CPU"
+    here = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} visible ({short_names(gpus)})"
+    on_cpu = f"or {ON_CPU}"
+    if gpus[0].startswith(SLICE) and max(ranks, *rollouts[:1]) > 1:
+        raise UserError(
+            f"{short_names(gpus)} are slices of a GPU (MIG), and CUDA gives one to a process: several ranks cannot "
+            f"exchange tensors over them; set [policy.parallel] and [rollout.parallel] to one rank, or turn MIG off "
+            f"(nvidia-smi -mig 0), {on_cpu}"
+        )
     if ranks > len(gpus):
         raise UserError(
             f"the policy needs {ranks} GPUs of this machine, one per rank, but {here}; lower [policy] ranks_per_node "

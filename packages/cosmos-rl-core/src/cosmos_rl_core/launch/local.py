@@ -20,12 +20,13 @@ import msgspec
 from cosmos_rl_core.control.lifecycle import WorkerProcesses
 from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import WORKER
 from cosmos_rl_core.launch.external import ExternalWorkers
 from cosmos_rl_core.launch.gpus import GpuSupply, gpus_per_rollout
 from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch, Workers, threads
 from cosmos_rl_core.launch.supervised.link import ControllerTask
-from cosmos_rl_core.processes import child_variables, machine_gpus
+from cosmos_rl_core.processes import child_variables
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.supervisor import USER_ERROR, ProcessEnd, ProcessSpec, ProcessSupervisor
 from cosmos_rl_core.wire.handshake import keep_secret
@@ -309,7 +310,7 @@ class LocalWorkers(Workers, WorkerProcesses):
 def _supply(launch: Launch) -> GpuSupply:
     config = launch.config
     return GpuSupply(
-        visible=machine_gpus(os.environ),
+        visible=machine_gpus(os.environ, config.run.device),
         per_worker={
             "policy": launch.policy_node.ranks_per_node,
             "rollout": 0 if config.is_sft else gpus_per_rollout(config),

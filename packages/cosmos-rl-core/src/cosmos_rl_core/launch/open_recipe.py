@@ -92,12 +92,13 @@ def open_recipe(
     rows: Rows | None = None,
     eval_rows: Rows | None = None,
     generating: bool = False,
+    continues: bool = False,
     check: Check | None = None,
 ) -> OpenRecipe:
     """Load a recipe; `rewards` replace [reward] functions, `rows` and `eval_rows` replace [data] and [eval.data] path.
 
-    `generating`: nothing is trained, and other processes do the work for any placement. check: returns notes on the
-    recipe, which may have problems, or raises ConfigError.
+    `generating`: nothing is trained, and other processes do the work for any placement. continues: as of
+    `recipe.load.load`. check: returns notes on the recipe, which may have problems, or raises ConfigError.
 
     Raises ConfigError for problems of the recipe, and UserError for a reward that other processes cannot import, rows
     for a domain without [data] path, and a call from a module that is imported for a recipe.
@@ -117,6 +118,7 @@ def open_recipe(
         values=None if rewards is None else {"reward.functions": [one.section for one in named_rewards]},
         row_files={name: file for name, file in FILES.items() if name in sections or (generating and sections)},
         generating=generating,
+        continues=continues,
     )
     inline = loaded.config.run.placement == "inline" and not generating
     if not inline:
@@ -131,7 +133,7 @@ def open_recipe(
         python_path=tuple(dict.fromkeys([*python_path, *(one.folder for one in named_rewards if one.folder)])),
         rewards=functions if inline else {},
         rows=sections,
-        notes=tuple(notes),
+        notes=(*filter(None, [loaded.engine]), *notes),
     )
 
 

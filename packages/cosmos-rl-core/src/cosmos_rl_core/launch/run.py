@@ -27,6 +27,7 @@ from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.control.status import status_of
 from cosmos_rl_core.errors import OutOfMemory, UserError, one_line_errors
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.launch.beginning import Beginning
 from cosmos_rl_core.launch.check import check_here, warnings_for
 from cosmos_rl_core.launch.external import start_external
@@ -46,7 +47,6 @@ from cosmos_rl_core.observe.machine import machine_log
 from cosmos_rl_core.observe.record import record_start
 from cosmos_rl_core.observe.reporting import Ending, LastState, Reporter, write_timeline
 from cosmos_rl_core.plan.changes import memory_advice
-from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import Recipe, dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection
@@ -106,7 +106,8 @@ def run(
     """
     keys = {"rewards": rewards, "rows": rows, "eval_rows": eval_rows, "python_path": python_path}
     checked = partial(check_here, resume=resume, overwrite=overwrite)
-    return run_opened(open_recipe(recipe, overrides, **keys, check=checked), resume=resume, overwrite=overwrite)
+    opened = open_recipe(recipe, overrides, **keys, continues=not overwrite, check=checked)
+    return run_opened(opened, resume=resume, overwrite=overwrite)
 
 
 def run_opened(recipe: OpenRecipe, *, resume: str | None, overwrite: bool) -> RunResult:
@@ -159,7 +160,8 @@ def control(
     recipe.write_rows(path, resumed=not beginning.is_new)
     ending, started = Ending(path.resolve()), time.time()
     alone = recipe.config.run.placement != "inline"
-    with ending.recorded(started), machine_log(path.resolve(), "controller", alone=alone):
+    measured = machine_log(path.resolve(), "controller", alone=alone)
+    with ending.recorded(started), measured, contextlib.nullcontext() if alone else _chosen_device(recipe.config):
         this_run = _Run(recipe, directory, beginning, ending, supervised=supervised)
         result = run_to_end(this_run.run([*notes, *([short] if short else [])]))
     ending.finished(
@@ -170,6 +172,12 @@ def control(
         started=started,
     )
     return result
+
+
+def _chosen_device(config: RunConfig) -> contextlib.AbstractContextManager[None]:
+    from cosmos_rl_core.parallel.device import chosen_device  # imports torch, which a controller alone does not need
+
+    return chosen_device(config.run.device)
 
 
 class _Run:
@@ -192,7 +200,7 @@ class _Run:
         self._supervised = supervised
         look_up(config)
         self._policy_node = policy_node(config.policy, bind=_meeting_host(config))
-        gpus = machine_gpus(os.environ) if config.run.placement == "local" else []
+        gpus = machine_gpus(os.environ, config.run.device) if config.run.placement == "local" else []
         self._gpus = assign_gpus(config, self._policy_node.ranks_per_node, gpus=gpus)
         self._source = assemble.build_source(config)
         self._eval_source = assemble.build_eval_source(config)

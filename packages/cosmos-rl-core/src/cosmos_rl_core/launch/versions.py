@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import TypeVar
 
+from cosmos_rl_core.imports import pip_install
+
 T = TypeVar("T")
 PACKAGES = ("cosmos-rl-core", "cosmos-rl-transfer", "cosmos-rl-llm", "cosmos-rl-vla", "cosmos-rl-wfm")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?>=([0-9.]+)")
@@ -32,7 +34,7 @@ def too_old(
                 name, floor = match.groups()
                 floors.setdefault(name, (floor, package))
     return [
-        f"{name} {installed} is installed, but {package} needs {floor} or later: pip install '{name}>={floor}'"
+        f"{name} {installed} is installed, but {package} needs {floor} or later: {pip_install(f'{name}>={floor}')}"
         for name, (floor, package) in sorted(floors.items())
         if (installed := _or_nothing(version, name)) is not None and _numbers(installed) < _numbers(floor)
     ]

@@ -24,7 +24,7 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from cosmos_rl_core.observe.nvml import Gpu, Gpus
+from cosmos_rl_core.gpus import Gpu, Nvml
 from cosmos_rl_core.observe.thinned import ThinnedLog
 from cosmos_rl_core.processes import cpu_s, process_tree, resident_bytes
 
@@ -94,7 +94,7 @@ class _Log:
         self._process, self._alone = process, alone
         self._host = socket.gethostname()
         self._lock: IO[bytes] | None = None
-        self._gpus = Gpus(None, [])
+        self._nvml = Nvml(None)
         self._before = _Counts.now(self._tree())
 
     def _tree(self) -> list[int]:
@@ -140,7 +140,7 @@ class _Log:
             lock.close()
             return False
         self._lock = resources.enter_context(lock)
-        self._gpus = Gpus.open()
+        self._nvml = Nvml.open()
         return True
 
     def _machine(self, before: _Counts, now: _Counts, elapsed: float) -> MachineMetrics:
@@ -155,7 +155,7 @@ class _Log:
             disk_total=disk.total,
             received=round((now.received - before.received) / elapsed, 1),
             sent=round((now.sent - before.sent) / elapsed, 1),
-            gpus=self._gpus.read(),
+            gpus=self._nvml.read(),
         )
 
 

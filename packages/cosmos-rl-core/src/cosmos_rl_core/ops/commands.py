@@ -123,7 +123,10 @@ def _check(
     from cosmos_rl_core.recipe.load import load
 
     import_from(file)
-    loaded = load(file, [*(overrides or ()), *(["run.placement=external"] if external else [])])
+    placed = [*(overrides or ()), *(["run.placement=external"] if external else [])]
+    loaded = load(file, placed, continues=True, launched=external)
+    if loaded.engine:
+        typer.echo(loaded.engine, err=True)
     for note in check_in_child(loaded, resume=resume) if deep else check_names(loaded):
         typer.echo(f"note: {note}", err=True)
 

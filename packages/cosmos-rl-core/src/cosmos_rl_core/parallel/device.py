@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -18,14 +18,77 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import ON_CPU, VISIBLE_GPUS, Nvml, machine_gpus, short_names
 from cosmos_rl_core.hardware_log import log_choice
 
 
 def own_device() -> torch.device:
     """Return this process's GPU, by its rank on the machine (LOCAL_RANK); the CPU where there is none."""
-    if not torch.cuda.is_available():
+    if os.environ.get(VISIBLE_GPUS) == "" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def chosen_device(device: str) -> Iterator[None]:
+    """Hide the GPUs from this process inside, if [run] device is "cpu". Raises UserError as `require_gpus`."""
+    before = os.environ.get(VISIBLE_GPUS)
+    if device == "cpu":
+        os.environ[VISIBLE_GPUS] = ""
+    try:
+        require_gpus(os.environ)
+        yield
+    finally:
+        if before is not None:
+            os.environ[VISIBLE_GPUS] = before
+        elif device == "cpu":
+            del os.environ[VISIBLE_GPUS]
+
+
+def require_gpus(environment: Mapping[str, str], *, nvml: Nvml | None = None) -> None:
+    """Raise UserError if this process has GPUs that torch cannot use: it would work on the CPU without a word."""
+    nvml = Nvml.open() if nvml is None else nvml
+    if (gpus := machine_gpus(environment, nvml=nvml)) and (problem := torch_problem(gpus, nvml)):
+        observed, advice = problem
+        raise UserError(
+            f"torch cannot use the GPUs of this process ({short_names(gpus)}): {observed}; {advice}, or {ON_CPU}"
+        )
+
+
+def torch_problem(gpus: Sequence[str], nvml: Nvml) -> tuple[str, str] | None:
+    """Return why torch cannot use these GPUs, and what mends it; None if it can.
+
+    gpus: as `machine_gpus` returns them, at least one.
+    """
+    build, name = torch.version.cuda, f"torch {torch.__version__}"
+    if build is None:
+        plain = torch.__version__.split("+")[0]
+        return f"{name} is built for the CPU", f"`pip install --force-reinstall torch=={plain}` has CUDA, without +cpu"
+    if torch.cuda.is_available():
+        return None
+    if nvml.driver and nvml.cuda[0] < int(build.split(".")[0]):  # a driver runs all minor versions of its CUDA
+        own = ".".join(map(str, nvml.cuda))
+        return (
+            f"{name} is built for CUDA {build}, and the driver {nvml.driver} runs CUDA {own} at most",
+            f"install a driver for CUDA {build} (nvidia-smi shows its CUDA version), or torch for CUDA {own}: "
+            "https://pytorch.org/get-started/previous-versions",
+        )
+    if missing := [gpu for gpu in gpus if nvml.driver and nvml.device(gpu) is None]:
+        present = short_names(device.uuid for device in nvml.devices()) or "no GPU"
+        return (
+            f"{VISIBLE_GPUS} names {', '.join(missing)}, and this machine has {present}",
+            f"`unset {VISIBLE_GPUS}`, or list GPUs of this machine",
+        )
+    return f"{name} for CUDA {build} says: {_cuda_error()}", "`nvidia-smi` must list them in this container or machine"
+
+
+def _cuda_error() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build without CUDA
+        return str(error).split("\n")[0]
+    return "no GPU is available"
 
 
 def use_device(device: torch.device | None = None) -> torch.device:

@@ -16,21 +16,24 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.interfaces import Policy, Reference
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.device import forked_rng
-from cosmos_rl_core.parallel.dtensor import fill_own_part
+from cosmos_rl_core.parallel.dtensor import fill_own_part, local_part
+from cosmos_rl_core.parallel.dtensor import whole as gathered
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
 ADAPTER = "default"
@@ -225,6 +228,56 @@ def merge(
     if left := [*pairs, *replaced]:
         raise UserError(f"the base model has no weight {min(left)} for an adapter: is it of another model?")
     yield from plain.items()
+
+
+class MergedWeights:
+    """W + alpha / rank B A of each adapted layer, in host memory, for engines that take whole weights.
+
+    The layers keep W and their adapters: merging in bfloat16 rounds, and would add up over the steps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """module: has its adapters already, and over ranks its shards."""
+        self._module = module
+
+    @cached_property
+    def _merged(self) -> dict[str, Tensor]:
+        """By name of the layer, with this rank's part of W. Made at first use, with memory for the parameters there."""
+        merged = {layer: _on_host(weight) for layer, weight, *_ in self._layers()}
+        self._merge_into(merged)
+        return merged
+
+    def merge(self) -> None:
+        """Merge again after a step. All ranks call it together: A and B are gathered."""
+        self._merge_into(self._merged)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return them by the base's names, with the live weights that are trained in full."""
+        merged = {f"{layer}.weight": tensor for layer, tensor in self._merged.items()}
+        return merged | {name.removeprefix(_PREFIX): tensor for name, tensor in whole_weights(self._module).items()}
+
+    @torch.no_grad()
+    def _merge_into(self, merged: Mapping[str, Tensor]) -> None:
+        for layer, weight, a, b, scaling in self._layers():
+            update = scaling * (gathered(b).float() @ gathered(a).float())
+            own = local_part(weight)
+            fill_own_part(merged[layer], lambda box, own=own, update=update: own.float() + update[box])
+
+    def _layers(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor, float]]:
+        """Yield name, W, A, B and alpha / rank."""
+        from peft.tuners.lora import LoraLayer
+
+        for name, layer in self._module.named_modules():
+            if isinstance(layer, LoraLayer):
+                a, b = (matrices[ADAPTER].weight for matrices in (layer.lora_A, layer.lora_B))
+                yield name, layer.get_base_layer().weight, a, b, layer.scaling[ADAPTER]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return memory on the host for this rank's part of a tensor."""
+    local = local_part(tensor)
+    host = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+    return DTensor(host, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else host
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from types import MethodType
 from typing import Any, Literal
 
@@ -135,7 +136,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 def _checkpointed(forward: Forward, selective: bool, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = {"context_fn": _selective_contexts} if selective else {}
+    contexts = _SELECTIVE if selective else {}
     return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
 
@@ -145,3 +146,8 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator.name() in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SELECTIVE: dict[str, Any] = {"context_fn": _selective_contexts}
+if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:
+    _SELECTIVE["respect_saved_tensors_hooks"] = False  # torch 2.14 asks; what is kept is not offloaded, as in 2.13

@@ -24,6 +24,8 @@ class ModelSetup:
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     frozen: bool = False
     """The policy is never trained: the reference of a KL term."""
+    merges_adapters: bool = False
+    """Engines take whole weights: those of adapted layers are published with their adapters merged."""
 
     @property
     def device(self) -> torch.device:

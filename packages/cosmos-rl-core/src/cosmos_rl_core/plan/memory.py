@@ -124,11 +124,14 @@ def _publishing(
     """Copies of a rank's part of the weights, and slots of the transfer; see cosmos_rl_transfer/publish."""
     sync = config.sync
     dtype = sent_dtype(config, domain, computed=shape.compute_dtype)
-    sent = rank.gradients if shape.adapter_parameters else rank.parameters
+    merged = shape.adapter_parameters > 0 and domain.merges_adapters(config.rollout.engine)
+    sent = rank.gradients if shape.adapter_parameters and not merged else rank.parameters
     size = sent * ITEM_BYTES[dtype] // BYTES[config.policy.precision.parameters]
+    if merged:
+        yield MemoryPart(name="weights with their adapters merged", bytes=rank.parameters, host=True)
     if sync.delta:
         yield MemoryPart(name="last version, of which changes are sent", bytes=size, host=True)
-    elif gpu:  # a slow engine still reads the version before
+    elif gpu and not merged:  # a slow engine still reads the version before
         yield MemoryPart(name="two versions in pinned memory", bytes=2 * size, host=True)
     else:
         yield MemoryPart(name="version that an engine still reads", bytes=size, host=True)
@@ -154,8 +157,11 @@ def rollout_needs(
     """
     if config.is_sft:
         return None
-    numbers = sum(math.prod(spec.shape) for spec in shape.weights) + shape.adapter_parameters
-    sent = shape.adapter_parameters or numbers
+    numbers = sum(math.prod(spec.shape) for spec in shape.weights)
+    sent = numbers
+    if not domain.merges_adapters(config.rollout.engine):
+        numbers += shape.adapter_parameters
+        sent = shape.adapter_parameters or numbers
     gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
     dtype = domain.engine_dtype(config, computed=shape.compute_dtype)
     parts = [MemoryPart(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus), away=True)]

@@ -10,6 +10,7 @@ from typing import Any
 
 from cosmos_rl_core.assemble import build_sync
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.launch.preflight.checks import look_up_parts
@@ -21,7 +22,6 @@ from cosmos_rl_core.plan.layer_bytes import BYTES
 from cosmos_rl_core.plan.memory import ITEM_BYTES, estimate_of, policy_needs, rollout_needs, sent_dtype, staying
 from cosmos_rl_core.plan.needs import NOT_COUNTED, STEP, MemoryPart, Needs
 from cosmos_rl_core.plan.traffic import CollectiveCalls, traffic
-from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.weight_sync import SyncCost
@@ -137,6 +137,8 @@ class RunPlan:
     roles: tuple[RolePlan, ...]
     gpus: str
     """GPUs of each worker of this machine, or the reason why they do not suffice; empty without GPUs."""
+    engine: str
+    """The engine that "auto" has chosen, and why; empty where the recipe names one."""
     ranks: PolicyRanks
     prompts_per_step: int
     rollouts_per_step: int
@@ -184,6 +186,7 @@ class RunPlan:
         head = f"{self.name}: {self.placement}, {self.cores} cores"
         header = ("role", "replicas", "processes", "threads", "GPUs")
         parts = [head, table(roles, header=header), *([f"GPUs: {self.gpus}"] if self.gpus else [])]
+        parts += filter(None, [self.engine])
         parts += [*_rank_tables(self.ranks), table(amounts)]
         if self.weights is None:
             parts.append("weights: known once the model is on this machine")
@@ -196,10 +199,11 @@ class RunPlan:
         return "\n\n".join(parts)
 
 
-def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = None) -> RunPlan:
+def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = None, engine: str = "") -> RunPlan:
     """Return roles, processes and amounts of a run.
 
     Args:
+        engine: as `RunPlan.engine`.
         memory: bytes of each device.
         gpu: whether devices are GPUs, where CUDA takes memory too; None: as on this machine.
 
@@ -214,6 +218,7 @@ def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = Non
         cores=len(os.sched_getaffinity(0)),
         roles=tuple(_roles(config)),
         gpus=_gpu_text(config),
+        engine=engine,
         ranks=_ranks(config),
         prompts_per_step=prompts,
         rollouts_per_step=rollouts,
@@ -222,7 +227,7 @@ def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = Non
         generated_terms_per_step=rollouts * config.rollout.sampling.max_terms,
         microbatch_terms=config.policy.microbatch_terms,
         weights=_weights(config),
-        memory=_memory(config, memory, gpu=bool(machine_gpus(os.environ)) if gpu is None else gpu),
+        memory=_memory(config, memory, gpu=bool(machine_gpus(os.environ, config.run.device)) if gpu is None else gpu),
     )
 
 

@@ -137,3 +137,8 @@ class ClusterSection(Strict):
     """The cluster of Ray."""
     kubernetes: KubernetesSection = KubernetesSection()
     """Options of the objects on Kubernetes."""
+
+    @property
+    def has_image(self) -> bool:
+        """Whether the packages of the processes are those of an image, not of this machine."""
+        return bool(self.slurm.container_image or "image_uri" in self.ray.extra or self.kubernetes.image)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, closest
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
+from cosmos_rl_core.recipe.sections import AUTO
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import (
     AnyModel,
     as_toml,
     each_once,
     in_file_order,
+    is_wrong,
     known_tables,
     neighbour,
     problems,
@@ -69,6 +73,8 @@ class LoadedRecipe:
     """In the order of the file."""
     source: RecipeSource | None = None
     """The text of the file; None for a recipe that was given as a mapping."""
+    engine: str = ""
+    """The engine that was chosen and why, "engine: torch (no GPU)"; empty where the recipe names one."""
 
     @property
     def broken(self) -> frozenset[str]:
@@ -77,10 +83,13 @@ class LoadedRecipe:
 
     @property
     def wrong(self) -> frozenset[str]:
-        """Keys that have a problem, and sections that a misspelt one was meant to be: no check may read them."""
-        return frozenset(problem.key for problem in self.problems) | (
-            self.broken - {problem.section for problem in self.problems}
-        )
+        """Keys that have a problem, and sections that a misspelt one was meant to be: no check may read them.
+
+        So is the engine that these keep from being chosen.
+        """
+        wrong = {problem.key for problem in self.problems} | (self.broken - {each.section for each in self.problems})
+        undecided = self.config.rollout.engine == AUTO and not self.config.is_sft
+        return frozenset(wrong | ({"rollout.engine"} if undecided else set()))
 
     def valid(self) -> RunConfig:
         """Return the config. Raises ConfigError with every problem."""
@@ -96,13 +105,18 @@ def load(
     values: Mapping[str, Any] | None = None,
     row_files: Mapping[str, str] | None = None,
     generating: bool = False,
+    continues: bool = False,
+    launched: bool = False,
 ) -> LoadedRecipe:
     """As `load_config`, for a caller that goes on to check the valid sections.
 
-    row_files: files in place of the rows that [data] and "eval.data" name. Raises UserError, and no ConfigError.
+    row_files: files in place of the rows that [data] and "eval.data" name. continues: keep the engine of an earlier run
+    in the recipe's directory. launched: the processes start on machines of [cluster], not here.
+
+    Raises UserError, and no ConfigError.
     """
     if isinstance(source, RunConfig):
-        if not (overrides or values or row_files):
+        if not (overrides or values or row_files or (generating and source.rollout.engine == AUTO)):
             return LoadedRecipe(config=source, domain=load_domain(source.run.domain))
         source = tables_of(source, generating=generating)
     file = None if isinstance(source, Mapping) else Path(source)
@@ -120,12 +134,41 @@ def load(
     config, core_problems = _core(raw, tables, parts, unsound, generating=generating)
     all_problems += part_problems + core_problems
     overridden = {override.partition("=")[0].strip() for override in overrides} | {*(values or ()), *(row_files or ())}
-    return LoadedRecipe(
+    loaded = LoadedRecipe(
         config=config,
         domain=domain,
         problems=in_file_order(each_once(all_problems), raw),
         source=None if file is None else RecipeSource(name=str(source), text=text, overridden=overridden),
     )
+    if domain is None or config.rollout.engine != AUTO or (config.is_sft and not generating):
+        return loaded
+    return loaded if is_wrong(_ENGINE_READS, loaded.wrong) else _with_engine(loaded, domain, continues, launched)
+
+
+_ENGINE_READS = {"cluster", "model", "rollout.options", "rollout.parallel", "rollout.sampling", "run.placement"}
+"""Keys and sections that the choice of an engine reads."""
+
+
+def _with_engine(loaded: LoadedRecipe, domain: DomainBase, continues: bool, launched: bool) -> LoadedRecipe:
+    """Put the name of an engine in place of "auto", with the line that says which and why, if there is a choice.
+
+    It is made here, before anything starts: plan, controller and workers, and resolved.toml for those that come later,
+    have the engine's own name. A launch relies on [cluster] gpus, and does not know the packages of an image.
+    """
+    config = loaded.config
+    name, why = _earlier_engine(config) if continues else "", "as the run began"
+    if not name and launched:
+        name, why = domain.choose_engine(config, gpu=config.cluster.gpus, packages_known=not config.cluster.has_image)
+    elif not name:
+        name, why = domain.choose_engine(config, gpu=bool(machine_gpus(os.environ, config.run.device)))
+    chosen = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": name})})
+    return replace(loaded, config=chosen, engine=f"engine: {name} ({why})" if why and len(domain.engines) > 1 else "")
+
+
+def _earlier_engine(config: RunConfig) -> str:
+    """The engine in resolved.toml of the run's directory; empty without an earlier run, and for supervised training."""
+    resolved = config.run.directory / "resolved.toml"
+    return read_toml(resolved).get("rollout", {}).get("engine", "") if resolved.is_file() else ""
 
 
 def apply_overrides(

@@ -14,6 +14,9 @@ from cosmos_rl_core.interfaces import SamplingConfig
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Sampling
 
+AUTO = "auto"
+"""The value of [rollout] engine for which `recipe.load` puts the name of one."""
+
 
 def count_rows(part: float, total: int) -> int:
     """Return how many of `total` rows a part is: a number from 1, or a share below 1, of which one row is the least."""
@@ -34,6 +37,9 @@ class RunSection(Strict):
     placement: Literal["local", "inline", "external"] = "local"
     """"local": worker processes on this machine; "external": workers are started by `cosmos-rl worker`, on any machine;
     "inline": everything in one process, for debugging."""
+    device: Literal["auto", "cpu"] = "auto"
+    """"auto": GPUs where this machine has any; a GPU that torch cannot use is an error. "cpu": none, as with an empty
+    CUDA_VISIBLE_DEVICES."""
     share_gpus: bool = False
     """Allow several processes of the run on one GPU, if it has fewer GPUs than processes. vLLM then gets an equal part
     of gpu_memory_utilization."""
@@ -160,8 +166,9 @@ class RolloutSection(Strict):
 
     replicas: int = Field(default=1, ge=1)
     """Number of engine copies that generate in parallel."""
-    engine: str = Field(default="torch", min_length=1)
-    """Engine of the domain or of an installed plug-in, or "module:attribute"."""
+    engine: str = Field(default=AUTO, min_length=1)
+    """Engine of the domain or of an installed plug-in, or "module:attribute". "auto": vLLM for language models on GPUs,
+    where it is installed for them and takes the model with these options, else "torch"."""
     group_size: int = Field(default=8, ge=1)
     """Number of rollouts generated for each prompt."""
     threads: int | None = Field(default=None, ge=1)
@@ -234,7 +241,7 @@ class TlsSection(Strict):
 
     enabled: bool = False
     """TLS 1.3 on all connections to the controller, with certificates of a CA that the run makes for itself; needs
-    `pip install "cosmos-rl-core[tls]"`."""
+    the extra `tls` of cosmos-rl-core."""
     weights: bool = False
     """TLS also on connections for weights over TCP and for large groups of rollouts."""
     valid_days: float = Field(default=90, gt=0)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.gpu_turn import RolloutTurn
+from cosmos_rl_core.gpu_time import RolloutGpuTime
 from cosmos_rl_core.interfaces import Sleeps
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.types import Prompt, Rollout
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class ColocatedEngine:
     """Implements `interfaces.RolloutEngine` over an engine that can sleep, and is asleep at first."""
 
-    def __init__(self, engine: Sleeps, turn: RolloutTurn, *, timeline: Timeline | None = None) -> None:
-        self._engine, self._turn = engine, turn
+    def __init__(self, engine: Sleeps, gpu_time: RolloutGpuTime, *, timeline: Timeline | None = None) -> None:
+        self._engine, self._gpu_time = engine, gpu_time
         self._timeline = timeline or Timeline("rollout")
         self._span = ExitStack()
         """Holds the span of the turn."""
@@ -75,11 +75,11 @@ class ColocatedEngine:
             self._waking.cancel()
             await asyncio.gather(self._waking, return_exceptions=True)
 
-    async def take_turns(self) -> None:
+    async def share_gpu_time(self) -> None:
         """Put the engine to sleep whenever it has no work and the policy wants its turn. Runs until cancelled."""
         while True:
             await self._is_awake.wait()
-            await self._turn.wanted()
+            await self._gpu_time.wanted()
             await self._is_idle.wait()
             async with self._changing:
                 if not self._users:
@@ -87,7 +87,7 @@ class ColocatedEngine:
                     with self._timeline.span("sleep", track="turn"):
                         await self._engine.sleep()
                     self._span.close()
-                    self._turn.give()
+                    self._gpu_time.give()
 
     @asynccontextmanager
     async def _awake(self) -> AsyncIterator[None]:
@@ -108,7 +108,7 @@ class ColocatedEngine:
         try:
             async with self._changing:
                 with self._timeline.span("wait for turn", track="turn"):
-                    await self._turn.take()
+                    await self._gpu_time.take()
                 self._span.enter_context(self._timeline.span("turn", track="turn"))
                 with self._timeline.span("wake", track="turn"):
                     await self._engine.wake()

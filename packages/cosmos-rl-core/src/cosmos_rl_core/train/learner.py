@@ -146,6 +146,9 @@ class PolicyLearner:
 
     async def publish(self) -> Mapping[str, float]:
         """Offer the weights to the rollout replicas, and return the metrics of that."""
+        publishes = self._publisher is not None and not self.withholds
+        if publishes and self._residence.is_on_device:  # what has changed since the last time was here meanwhile
+            await self.in_compute_thread(self.trainer.policy.before_publish)
         await self._residence.end()
         if self._publisher is None or self.withholds:
             return {}

@@ -70,6 +70,9 @@ class PolicyBase(Reference, ABC, Generic[M]):
         """`weights`: engines sample with the trained ones."""
         return self.weights()
 
+    def before_publish(self) -> None:
+        """No-op: live tensors are published."""
+
     @abstractmethod
     def save_config(self, directory: Path) -> None:
         """Write the files that load the model beside its weights."""

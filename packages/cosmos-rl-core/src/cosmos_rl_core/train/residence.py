@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from cosmos_rl_core.gpu_turn import RankTurn
+from cosmos_rl_core.gpu_time import RankGpuTime
 from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.offload.swap import Swap
@@ -31,6 +31,11 @@ class Residence:
     def is_waiting(self) -> bool:
         """Whether the policy waits for its turn."""
         return False
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the tensors are on their device."""
+        return True
 
     def keep(self, trainer: Trainer, *frozen: Reference | Teacher | None) -> None:
         """Set the tensors: weights, averages and optimizer state of a trainer, and those of its frozen models."""
@@ -49,43 +54,47 @@ class Residence:
         return tensors
 
 
-class TurnResidence(Residence):
+class ColocatedResidence(Residence):
     """Tensors that are on their device during turns."""
 
-    def __init__(self, turn: RankTurn, *, compute: ThreadPoolExecutor, timeline: Timeline) -> None:
+    def __init__(self, gpu_time: RankGpuTime, *, compute: ThreadPoolExecutor, timeline: Timeline) -> None:
         """compute: the one thread of all tensor work."""
-        self._turn, self._compute, self._timeline = turn, compute, timeline
+        self._gpu_time, self._compute, self._timeline = gpu_time, compute, timeline
         self._kept: tuple[Trainer, tuple[Reference | Teacher | None, ...]] | None = None
         self._swap = Swap(self._tensors)
-        self._has_turn = False
+        self._has_gpu = False
         self._span = ExitStack()
         """Holds the span of the turn."""
 
     @property
     def is_waiting(self) -> bool:
-        return self._turn.is_waiting
+        return self._gpu_time.is_waiting
+
+    @property
+    def is_on_device(self) -> bool:
+        return self._has_gpu
 
     def keep(self, trainer: Trainer, *frozen: Reference | Teacher | None) -> None:
         self._kept = trainer, frozen
 
     async def begin(self) -> None:
-        if not self._has_turn:
+        if not self._has_gpu:
             with self._timeline.span("wait for turn", track="turn"):
-                await self._turn.take()
+                await self._gpu_time.take()
             self._span.enter_context(self._timeline.span("turn", track="turn"))
-            self._has_turn = True
+            self._has_gpu = True
             await self._in_thread("load", self._swap.back)
 
     async def end(self) -> None:
-        if self._has_turn:
+        if self._has_gpu:
             await self._in_thread("offload", self._offload)
             self._span.close()
-            self._turn.give()
-            self._has_turn = False
+            self._gpu_time.give()
+            self._has_gpu = False
 
     def close(self) -> None:
         self._span.close()
-        self._turn.close()
+        self._gpu_time.close()
 
     def readable(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return self._swap.readable(tensors)

@@ -24,8 +24,8 @@ from collections.abc import Awaitable, Callable, KeysView
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from cosmos_rl_core.clock import RunningClock
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.wire.clock import RunningClock
 
 log = logging.getLogger(__name__)
 

@@ -235,23 +235,26 @@ def _assigned(
     context: WorkerContext, welcome: p.ToWorker, connection: LastingConnection | None
 ) -> Iterator[Assignment]:
     """Load the recipe, and write the timeline until the end, also after an error."""
-    from cosmos_rl_core.parallel.device import use_device
+    from cosmos_rl_core.parallel.device import chosen_device, use_device
 
     assert isinstance(welcome, p.Welcome)
+    config, run_dir = load_config(tomllib.loads(welcome.config)), Path(welcome.run_dir)
+    closing = contextlib.ExitStack()
+    if not context.shares_process:  # otherwise the controller has chosen it for all
+        closing.enter_context(chosen_device(config.run.device))
     use_device()  # the event loop's thread, and those of `asyncio.to_thread`
     if not context.shares_process:
         threads = ThreadPoolExecutor(thread_name_prefix="asyncio", initializer=use_device)
         asyncio.get_running_loop().set_default_executor(threads)
-    config, run_dir = load_config(tomllib.loads(welcome.config)), Path(welcome.run_dir)
     shared = context.shares_process or shares_directory(run_dir, token=context.token)
     if not shared:
         run_dir = directory_of_worker(run_dir)
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     context.log(f"process {os.getpid()} on {socket.gethostname()}, connected to {context.controller}")
     context.timeline.stream(run_dir / "spans" / f"{context.timeline.process}.jsonl")
-    finished, measured = False, contextlib.ExitStack()
+    finished = False
     if not context.shares_process:  # otherwise the controller measures it
-        measured.enter_context(machine_log(run_dir, context.timeline.process))
+        closing.enter_context(machine_log(run_dir, context.timeline.process))
     try:
         yield Assignment(
             context=context,
@@ -265,7 +268,7 @@ def _assigned(
         )
         finished = True
     finally:
-        measured.close()
+        closing.close()
         context.timeline.close()
         compute.shutdown(wait=finished or context.ranks is None)  # a failed rank's collective may never return
 

@@ -19,7 +19,7 @@ from cosmos_rl_core.checkpoint.retention import read_scores
 from cosmos_rl_core.checkpoint.saver import CheckpointSaver, SavingRun
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.gpu_turn import RankTurn
+from cosmos_rl_core.gpu_time import RankGpuTime
 from cosmos_rl_core.loop import train
 from cosmos_rl_core.monitor.monitor import read_healthy
 from cosmos_rl_core.observe.startup import RESTORING, phase
@@ -29,7 +29,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.learner import FrozenModels, PolicyLearner
 from cosmos_rl_core.train.replicas import RankWaits, WaitLimits
-from cosmos_rl_core.train.residence import Residence, TurnResidence
+from cosmos_rl_core.train.residence import ColocatedResidence, Residence
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.weight_sync import WeightPublisher
 from cosmos_rl_core.wire.channel import ConnectionClosed
@@ -130,7 +130,7 @@ class PolicyRole:
         if not at.config.run.colocate:
             return Residence()
         rank = 0 if at.context.ranks is None else at.context.ranks.rank
-        return TurnResidence(RankTurn(at.run_dir, rank), compute=at.compute, timeline=at.context.timeline)
+        return ColocatedResidence(RankGpuTime(at.run_dir, rank), compute=at.compute, timeline=at.context.timeline)
 
     def _build(self) -> tuple[ReplicaMesh | None, Trainer, FrozenModels, TrainState]:
         at = self._at

@@ -115,9 +115,8 @@ def _backend() -> tuple[str, torch.device | None]:
 
     With the GPU, torch connects nccl at once, and the groups of the mesh's axes are split off that communicator.
     """
-    if not torch.cuda.is_available():
-        return "gloo", None
-    return "cpu:gloo,cuda:nccl", use_device()
+    device = use_device()
+    return ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
 
 
 def _bytes_tensor(data: bytes, size: int) -> Tensor:

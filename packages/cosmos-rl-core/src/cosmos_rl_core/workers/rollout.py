@@ -9,7 +9,7 @@ from functools import partial
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.gpu_turn import RolloutTurn
+from cosmos_rl_core.gpu_time import RolloutGpuTime
 from cosmos_rl_core.interfaces import RolloutEngine, Sleeps
 from cosmos_rl_core.monitor.data_rewards import score_real_rows
 from cosmos_rl_core.observe.startup import GPU, REWARDS, phase
@@ -35,10 +35,10 @@ class RolloutRole:
         self._client = client
         self._worker: RolloutWorker | None = None
         config = assignment.config
-        self._turn: RolloutTurn | None = None
+        self._gpu_time: RolloutGpuTime | None = None
         if config.run.colocate:
             dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
-            self._turn = RolloutTurn(assignment.run_dir, ranks=dims.world_size)
+            self._gpu_time = RolloutGpuTime(assignment.run_dir, ranks=dims.world_size)
         self._slow_rewards = SeldomLog(assignment.context.log)
         self._waits = 0
         """Heartbeats while it waited for its turn, which may take longer than a lease."""
@@ -48,7 +48,7 @@ class RolloutRole:
         if self._worker is None:
             return p.Heartbeat(waited_s=waited_s, running_s=running_s)
         worker = self._worker
-        self._waits += self._turn is not None and self._turn.is_waiting
+        self._waits += self._gpu_time is not None and self._gpu_time.is_waiting
         progress = worker.progress + self._waits
         return p.Heartbeat(
             progress=progress,
@@ -89,7 +89,7 @@ class RolloutRole:
                 max_groups=groups_in_flight(at.config, at.config.rollout.replicas),
                 spool=spool,
                 timeline=at.context.timeline,
-                beside=(engine.take_turns,) if isinstance(engine, ColocatedEngine) else (),
+                beside=(engine.share_gpu_time,) if isinstance(engine, ColocatedEngine) else (),
                 log=at.context.log,
             )
             await self._work(self._worker, leases)
@@ -99,22 +99,22 @@ class RolloutRole:
 
     async def _engines(self, parts: AsyncExitStack) -> tuple[RolloutEngine, RolloutEngine]:
         """Return the engine, and the one to generate with: with [run] colocate it sleeps outside of its turns."""
-        loop, at, turn = asyncio.get_running_loop(), self._at, self._turn
-        if turn is None:
+        loop, at, gpu_time = asyncio.get_running_loop(), self._at, self._gpu_time
+        if gpu_time is None:
             engine = await loop.run_in_executor(at.compute, self._build_engine)
             parts.push_async_callback(engine.close)
             return engine, engine
-        parts.callback(turn.give)
+        parts.callback(gpu_time.give)
         at.enter(GPU)
-        await turn.take()
+        await gpu_time.take()
         engine = await loop.run_in_executor(at.compute, self._build_engine)
         parts.push_async_callback(engine.close)
         if not isinstance(engine, Sleeps):
             name = at.config.rollout.engine
             raise UserError(f"[run] colocate = true: the engine {name!r} has no sleep and wake; set it to false")
         await engine.sleep()
-        turn.give()
-        colocated = ColocatedEngine(engine, turn, timeline=at.context.timeline)
+        gpu_time.give()
+        colocated = ColocatedEngine(engine, gpu_time, timeline=at.context.timeline)
         parts.push_async_callback(colocated.leave)
         return engine, colocated
 

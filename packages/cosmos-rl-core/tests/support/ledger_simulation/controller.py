@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cosmos_rl_core.clock import RunningClock
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
+from cosmos_rl_core.wire.clock import RunningClock
 from ledger_simulation.invariants import Invariants
 from ledger_simulation.payloads import RETURN_S, Payloads
 

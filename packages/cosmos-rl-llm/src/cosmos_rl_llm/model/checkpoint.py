@@ -14,6 +14,7 @@ from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.plan.estimate import is_expert, layer_of
 from cosmos_rl_core.plan.shape import ModelShape
 from cosmos_rl_core.settings.problems import neighbour
+from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header, weight_files
 from cosmos_rl_core.types import WeightSpec
@@ -64,6 +65,12 @@ def _read_header(path: Path) -> list[WeightSpec]:
         WeightSpec(name=name, shape=place.shape, dtype=_DTYPES.get(place.dtype) or place.dtype)
         for name, place in places.items()
     ]
+
+
+def model_folder(path: str, revision: str | None) -> Path | None:
+    """Return a model's folder, here or in the hub's cache; None for one that is not on this machine."""
+    source = Path(resolve(path))
+    return source if source.is_dir() else hub.cached_model(path, revision)
 
 
 def read_context(directory: Path) -> int | None:

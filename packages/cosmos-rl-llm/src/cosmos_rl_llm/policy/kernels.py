@@ -343,13 +343,13 @@ def block_mask(length: int, window: int | None, device: torch.device) -> BlockMa
     some, every = apart >= 0, (apart > 0) & (number[:, None] < length // _TILE)
     if window is not None:  # the nearest pair of two blocks, the farthest pair
         some, every = some & (apart - (_TILE - 1) < window), every & (apart + (_TILE - 1) < window)
-    partial_blocks, full_blocks = _in_order(some & ~every), _in_order(every)
-    return BlockMask.from_kv_blocks(
-        *partial_blocks, *full_blocks, BLOCK_SIZE=_TILE, mask_mod=seen, seq_lengths=(length, length)
-    )
+    # `BlockMask.from_kv_blocks` would find the transposes through an index in host memory, which the host waits for.
+    partial = some & ~every
+    by_query, by_key = (*_in_order(partial), *_in_order(every)), (*_in_order(partial.T), *_in_order(every.T))
+    return BlockMask((length, length), *by_query, *by_key, BLOCK_SIZE=(_TILE, _TILE), mask_mod=seen)
 
 
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [query blocks, key blocks] -> number of blocks [1, 1, query blocks], and those first, int32."""
+    """bool [rows, columns] of blocks -> number of blocks of each row [1, 1, rows], and those first, int32."""
     chosen = blocks.to(torch.int32)[None, None]
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)

@@ -18,11 +18,14 @@ from importlib.util import find_spec, module_from_spec
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
+import torch
+
+from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.weight_sync import NIXL_BUILDS
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 
-INSTALL = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
 _PROGRESS_US = 1000
 """Sleep of NIXL's idle thread, in microseconds. The default of its Python wrapper is 0, which keeps a core busy."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
@@ -193,10 +196,21 @@ def agent_of(role: Role) -> NixlAgent:
         return agent
 
 
+def install_nixl() -> str:
+    """Return the command that installs NIXL for the CUDA generation of this torch."""
+    extra = _builds()[0] == "nixl_cu13"
+    return pip_install("cosmos-rl-transfer[nixl]" if extra else "nixl-cu12>=1.5.1")
+
+
+def _builds() -> list[str]:
+    """The packages with bindings, that for torch's CUDA first: some of NIXL's back ends need libcudart of theirs."""
+    return sorted(NIXL_BUILDS, reverse=not (torch.version.cuda or "").startswith("12."))
+
+
 def _bindings() -> Any:
     """Load the bindings alone: importing NIXL's package closes every logging handler of the process."""
     reasons = []
-    for package in ("nixl_cu12", "nixl_cu13"):
+    for package in _builds():
         name = f"{package}._bindings"
         if name in sys.modules:
             return sys.modules[name]
@@ -212,4 +226,4 @@ def _bindings() -> Any:
             reasons.append(f"{package} cannot be loaded: {error}")
             continue
         return module
-    raise TransportUnavailable("; ".join(reasons) or f"NIXL is not installed; {INSTALL}")
+    raise TransportUnavailable("; ".join(reasons) or f"NIXL is not installed; {install_nixl()}")

@@ -11,18 +11,16 @@ import ctypes.util
 import functools
 import importlib
 import os
-import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.gpus import Nvml, machine_gpus
 
 _LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
 _ADVICE = (
@@ -35,8 +33,7 @@ def choose_gl(
     environment: MutableMapping[str, str],
     *,
     find: Callable[[str], str | None] = ctypes.util.find_library,
-    devices: Path = Path("/dev"),
-    driver: Path = Path("/proc/driver/nvidia/gpus"),
+    nvml: Nvml | None = None,
 ) -> str:
     """Write MUJOCO_GL into an environment that lacks it, and return it: the library that is installed.
 
@@ -44,7 +41,8 @@ def choose_gl(
     then the first visible GPU, so that replicas render on their own. Call before `mujoco` is imported. Raises
     UserError if neither library is found, or the user's choice is not.
     """
-    gpus = machine_gpus(environment, devices=devices)
+    nvml = Nvml.open() if nvml is None else nvml
+    gpus = machine_gpus(environment, nvml=nvml)
     chosen = environment.get("MUJOCO_GL", "").strip().lower()
     if not chosen:
         if sys.platform == "darwin":
@@ -56,20 +54,20 @@ def choose_gl(
         environment["MUJOCO_GL"] = chosen
     if chosen in _LIBRARIES and find(_LIBRARIES[chosen]) is None:
         raise UserError(f"MUJOCO_GL={chosen}, but lib{_LIBRARIES[chosen]} is not on this machine: {_ADVICE}")
-    if chosen == "egl" and gpus and (number := _number_of(gpus[0], driver)):
+    if chosen == "egl" and gpus and (number := _number_of(gpus[0], nvml)):
         environment.setdefault("MUJOCO_EGL_DEVICE_ID", number)
     return chosen
 
 
-def _number_of(gpu: str, driver: Path) -> str:
-    """The number of a GPU that CUDA_VISIBLE_DEVICES names by number or by the start of its UUID; "" if not found."""
+def _number_of(gpu: str, nvml: Nvml) -> str:
+    """Return the number of a GPU that CUDA_VISIBLE_DEVICES names by number or by the start of its UUID; "" if unknown.
+
+    EGL numbers the GPUs that this machine, or container, has, as NVML does: by their PCI addresses.
+    """
     if gpu.isdecimal():
         return gpu
-    for path in driver.glob("*/information"):
-        fields = dict(re.findall(r"^(.+?):\s*(.*?)\s*$", path.read_text(), flags=re.MULTILINE))
-        if fields.get("GPU UUID", "").startswith(gpu):
-            return fields.get("Device Minor", "")
-    return ""
+    numbers = (str(number) for number, device in enumerate(nvml.devices()) if device.uuid.startswith(gpu))
+    return next(numbers, "")
 
 
 def make_context(width: int, height: int) -> Any:

@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_wfm.rewards.pretrained import Exclusive
@@ -113,7 +114,7 @@ class EasyOcr:
     """The package easyocr."""
 
     def __init__(self, *, languages: Sequence[str] = ("en",), gpu: bool = False) -> None:
-        easyocr: Any = _package("easyocr", "easyocr")
+        easyocr: Any = _package("easyocr")
         self._reader = easyocr.Reader(list(languages), gpu=gpu, verbose=False)
 
     def read(self, frames: np.ndarray) -> list[str]:
@@ -124,7 +125,7 @@ class PaddleOcr:
     """The package paddleocr, version 3."""
 
     def __init__(self, *, language: str = "en") -> None:
-        paddleocr: Any = _package("paddleocr", "paddleocr paddlepaddle")
+        paddleocr: Any = _package("paddleocr")
         self._reader = paddleocr.PaddleOCR(
             lang=language,
             use_doc_orientation_classify=False,
@@ -141,7 +142,7 @@ class Tesseract:
     """The package pytesseract and the program tesseract."""
 
     def __init__(self, *, language: str = "eng") -> None:
-        self._package: Any = _package("pytesseract", "pytesseract")
+        self._package: Any = _package("pytesseract")
         self._language = language
 
     def read(self, frames: np.ndarray) -> list[str]:
@@ -154,6 +155,8 @@ READERS: Mapping[str, Callable[..., TextReader]] = {
     "paddleocr": PaddleOcr,
     "pytesseract": Tesseract,
 }
+DISTRIBUTIONS = {"easyocr": ("easyocr",), "paddleocr": ("paddleocr", "paddlepaddle"), "pytesseract": ("pytesseract",)}
+"""Names of a reader's packages on an index."""
 
 
 def reader_class(name: str) -> Callable[..., TextReader]:
@@ -167,10 +170,12 @@ def reader_class(name: str) -> Callable[..., TextReader]:
     return plugins.attribute(name, kind="reader")
 
 
-def _package(module: str, distributions: str) -> Any:
+def _package(module: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise UserError(f"reader = {module!r} needs a missing package: pip install {distributions}") from error
+        raise UserError(
+            f"reader = {module!r} needs a missing package: {pip_install(*DISTRIBUTIONS[module])}"
+        ) from error

@@ -1,7 +1,7 @@
 """Checks by keys of the recipe: each reads a few keys, and is left out where one of them is known to be wrong.
 
 PARTS      model, engine, weight sync and teacher exist, and fit each other
-MACHINE    sinks, transport, address, disk and processors of this machine
+MACHINE    sinks, transport, GPUs, address, disk and processors of this machine
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -19,16 +20,17 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, engine_options, load_engine, look_up_engine, sleeping_options
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.launch.preflight.gpus import gpu_problems
 from cosmos_rl_core.observe.services import REQUIREMENT
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.plan.shape import misfits
-from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, each_once, is_wrong, missing_package, problems_of
-from cosmos_rl_core.weight_sync import BETWEEN_GPUS
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS, NIXL_BUILDS
 from cosmos_rl_core.wire.listening import Address, listen
 from cosmos_rl_core.workers.directory import holds_earlier_run, lock_holder, why_unusable
 
@@ -158,7 +160,7 @@ def _check_model(config: RunConfig, domain: DomainBase) -> None:
     domain.check_model(config.model)
 
 
-def _find_turns(config: RunConfig, domain: DomainBase) -> None:
+def _find_colocation(config: RunConfig, domain: DomainBase) -> None:
     if not config.is_sft and config.run.colocate and config.rollout.engine in domain.engines:
         sleeping_options(config, domain)
 
@@ -174,8 +176,7 @@ def sink_problems(config: RunConfig, _domain: DomainBase | None = None) -> Itera
 
 def _has_image(config: RunConfig) -> bool:
     """Whether the run's packages are those of an image, not of this machine."""
-    cluster, external = config.cluster, config.run.placement == "external"
-    return external and bool(cluster.slurm.container_image or "image_uri" in cluster.ray.extra)
+    return config.run.placement == "external" and config.cluster.has_image
 
 
 def transport_problems(config: RunConfig, _domain: DomainBase | None = None) -> Iterator[Problem]:
@@ -195,8 +196,9 @@ def _transport_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if name.startswith("nixl"):
         install = pip_install("cosmos-rl-transfer[nixl]")
-        yield from missing_package("nixl", key=key, given=as_toml(name), install=install)
-    if name in BETWEEN_GPUS and config.run.placement != "external" and not machine_gpus(os.environ):
+        build = next(filter(find_spec, NIXL_BUILDS), NIXL_BUILDS[0])
+        yield from missing_package(build, key=key, given=as_toml(name), install=install)
+    if name in BETWEEN_GPUS and config.run.placement != "external" and not machine_gpus(os.environ, config.run.device):
         yield Problem(
             key=key,
             given=as_toml(name),
@@ -264,7 +266,7 @@ def _gb(size: float) -> str:
 
 
 def _processors(config: RunConfig, _domain: DomainBase) -> Iterator[Problem]:
-    if config.run.placement != "local" or machine_gpus(os.environ):
+    if config.run.placement != "local" or machine_gpus(os.environ, config.run.device):
         return
     ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
     workers = config.policy.replicas * ranks + (0 if config.is_sft else config.rollout.replicas)
@@ -286,7 +288,7 @@ PARTS = (
     KeyCheck(_find_sync, "sync.backend", ("algorithm.name", "sync.backend")),
     KeyCheck(_find_engine, "rollout.engine", ("algorithm.name", "rollout.engine")),
     KeyCheck(_find_engine_options, "rollout.parallel", ("algorithm.name", *_ENGINE)),
-    KeyCheck(_find_turns, "run.colocate", ("algorithm.name", "run.colocate", *_ENGINE)),
+    KeyCheck(_find_colocation, "run.colocate", ("algorithm.name", "run.colocate", *_ENGINE)),
 )
 """The parts that a recipe names, in the order in which they are looked up."""
 CODE = (
@@ -299,6 +301,7 @@ MACHINE = (
     KeyCheck(
         transport_problems, "sync.transport", ("algorithm.name", "run.placement", "sync.backend", "sync.transport")
     ),
+    KeyCheck(gpu_problems, "run.device", ("algorithm.name", "policy", "run", *_ENGINE, "rollout.replicas")),
     KeyCheck(_address, "run.bind", ("run.bind", "run.placement", "run.port")),
     KeyCheck(_disk, "run.output_dir", ("checkpoint", "model", "run.output_dir")),
     KeyCheck(_processors, "policy.parallel", ("algorithm.name", "policy", "rollout.replicas", "run.placement")),

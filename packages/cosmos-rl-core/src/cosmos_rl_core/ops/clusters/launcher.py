@@ -33,7 +33,7 @@ from cosmos_rl_core.imports import add_folders, import_from
 from cosmos_rl_core.launch.gpus import gpus_per_rollout
 from cosmos_rl_core.observe.record import LAUNCH, STOPPED
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.recipe.load import dump_resolved, load_config
+from cosmos_rl_core.recipe.load import dump_resolved, load, load_config
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.supervisor import USER_ERROR, ProcessSpec
 
@@ -71,6 +71,8 @@ class ClusterRun:
     """The run's directory, which all machines see at this path."""
     folders: tuple[str, ...]
     """Folders for "module:attribute" names."""
+    engine: str = ""
+    """The engine that was chosen, and why; empty where the recipe names one."""
     resume: bool = False
     """Whether the run may continue an earlier one in its directory."""
     platform: str = ""
@@ -82,9 +84,17 @@ class ClusterRun:
     def of(cls, file: Path, overrides: Sequence[str], *, external: bool = True) -> ClusterRun:
         """Read a recipe. external: the platform starts the workers, not `cosmos-rl run`. Raises ConfigError."""
         folders = import_from(file)
-        config = load_config(file, [*overrides, *(["run.placement=external"] if external else [])])
-        directory = config.run.directory.resolve()
-        return cls(file=file.resolve(), overrides=tuple(overrides), config=config, directory=directory, folders=folders)
+        placed = [*overrides, *(["run.placement=external"] if external else [])]
+        loaded = load(file, placed, continues=True, launched=external)
+        config = loaded.valid()
+        return cls(
+            file=file.resolve(),
+            overrides=tuple(overrides),
+            config=config,
+            directory=config.run.directory.resolve(),
+            folders=folders,
+            engine=loaded.engine,
+        )
 
     @property
     def label(self) -> str:
@@ -178,7 +188,8 @@ class ClusterRun:
     def controller_arguments(self) -> list[str]:
         """Return the arguments of `cosmos-rl` for the controller."""
         listens = [] if "bind" in self.config.run.model_fields_set else ["run.bind=0.0.0.0"]
-        return ["controller", str(self.file), *self.overrides, *listens]
+        chosen = [f"rollout.engine={self.config.rollout.engine}"] if self.engine else []
+        return ["controller", str(self.file), *self.overrides, *chosen, *listens]
 
     def worker_arguments(self, replica: Replica, *, controller: str = "") -> list[str]:
         """Return the arguments of `cosmos-rl` for each machine of a replica, without --node and --rendezvous.

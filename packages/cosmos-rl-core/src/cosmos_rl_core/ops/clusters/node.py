@@ -22,6 +22,7 @@ from msgspec import structs
 
 from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.launch.placement import STOP_GRACE_S
 from cosmos_rl_core.ops.clusters.launcher import CONTROLLER, INTERRUPTED, ClusterRun
 from cosmos_rl_core.ops.clusters.meeting import (
@@ -33,7 +34,7 @@ from cosmos_rl_core.ops.clusters.meeting import (
     ReplicaMachine,
     Reports,
 )
-from cosmos_rl_core.processes import child_variables, machine_gpus
+from cosmos_rl_core.processes import child_variables
 from cosmos_rl_core.supervisor import ProcessSpec, ProcessSupervisor
 from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect, serve
@@ -141,7 +142,9 @@ class ClusterNode:
     # -- node 0
 
     async def _lead(self) -> int:
-        gpus_of(self._parts[0], gpus=machine_gpus(os.environ))  # raises before anything starts
+        gpus_of(
+            self._parts[0], gpus=machine_gpus(os.environ, self.recipe.config.run.device)
+        )  # raises before anything starts
         section = self.recipe.config.run
         bind = section.bind if "bind" in section.model_fields_set else "0.0.0.0"
         meeting = Meeting(self._parts, end_replica=self._end_replica)
@@ -208,9 +211,13 @@ class ClusterNode:
     async def _work(self, first: str) -> int:
         """Run this node's workers to their end; return the highest exit code. first: as in Begin."""
         parts = self._parts[self.node]
-        visible = gpus_of(parts, gpus=machine_gpus(os.environ))
+        visible = self._gpus()
         running = [self._keep(part, first, gpus) for part, gpus in zip(parts, visible, strict=True)]
         return max(await asyncio.gather(*running), default=0)
+
+    def _gpus(self) -> list[Sequence[str]]:
+        """Return the GPUs of each part on this node. Raises UserError as `gpus_of`."""
+        return gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
 
     async def _keep(self, part: ReplicaMachine, first: str, gpus: Sequence[str]) -> int:
         """Run a part to its end and return its exit code; report a policy that fails though nobody has ended it."""
@@ -220,7 +227,7 @@ class ClusterNode:
             self._report(name, code)
         return code
 
-    def _spec(self, name: str, arguments: Sequence[str], *, gpus: Sequence[str] = ()) -> ProcessSpec:
+    def _spec(self, name: str, arguments: Sequence[str], *, gpus: Sequence[str] | None = None) -> ProcessSpec:
         """Return a process of this node. gpus: those it sees; default: all."""
         variables = {**child_variables(gpus=gpus), TOKEN_VARIABLE: self.token.hex()}
         return structs.replace(self.recipe.process(name, arguments), variables=variables)
@@ -240,7 +247,9 @@ class ClusterNode:
     # -- other nodes
 
     async def _follow(self) -> int:
-        gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ))  # raises before anything starts
+        gpus_of(
+            self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device)
+        )  # raises before anything starts
         messages: asyncio.Queue[Begin | GivenUp] = asyncio.Queue()
         reports = Reports()
         link = asyncio.create_task(self._follow_head(messages.put_nowait, reports))

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.interfaces import Check
-from cosmos_rl_core.processes import machine_gpus
 
 MODULE = "cosmos_rl_core.ops.doctor.collective"
 LIMIT_S = 60.0

