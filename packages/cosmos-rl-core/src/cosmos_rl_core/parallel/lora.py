@@ -269,8 +269,9 @@ class MergedWeights:
 
         for name, layer in self._module.named_modules():
             if isinstance(layer, LoraLayer):
-                a, b = (matrices[ADAPTER].weight for matrices in (layer.lora_A, layer.lora_B))
-                yield name, layer.get_base_layer().weight, a, b, layer.scaling[ADAPTER]
+                adapted = cast(Any, layer)  # peft's modules have no types
+                a, b = adapted.lora_A[ADAPTER].weight, adapted.lora_B[ADAPTER].weight
+                yield name, adapted.get_base_layer().weight, a, b, adapted.scaling[ADAPTER]
 
 
 def _on_host(tensor: Tensor) -> Tensor:
