@@ -100,6 +100,7 @@ def test_nccl_is_bound_to_the_ranks_gpu(monkeypatch):
     assert ranks._backend() == ("gloo", None)
     current = []
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert ranks._backend() == ("cpu:gloo,cuda:nccl", GPU)

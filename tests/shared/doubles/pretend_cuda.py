@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -245,6 +246,8 @@ def pretend_cuda() -> Iterator[Record]:
             run_thread(thread)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one would mean the CPU
         for name, value in _patches(record).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for owner, name in _BY_DEVICE:
