@@ -188,7 +188,7 @@ class Supply:
             if name not in self._ends:
                 kind = named(name)
                 opening = partial(kind.open, bucket_bytes=self.bucket_bytes, num_slots=NUM_SLOTS)
-                outlet = in_time(opening, limit_s=self.driver_s, late=_close)
+                outlet = in_time(opening, limit_s=self.driver_s, late=lambda outlet: outlet.close())
                 self._ends[name] = self._end_of(outlet)
                 log_choice(f"weights are offered over {name} too")
             return self._ends[name].outlet
@@ -263,7 +263,3 @@ class Supply:
         """Count the bytes of a bucket that was sent."""
         with self._guard:
             self.sent_bytes += num_bytes
-
-
-def _close(outlet: Outlet) -> None:
-    outlet.close()

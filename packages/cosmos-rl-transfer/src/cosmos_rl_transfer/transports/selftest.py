@@ -145,7 +145,7 @@ class Trial:
         offer = _answer(self.link, m.TransportOffer).offer
         attach = partial(kind.attach, self.link, offer=offer, memory=self.memory)
         limit_s = min(self.test.limit_s, driver_limit_s(self.link.timeout_s))
-        tested = in_time(attach, limit_s=limit_s, late=_close)
+        tested = in_time(attach, limit_s=limit_s, late=lambda inlet: inlet.close())
         with ExitStack() as on_error:
             on_error.callback(tested.close)
             try:
@@ -202,7 +202,3 @@ def _answer(link: Link, kind: type[R]) -> R:
     if not isinstance(reply, kind):
         raise TransferError(f"the publisher replied {reply}; {kind.__name__} was expected")
     return reply
-
-
-def _close(inlet: Inlet) -> None:
-    inlet.close()

@@ -211,13 +211,9 @@ class ClusterNode:
     async def _work(self, first: str) -> int:
         """Run this node's workers to their end; return the highest exit code. first: as in Begin."""
         parts = self._parts[self.node]
-        visible = self._gpus()
+        visible = gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
         running = [self._keep(part, first, gpus) for part, gpus in zip(parts, visible, strict=True)]
         return max(await asyncio.gather(*running), default=0)
-
-    def _gpus(self) -> list[Sequence[str]]:
-        """Return the GPUs of each part on this node. Raises UserError as `gpus_of`."""
-        return gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
 
     async def _keep(self, part: ReplicaMachine, first: str, gpus: Sequence[str]) -> int:
         """Run a part to its end and return its exit code; report a policy that fails though nobody has ended it."""
