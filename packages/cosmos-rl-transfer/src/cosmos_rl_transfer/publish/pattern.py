@@ -66,7 +66,7 @@ class PatternSession:
                 self._offer(transport)
             case m.ReadPattern(transport, number):
                 self._send(transport, number)
-            case m.EndPattern():
+            case m.WasRevoked(m.PATTERN):
                 self._link.send(m.Revoked(self.end()))
             case _:
                 self._pattern = None
@@ -108,7 +108,7 @@ class PatternSession:
             return
         end.slots.start_reading(hold)
         runs = [ByteRun(out, 0)]
-        data = m.Data(-1, out.nbytes, pattern_hash, (), hold.slot, outlet.locate(runs))
+        data = m.Data(m.PATTERN, out.nbytes, pattern_hash, (), hold.slot, outlet.locate(runs))
         self._link.send(data, with_next=outlet.over_link)
         outlet.send(self._link, runs, num_bytes=out.nbytes)
 

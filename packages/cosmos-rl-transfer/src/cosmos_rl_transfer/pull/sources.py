@@ -79,13 +79,10 @@ class Feed:
 
         sources: the source ranks of the plan, () for all. selftest: of paths to this process's GPU.
         """
-        source = self.welcome
-        trial = selftest.trial(self.link, source, memory=memory) if selftest is not None else None
-        offered, offer = source.transport, source.offer
-        chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory, trial=trial)
+        chosen, self.inlet = attach(transport, self.link, source=self.welcome, memory=memory, selftest=selftest)
         self.link.send(m.SubscriberJoin(target.encode(), rank, plan.digest, chosen, sources))
         _expect(self.link.receive(), m.SubscriberJoined)
-        self.buckets = plan.stream(source.rank, rank)
+        self.buckets = plan.stream(self.welcome.rank, rank)
 
     def join_ring(
         self,
@@ -97,8 +94,7 @@ class Feed:
         memory: Sequence[Raw],
     ) -> None:
         """Choose the transport to a subscriber that relays these buckets of the publisher of rank `source`."""
-        offered, offer = self.welcome.transport, self.welcome.offer
-        chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory)
+        chosen, self.inlet = attach(transport, self.link, source=self.welcome, memory=memory)
         self.link.send(m.JoinRing(plan_digest, source, chosen))
         _expect(self.link.receive(), m.SubscriberJoined)
         self.buckets = buckets

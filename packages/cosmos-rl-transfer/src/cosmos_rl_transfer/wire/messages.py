@@ -4,7 +4,7 @@ subscriber                                   publisher
 Hello                                     -> Welcome          the publisher's manifest and address
 TryTransport(transport)                   -> Offer            or Refused; a path between GPUs is tested (selftest.py)
 ReadPattern(transport, round)              -> Data             of random bytes, then the transport's bytes
-EndPattern                                 -> Revoked
+WasRevoked(PATTERN)                        -> Revoked          releases its slot
 Join(target, rank, plan digest)           -> Joined           or Refused: the plans differ
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
                                              Announce(version, ring)
@@ -27,6 +27,8 @@ from typing import Annotated, Literal
 import msgspec
 
 PROTOCOL = 11
+PATTERN = -1
+"""Bucket of the random bytes of a self-test."""
 
 
 Want = Literal["any", "dense", "delta", "link"]
@@ -68,10 +70,6 @@ class TransportOffer(msgspec.Struct, tag=True, frozen=True):
 class ReadPattern(msgspec.Struct, tag=True, frozen=True):
     transport: str
     round: int
-
-
-class EndPattern(msgspec.Struct, tag=True, frozen=True):
-    """The bytes were received, or never will be."""
 
 
 class SubscriberJoin(msgspec.Struct, tag=True, frozen=True):
@@ -249,7 +247,6 @@ Request = (
     TransferHello
     | TryTransport
     | ReadPattern
-    | EndPattern
     | SubscriberJoin
     | JoinRing
     | Await
