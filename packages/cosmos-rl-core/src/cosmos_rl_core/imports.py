@@ -12,7 +12,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,19 @@ def quiet_torchao() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-_BENEATH = ("cosmos-rl-core", "cosmos-rl-transfer")
+PACKAGES = ("cosmos-rl-core", "cosmos-rl-transfer", "cosmos-rl-llm", "cosmos-rl-vla", "cosmos-rl-wfm")
+
+
+def installed_versions(names: Iterable[str], version: Callable[[str], str] = metadata.version) -> dict[str, str]:
+    """Return the versions of the distributions that are installed. version: reads that of one."""
+    versions: dict[str, str] = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+_BENEATH = PACKAGES[:2]
 """Packages of ours that the others require, from the lowest up."""
 
 
