@@ -142,9 +142,8 @@ class ClusterNode:
     # -- node 0
 
     async def _lead(self) -> int:
-        gpus_of(
-            self._parts[0], gpus=machine_gpus(os.environ, self.recipe.config.run.device)
-        )  # raises before anything starts
+        # raises before anything starts
+        gpus_of(self._parts[0], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
         section = self.recipe.config.run
         bind = section.bind if "bind" in section.model_fields_set else "0.0.0.0"
         meeting = Meeting(self._parts, end_replica=self._end_replica)
@@ -243,9 +242,8 @@ class ClusterNode:
     # -- other nodes
 
     async def _follow(self) -> int:
-        gpus_of(
-            self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device)
-        )  # raises before anything starts
+        # raises before anything starts
+        gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
         messages: asyncio.Queue[Begin | GivenUp] = asyncio.Queue()
         reports = Reports()
         link = asyncio.create_task(self._follow_head(messages.put_nowait, reports))
