@@ -44,7 +44,6 @@ from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
 T = TypeVar("T")
-R = TypeVar("R", bound=m.Reply)
 
 PATTERN_BYTES = 4 << 20
 NUM_ROUNDS = 4
@@ -125,7 +124,8 @@ class SelfTest:
             raise self.hung
         try:
             link.send(m.TryTransport(kind.name))
-            attach = partial(kind.attach, link, offer=_answer(link, m.TransportOffer).offer, memory=memory)
+            offered = m.expected(link.receive(), m.TransportOffer, refused=TransportUnavailable)
+            attach = partial(kind.attach, link, offer=offered.offer, memory=memory)
             limit_s = min(self.limit_s, driver_limit_s(link.timeout_s))
             tested = in_time(attach, limit_s=limit_s, late=lambda inlet: inlet.close())
             with ExitStack() as on_error:
@@ -154,13 +154,13 @@ class SelfTest:
         for number in range(NUM_ROUNDS):
             began = self.clock()
             link.send(m.ReadPattern(transport, number))
-            data = _answer(link, m.Data)
+            data = m.expected(link.receive(), m.Data, refused=TransportUnavailable)
             if data.num_bytes != out.nbytes:
                 raise TransferError(f"a pattern of {data.num_bytes} bytes came in place of {out.nbytes}")
             receive = partial(self._received, inlet, data, out)
             ended, exact = receive() if limit_s is None else in_time(receive, limit_s=limit_s)
             link.send(m.WasRevoked(m.PATTERN))
-            if _answer(link, m.Revoked).revoked:
+            if m.expected(link.receive(), m.Revoked).revoked:
                 continue
             if limit_s is not None and not exact:
                 raise TransportUnavailable("other bytes arrived than were sent")
@@ -181,12 +181,3 @@ class SelfTest:
         self.side.mark().synchronize()
         ended = self.clock()
         return ended, xxhash.xxh3_64_intdigest(self.side.to_host(here, torch.uint8).numpy().data) == data.hash
-
-
-def _answer(link: Link, kind: type[R]) -> R:
-    reply = link.receive()
-    if isinstance(reply, m.TransferRefused):
-        raise TransportUnavailable(reply.reason)
-    if not isinstance(reply, kind):
-        raise TransferError(f"the publisher replied {reply}; {kind.__name__} was expected")
-    return reply

@@ -22,9 +22,11 @@ JoinRing(plan digest, source)             -> Joined           instead of Join, t
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+
+from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 
 PROTOCOL = 11
 PATTERN = -1
@@ -279,3 +281,15 @@ Reply = (
     | StageVersion
     | CommitVersion
 )
+R = TypeVar("R", bound=Reply)
+
+
+def expected(reply: Any, kind: type[R], *, refused: type[Exception] = LayoutError) -> R:
+    """Return a reply of this kind. Raises `refused`, Superseded where there is a newer version, else TransferError."""
+    if isinstance(reply, kind):
+        return reply
+    if isinstance(reply, TransferRefused):
+        raise refused(reply.reason)
+    if isinstance(reply, Overtaken):
+        raise Superseded(f"version {reply.newest} is out")
+    raise TransferError(f"the publisher replied {reply}; {kind.__name__} was expected")
