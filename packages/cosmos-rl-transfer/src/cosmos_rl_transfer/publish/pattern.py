@@ -61,22 +61,23 @@ class PatternSession:
 
     def answered(self, request: Any) -> bool:
         """Answer a request of the self-test; false for any other one."""
-        try:
-            match request:
-                case m.TryTransport(transport):
-                    outlet = self._supply.try_transport(transport)
-                    offer = in_time(lambda: dict(outlet.offer), limit_s=self._supply.driver_s)
-                    self._link.send(m.TransportOffer(offer))
-                case m.ReadPattern(transport, number):
-                    self._send(transport, number)
-                case m.WasRevoked(m.PATTERN):
-                    self._link.send(m.Revoked(self.end()))
-                case _:
-                    self._pattern = None
-                    return False
-        except TransportUnavailable as error:
-            self._supply.refuse(request.transport, error)
-            self._link.send(m.TransferRefused(str(error)))
+        match request:
+            case m.TryTransport(transport) | m.ReadPattern(transport):
+                try:
+                    if isinstance(request, m.ReadPattern):
+                        self._send(transport, request.round)
+                    else:
+                        outlet = self._supply.try_transport(transport)
+                        offer = in_time(lambda: dict(outlet.offer), limit_s=self._supply.driver_s)
+                        self._link.send(m.TransportOffer(offer))
+                except TransportUnavailable as error:
+                    self._supply.refuse(transport, error)
+                    self._link.send(m.TransferRefused(str(error)))
+            case m.WasRevoked(m.PATTERN):
+                self._link.send(m.Revoked(self.end()))
+            case _:
+                self._pattern = None
+                return False
         return True
 
     def end(self) -> bool:

@@ -21,10 +21,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,6 +34,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cosmos_rl_core.processes import in_daemon_thread
 from cosmos_rl_transfer.content.gpu import SideStream, pinned
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
@@ -73,15 +72,7 @@ def in_time(work: Callable[[], T], *, limit_s: float, late: Callable[[T], object
 
     late: called with a result that comes afterwards.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # raised below
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weights-selftest", daemon=True).start()
+    future = in_daemon_thread(work, name="weights-selftest")
     try:
         return future.result(limit_s)
     except (RuntimeError, OSError) as error:  # of CUDA, NIXL and their transports
