@@ -127,7 +127,7 @@ def _source() -> tuple[Path, bool]:
 def _pip() -> str:
     """Return how to call pip so that it installs into this environment, also in a shell that did not activate it."""
     # Not find_spec("pip"): setuptools watches for that name, and would then refuse to be imported in this process.
-    if next(metadata.distributions(name="pip"), None) is None:
+    if next(iter(metadata.distributions(name="pip")), None) is None:
         return f"uv pip install --python {shlex.quote(sys.executable)}"
     if sys.prefix in (sys.base_prefix, os.environ.get("VIRTUAL_ENV")):
         return "pip install"
