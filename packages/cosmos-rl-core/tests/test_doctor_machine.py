@@ -9,9 +9,8 @@ import pytest
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.cli import app
-from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.imports import PACKAGES, pip_install
 from cosmos_rl_core.interfaces import Check
-from cosmos_rl_core.launch.versions import PACKAGES
 from cosmos_rl_core.ops.doctor import collective, limits, machine, network, software
 from cosmos_rl_core.ops.doctor.machine import run_check
 from cosmos_rl_core.ops.doctor.report import is_bad, render

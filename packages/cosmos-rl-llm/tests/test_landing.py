@@ -23,12 +23,13 @@ pytest.importorskip("vllm")
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 from cosmos_rl_llm.engines.vllm.weight_map.chart import chart_of
-from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, manifest_for
+from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, replica_manifest
 from cosmos_rl_llm.engines.vllm.weight_map.names import VllmNames
 from cosmos_rl_llm.engines.vllm.weight_map.region import LandingRegion
 from cosmos_rl_llm.engines.vllm.weight_map.table import place
 from cosmos_rl_llm.engines.vllm.weight_map.trace import trace
 from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, detached, twin
+from cosmos_rl_transfer.layout.manifest import Manifest
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -310,6 +311,16 @@ def test_the_table_knows_every_tensor_of_the_family(family, checkpoint):
         model = twin(config)
         names, places = VllmNames(model), trace(model, made.specs).places
         assert {spec.name: place(names, spec.name, spec.shape) for spec in made.specs} == places
+
+
+def manifest_for(config: Any, specs: Sequence[WeightSpec]) -> Manifest:
+    """The parts of all ranks of a replica, in one process: rank = pp_rank * tp_size + tp_rank."""
+    tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+    parts = []
+    for rank in range(tp * pp):
+        with acting_as(rank, tp=tp, pp=pp):
+            parts.append(Manifest(chart_of(twin(config), specs).layouts(rank)))
+    return replica_manifest(parts)
 
 
 def test_pipeline_stages_need_only_their_layers(checkpoint):

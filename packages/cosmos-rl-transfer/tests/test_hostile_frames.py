@@ -68,7 +68,7 @@ def conversations(source, target):
         ],
         lambda lease: [join, m.Borrow(1, share=(0, 2)), m.ReadBuckets(lease, (1,), "link"), m.ReturnLease(lease)],
         lambda lease: [join, m.Holds(1, "127.0.0.1:1"), m.FindHolders(0)],
-        lambda lease: [m.TryTransport("cuda_ipc"), m.ReadPattern("tcp", -1), m.EndPattern(), join],
+        lambda lease: [m.TryTransport("cuda_ipc"), m.ReadPattern("tcp", -1), m.WasRevoked(m.PATTERN), join],
         lambda lease: [m.JoinRing(made.digest, 0, "tcp"), m.Borrow(1), m.ReadBuckets(lease, (0,))],
         lambda lease: [m.Register(0), m.Staged(1), m.VersionCommitted(1), m.TransferFailed(1, "why")],
     ]

@@ -19,6 +19,7 @@ from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.pull import puller
 from cosmos_rl_transfer.pull.subscriber import Subscriber
 from cosmos_rl_transfer.transports import cuda_ipc, nixl_vram
+from cosmos_rl_transfer.transports.base import MappedSlots
 from cosmos_rl_transfer.transports.nixl_agent import HOST
 from cosmos_rl_transfer.transports.select import between_gpus
 from cosmos_rl_transfer.transports.selftest import NUM_ROUNDS, SelfTest, ipc_domain
@@ -146,7 +147,7 @@ def test_an_error_of_the_driver_is_the_reason_for_the_other_path(driver, timed, 
 
 
 def test_a_round_whose_slot_others_got_meanwhile_does_not_count(driver, timed, monkeypatch, capsys):
-    made, torn_rounds, receive, begin = [], [], cuda_ipc._Inlet.receive, Supply.__init__
+    made, torn_rounds, receive, begin = [], [], MappedSlots.receive, Supply.__init__
 
     def noted(self, *args, **options):
         made.append(self)
@@ -162,7 +163,7 @@ def test_a_round_whose_slot_others_got_meanwhile_does_not_count(driver, timed, m
         return packed ^ 1
 
     monkeypatch.setattr(Supply, "__init__", noted)
-    monkeypatch.setattr(cuda_ipc._Inlet, "receive", torn)
+    monkeypatch.setattr(MappedSlots, "receive", torn)
     assert moved(capsys) == ["weights are read over cuda_ipc"]
     assert torn_rounds
 

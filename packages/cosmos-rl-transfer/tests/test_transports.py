@@ -22,7 +22,7 @@ from cosmos_rl_transfer.transports.select import attach, open_outlet, preference
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire.link import Link
-from cosmos_rl_transfer.wire.messages import Data
+from cosmos_rl_transfer.wire.messages import Data, TransferWelcome
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -75,7 +75,8 @@ def ends():
 
 
 def reached(transport, link, offered, offer):
-    name, inlet = attach(transport, link, offered=offered, offer=offer, memory=[])
+    source = TransferWelcome(b"", rank=0, wire_dtype=None, bucket_bytes=10, transport=offered, offer=dict(offer))
+    name, inlet = attach(transport, link, source=source, memory=[])
     inlet.close()
     return name
 

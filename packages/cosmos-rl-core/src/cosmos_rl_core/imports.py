@@ -12,7 +12,8 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,19 @@ def quiet_torchao() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-_BENEATH = ("cosmos-rl-core", "cosmos-rl-transfer")
+PACKAGES = ("cosmos-rl-core", "cosmos-rl-transfer", "cosmos-rl-llm", "cosmos-rl-vla", "cosmos-rl-wfm")
+
+
+def installed_versions(names: Iterable[str], version: Callable[[str], str] = metadata.version) -> dict[str, str]:
+    """Return the versions of the distributions that are installed. version: reads that of one."""
+    versions: dict[str, str] = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+_BENEATH = PACKAGES[:2]
 """Packages of ours that the others require, from the lowest up."""
 
 
@@ -114,7 +127,7 @@ def _source() -> tuple[Path, bool]:
 def _pip() -> str:
     """Return how to call pip so that it installs into this environment, also in a shell that did not activate it."""
     # Not find_spec("pip"): setuptools watches for that name, and would then refuse to be imported in this process.
-    if next(metadata.distributions(name="pip"), None) is None:
+    if next(iter(metadata.distributions(name="pip")), None) is None:
         return f"uv pip install --python {shlex.quote(sys.executable)}"
     if sys.prefix in (sys.base_prefix, os.environ.get("VIRTUAL_ENV")):
         return "pip install"

@@ -24,13 +24,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 from cosmos_rl_core.gpus import VISIBLE_GPUS
 from cosmos_rl_core.imports import PYTHON, child_environment
 
+T = TypeVar("T")
 STACKS = signal.SIGURG
 """Signal on which a worker writes the stacks of its threads to its log. A process without a handler ignores it."""
 GRACE_S = 2.0
@@ -257,6 +259,20 @@ def end_after(pid: int) -> None:
     except ProcessLookupError:
         os._exit(1)
     _end_after(ended, select.POLLIN, grace_s=0.0)
+
+
+def in_daemon_thread(work: Callable[[], T], *, name: str) -> Future[T]:
+    """Run blocking work in a thread that does not keep this process from ending, unlike those of an executor."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised by `result`
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def _end_after(fd: int, events: int, *, grace_s: float) -> None:

@@ -82,7 +82,10 @@ def diagnose(*, mib: int = 64, rounds: int = 5) -> list[TransportResult]:
         _measured("nixl", "", mib, rounds),
         _measured(NIXL_OVER_TCP, "what NIXL does where reading another process is forbidden", mib, rounds),
     ]
-    return [*results, _collective(), *_hardware(), _versions()]
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [*results, _collective(), _network(rdma_devices()), *_weights(gpus), _versions()]
 
 
 def checks() -> Iterator[Check]:
@@ -155,16 +158,9 @@ def _collective() -> TransportResult:
     return TransportResult("collective", any(built.values()), f"needs a process group of your own; torch has {has}")
 
 
-def _hardware() -> list[TransportResult]:
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [*_network(rdma_devices()), *_weights(gpus)]
-
-
-def _network(devices: Sequence[str]) -> list[TransportResult]:
+def _network(devices: Sequence[str]) -> TransportResult:
     rdma = f"NIXL uses {', '.join(devices)}" if devices else f"no device in {Path('/sys/class/infiniband')}"
-    return [TransportResult("rdma", bool(devices), rdma)]
+    return TransportResult("rdma", bool(devices), rdma)
 
 
 def _weights(gpus: int) -> list[TransportResult]:

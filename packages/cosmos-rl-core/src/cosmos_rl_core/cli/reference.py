@@ -1,4 +1,4 @@
-"""The commands `keys` and `schema`, and the option --version. Imports only typer."""
+"""The commands `keys` and `schema`, and the option --version. Imports typer, and of this package `imports`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from cosmos_rl_core.imports import PACKAGES, add_folders, installed_versions, pip_install
 
 Domain = Annotated[
     str, typer.Option("--domain", metavar="DOMAIN", help="Domain whose keys of [model], [data], ... are shown.")
@@ -16,15 +18,8 @@ def version(show: bool) -> None:
     """Print the versions of the installed packages, and exit."""
     if not show:
         return
-    from importlib import metadata
-
-    from cosmos_rl_core.launch.versions import PACKAGES
-
-    for name in PACKAGES:
-        try:
-            typer.echo(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
+    for name, number in installed_versions(PACKAGES).items():
+        typer.echo(f"{name} {number}")
     raise typer.Exit
 
 
@@ -57,7 +52,6 @@ def schema(
 
 def _schema(domain: str) -> dict[str, object]:
     from cosmos_rl_core.errors import UserError
-    from cosmos_rl_core.imports import add_folders, pip_install
     from cosmos_rl_core.plugins import names
     from cosmos_rl_core.recipe.load import load_domain
     from cosmos_rl_core.recipe.schema import recipe_schema

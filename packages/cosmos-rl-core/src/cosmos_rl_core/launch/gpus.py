@@ -38,17 +38,21 @@ class AssignedGpus:
     """Whether policies and rollouts use the same GPUs in turns ([run] colocate)."""
 
     @property
+    def workers(self) -> dict[str, Sequence[str]]:
+        """Return the GPUs by the name of the worker."""
+        policies = {f"policy-{index}": own for index, own in enumerate(self.policies)}
+        return policies | {f"rollout-{index}": own for index, own in enumerate(self.rollouts)}
+
+    @property
     def processes_per_gpu(self) -> int:
         """Processes of the run on its fullest GPU at the same time; 1 on a machine without GPUs."""
         if self.in_turns:
             return 1
-        return max(Counter(gpu for own in (*self.policies, *self.rollouts) for gpu in own).values(), default=1)
+        return max(Counter(gpu for own in self.workers.values() for gpu in own).values(), default=1)
 
     def __str__(self) -> str:
         """ "policy-0 on 0,1, rollout-0 on 2; unused: 3"."""
-        workers = [(f"policy-{i}", own) for i, own in enumerate(self.policies)]
-        workers += [(f"rollout-{i}", own) for i, own in enumerate(self.rollouts)]
-        text = ", ".join(f"{name} on {short_names(own)}" for name, own in workers)
+        text = ", ".join(f"{name} on {short_names(own)}" for name, own in self.workers.items())
         text += ", in turns" if self.in_turns else ""
         return f"{text}; unused: {short_names(self.unused)}" if self.unused else text
 

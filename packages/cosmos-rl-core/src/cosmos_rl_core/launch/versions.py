@@ -6,19 +6,17 @@ pip enforces the floors, but images for GPUs often bring a torch of their own th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
 
-from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.imports import PACKAGES, pip_install
 
 T = TypeVar("T")
-PACKAGES = ("cosmos-rl-core", "cosmos-rl-transfer", "cosmos-rl-llm", "cosmos-rl-vla", "cosmos-rl-wfm")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?>=([0-9.]+)")
 
 
 def too_old(
-    packages: Iterable[str] = PACKAGES,
     *,
     requires: Callable[[str], list[str] | None] = metadata.requires,
     version: Callable[[str], str] = metadata.version,
@@ -28,7 +26,7 @@ def too_old(
     Libraries and packages that are not installed are left out. requires, version: read the installed metadata.
     """
     floors: dict[str, tuple[str, str]] = {}
-    for package in packages:
+    for package in PACKAGES:
         for text in _or_nothing(requires, package) or ():
             if match := _REQUIREMENT.match(text):
                 name, floor = match.groups()

@@ -35,6 +35,7 @@ from cosmos_rl_core.observe.pages import (
     contact_grid,
     fit_clip,
 )
+from cosmos_rl_core.observe.rollouts import finite
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
 log = logging.getLogger(__name__)
@@ -98,8 +99,8 @@ class _Steps(Generic[R]):
             "caption": caption,
             "file": file.relative_to(self._directory).as_posix(),
             "grid": grid.relative_to(self._directory).as_posix(),
-            "reward_mean": _finite(float(np.mean([rollout.reward for rollout in group.rollouts]))),
-            "reward_max": _finite(max(rollout.reward for rollout in group.rollouts)),
+            "reward_mean": finite(float(np.mean([rollout.reward for rollout in group.rollouts]))),
+            "reward_max": finite(max(rollout.reward for rollout in group.rollouts)),
         }
         with (self._directory / f"index{self._suffix}.jsonl").open("a", encoding="utf-8") as file_:
             file_.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
@@ -264,9 +265,9 @@ def _number(value: float) -> str:
 def _record(step: int, group: RolloutGroup, *, caption: str) -> dict[str, Any]:
     rollouts = [
         {
-            "reward": _finite(rollout.reward),
-            "rewards": {name: _finite(value) for name, value in rollout.reward_breakdown.items()},
-            "advantage": _finite(rollout.advantage),
+            "reward": finite(rollout.reward),
+            "rewards": {name: finite(value) for name, value in rollout.reward_breakdown.items()},
+            "advantage": finite(rollout.advantage),
             "versions": [int(rollout.versions.min()), int(rollout.versions.max())] if rollout.num_terms else [],
         }
         for rollout in group.rollouts
@@ -295,10 +296,6 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     write(temporary)
     temporary.replace(path)
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def write_video(path: str | Path, video: np.ndarray, *, fps: float) -> None:

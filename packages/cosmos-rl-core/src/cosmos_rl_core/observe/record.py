@@ -18,27 +18,16 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.imports import PACKAGES, installed_versions
 
 RUN, OUTCOME, EVENTS = "run.json", "outcome.json", "events.jsonl"
-PACKAGES = (
-    "cosmos-rl-core",
-    "cosmos-rl-transfer",
-    "cosmos-rl-llm",
-    "cosmos-rl-vla",
-    "cosmos-rl-wfm",
-    "torch",
-    "transformers",
-    "diffusers",
-    "vllm",
-    "numpy",
-)
+RECORDED = (*PACKAGES, "torch", "transformers", "diffusers", "vllm", "numpy")
 """Packages whose versions are recorded, if they are installed."""
 LAUNCH = "COSMOS_RL_LAUNCH"
 """Environment variable of a controller: the command of `cosmos-rl launch` that has started it."""
@@ -135,7 +124,7 @@ def record_start(run_dir: Path, *, recipe: str, parent: str, takes_over: bool, r
         host=socket.gethostname(),
         pid=os.getpid(),
         python=platform.python_version(),
-        versions=_versions(),
+        versions=installed_versions(RECORDED),
         commit=_commit(),
         recipe_sha256=hashlib.sha256(recipe.encode()).hexdigest(),
         parent=parent,
@@ -244,16 +233,6 @@ def _last_traceback(log: Path) -> str:
         return ""
     begin = text.rfind(TRACEBACK)
     return "" if begin < 0 else text[begin:][-MOST_BYTES:]
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def _commit() -> str:

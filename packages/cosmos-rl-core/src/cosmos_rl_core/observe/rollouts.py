@@ -96,9 +96,9 @@ def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, An
         **({"turns": turns} if first and len(turns := turns_of(group.prompt.row)) > 1 else {}),
         **({"prompt_media": dict(group.media)} if first and group.media else {}),
         "response": rollout.text,
-        "reward": _finite(rollout.reward),
-        "rewards": {name: _finite(value) for name, value in rollout.reward_breakdown.items()},
-        "advantage": _finite(rollout.advantage),
+        "reward": finite(rollout.reward),
+        "rewards": {name: finite(value) for name, value in rollout.reward_breakdown.items()},
+        "advantage": finite(rollout.advantage),
         "versions": [int(versions.min()), int(versions.max())] if rollout.num_terms else [],
         "finish_reason": rollout.finish_reason,
         "num_terms": rollout.num_terms,
@@ -122,18 +122,19 @@ def _text(content: Any) -> str:
 def _terms(texts: Sequence[str], rollout: Rollout) -> dict[str, Any]:
     terms = {
         "texts": list(texts),
-        "logprobs": [_finite(round(value, 4)) for value in rollout.rollout_logprobs.tolist()],
+        "logprobs": [finite(round(value, 4)) for value in rollout.rollout_logprobs.tolist()],
         "versions": rollout.versions.tolist(),
     }
     advantages = rollout.term_advantages
     if not np.array_equal(advantages, np.full_like(advantages, rollout.advantage), equal_nan=True):
-        terms["advantages"] = [_finite(round(value, 4)) for value in advantages.tolist()]
+        terms["advantages"] = [finite(round(value, 4)) for value in advantages.tolist()]
     if not rollout.loss_mask.all():
         terms["mask"] = rollout.loss_mask.astype(int).tolist()
     return terms
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return a number as JSON has it: None for infinity and NaN."""
     return float(value) if math.isfinite(value) else None
 
 

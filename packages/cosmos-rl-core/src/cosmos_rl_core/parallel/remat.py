@@ -140,14 +140,10 @@ def _checkpointed(forward: Forward, selective: bool, *args: Any, **kwargs: Any) 
     return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
 
-def _selective_contexts() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_policy)
-
-
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator.name() in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_SELECTIVE: dict[str, Any] = {"context_fn": _selective_contexts}
+_SELECTIVE: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
 if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:
     _SELECTIVE["respect_saved_tensors_hooks"] = False  # torch 2.14 asks; what is kept is not offloaded, as in 2.13

@@ -39,7 +39,7 @@ def changes_that_fit(
     for change in _candidates(config, tokens_per_term=shape.tokens_per_term):
         changed = config.model_copy(update={"policy": _changed(config.policy, change)})
         fits = policy_needs(shape, changed, domain, device_bytes=device_bytes, gpu=gpu).device <= memory
-        if fits and not any(_contains(change, other) for other in fitting):
+        if fits and not any(set(other) <= set(change) for other in fitting):
             fitting.append(change)
         if len(fitting) == MOST_CHANGES:
             break
@@ -113,11 +113,6 @@ def _changed(policy: PolicySection, change: Change) -> PolicySection:
                 inner = getattr(policy, section).model_copy(update={name: value})
                 policy = policy.model_copy(update={section: inner})
     return policy
-
-
-def _contains(change: Change, other: Change) -> bool:
-    """Whether a change sets all keys of another one."""
-    return set(other) <= set(change)
 
 
 def memory_advice(config: RunConfig, *, role: str, reason: str = "") -> str:

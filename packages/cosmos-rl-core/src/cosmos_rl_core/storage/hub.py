@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import http.client
 import os
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import wait
 from email.message import Message
 from email.utils import parsedate_to_datetime
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+
+from cosmos_rl_core.processes import in_daemon_thread
 
 ANSWER_S = 3.0
 """Maximum wait for an answer of the hub."""
@@ -117,18 +119,14 @@ def _ask(address: str) -> Message:
 
     In a thread: a look-up of a name has no time limit.
     """
-    answers: list[Message | Exception] = []
-    thread = threading.Thread(target=lambda: answers.append(_answer(address)), name="hub", daemon=True)
-    thread.start()
-    thread.join(ANSWER_S)
-    if not answers:
+    answer = in_daemon_thread(partial(_answer, address), name="hub")
+    wait([answer], timeout=ANSWER_S)
+    if not answer.done():
         raise TimeoutError("no answer")
-    if isinstance(answers[0], Exception):
-        raise answers[0]
-    return answers[0]
+    return answer.result()
 
 
-def _answer(address: str) -> Message | Exception:
+def _answer(address: str) -> Message:
     from huggingface_hub import get_token
 
     request = urllib.request.Request(address)
@@ -139,6 +137,4 @@ def _answer(address: str) -> Message | Exception:
             return answer.headers
     except urllib.error.HTTPError as error:
         error.close()
-        return error
-    except (OSError, http.client.HTTPException) as error:
-        return error
+        raise

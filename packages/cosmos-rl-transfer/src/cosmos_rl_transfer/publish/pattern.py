@@ -62,11 +62,18 @@ class PatternSession:
     def answered(self, request: Any) -> bool:
         """Answer a request of the self-test; false for any other one."""
         match request:
-            case m.TryTransport(transport):
-                self._offer(transport)
-            case m.ReadPattern(transport, number):
-                self._send(transport, number)
-            case m.EndPattern():
+            case m.TryTransport(transport) | m.ReadPattern(transport):
+                try:
+                    if isinstance(request, m.ReadPattern):
+                        self._send(transport, request.round)
+                    else:
+                        outlet = self._supply.try_transport(transport)
+                        offer = in_time(lambda: dict(outlet.offer), limit_s=self._supply.driver_s)
+                        self._link.send(m.TransportOffer(offer))
+                except TransportUnavailable as error:
+                    self._supply.refuse(transport, error)
+                    self._link.send(m.TransferRefused(str(error)))
+            case m.WasRevoked(m.PATTERN):
                 self._link.send(m.Revoked(self.end()))
             case _:
                 self._pattern = None
@@ -78,37 +85,21 @@ class PatternSession:
         sent, self._sent = self._sent, None
         return sent is not None and not sent[0].slots.free(sent[1])
 
-    def _offer(self, transport: str) -> None:
-        try:
-            outlet = self._supply.try_transport(transport)
-            offer = in_time(lambda: dict(outlet.offer), limit_s=self._supply.driver_s)
-        except TransportUnavailable as error:
-            self._supply.refuse(transport, error)
-            self._link.send(m.TransferRefused(str(error)))
-        else:
-            self._link.send(m.TransportOffer(offer))
-
     def _send(self, transport: str, number: int) -> None:
         self.end()
         supply = self._supply
         if not (supply.between_gpus and isinstance(supply.memory, StagedWeights)):
-            self._link.send(m.TransferRefused("the publisher does not offer it"))
-            return
+            raise TransportUnavailable("the publisher does not offer it")
         end, outlet = supply.route(transport)
         hold = end.slots.take(self, wait=True)
         assert hold is not None, "it was waited for"
         self._sent = end, hold  # with an error until the subscriber leaves: a driver that hangs may write it later
         out = end.outlet.slots[hold.slot][: min(PATTERN_BYTES, supply.bucket_bytes)]
         write = partial(self._write, supply.memory.side.device, number, out)
-        try:
-            pattern_hash = in_time(write, limit_s=supply.driver_s)
-        except TransportUnavailable as error:
-            supply.refuse(transport, error)
-            self._link.send(m.TransferRefused(str(error)))
-            return
+        pattern_hash = in_time(write, limit_s=supply.driver_s)
         end.slots.start_reading(hold)
         runs = [ByteRun(out, 0)]
-        data = m.Data(-1, out.nbytes, pattern_hash, (), hold.slot, outlet.locate(runs))
+        data = m.Data(m.PATTERN, out.nbytes, pattern_hash, (), hold.slot, outlet.locate(runs))
         self._link.send(data, with_next=outlet.over_link)
         outlet.send(self._link, runs, num_bytes=out.nbytes)
 

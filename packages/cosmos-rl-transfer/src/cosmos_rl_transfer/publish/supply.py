@@ -152,11 +152,15 @@ class Supply:
         """Whether buckets of `outlet` stay on the GPU."""
         self._ends = {self.transport: self._end_of(self.outlet)}
         """By transport."""
-        self._offered = between_gpus(transport or settings.transport, encrypted=encrypted)
+        offered = between_gpus(transport or settings.transport, encrypted=encrypted)
+        self.between_gpus = offered if isinstance(memory, StagedWeights) else ()
+        """Transports that subscribers may test."""
+        self.driver_s = driver_limit_s(settings.timeout_s)
+        """Longest wait for a driver."""
         self._refused: dict[str, TransportUnavailable] = {}
         """Why a transport of these cannot be used."""
         self._trying = threading.Lock()
-        """Over the three above."""
+        """Over what subscribers may test, and `_ends`."""
         self.link_outlet = Tcp().open(bucket_bytes=0, num_slots=0)
         """For subscribers that cannot use `outlet`: over the link, out of the slots of `outlet`."""
         self.sent_bytes = 0
@@ -167,11 +171,6 @@ class Supply:
         if self.on_gpu and not isinstance(memory, StagedWeights):
             self.outlet.close()
             raise TransportUnavailable(f"{self.transport} moves weights of a GPU, without deltas; these are not")
-
-    @property
-    def between_gpus(self) -> tuple[str, ...]:
-        """Return the transports that subscribers may test."""
-        return self._offered if isinstance(self.memory, StagedWeights) else ()
 
     def route(self, transport: str) -> tuple[End, Outlet]:
         """Return the end in whose slots buckets are packed for a subscriber, and the outlet that sends them."""
@@ -188,7 +187,7 @@ class Supply:
             if name not in self._ends:
                 kind = named(name)
                 opening = partial(kind.open, bucket_bytes=self.bucket_bytes, num_slots=NUM_SLOTS)
-                outlet = in_time(opening, limit_s=self.driver_s, late=_close)
+                outlet = in_time(opening, limit_s=self.driver_s, late=lambda outlet: outlet.close())
                 self._ends[name] = self._end_of(outlet)
                 log_choice(f"weights are offered over {name} too")
             return self._ends[name].outlet
@@ -197,11 +196,6 @@ class Supply:
         """Let no further subscriber test a transport."""
         if transport in self.between_gpus:
             self._refused[transport] = reason
-
-    @property
-    def driver_s(self) -> float:
-        """Longest wait for a driver."""
-        return driver_limit_s(self.settings.timeout_s)
 
     def close_outlets(self) -> None:
         """Free all slots. Idempotent."""
@@ -263,7 +257,3 @@ class Supply:
         """Count the bytes of a bucket that was sent."""
         with self._guard:
             self.sent_bytes += num_bytes
-
-
-def _close(outlet: Outlet) -> None:
-    outlet.close()

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content.raw import Raw
-from cosmos_rl_transfer.errors import LayoutError, PeerLost, Superseded, TransferError
+from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, TransferPlan, plan
 from cosmos_rl_transfer.publish.publisher import SEPARATOR
@@ -28,7 +28,6 @@ from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
 T = TypeVar("T")
-R = TypeVar("R", bound=m.Reply)
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ class Feed:
         link = Link.connect(address, token=token, timeout_s=timeout_s, tls=tls)
         try:
             link.send(m.TransferHello(m.PROTOCOL))
-            return cls(link, _expect(link.receive(), m.TransferWelcome))
+            return cls(link, m.expected(link.receive(), m.TransferWelcome))
         except BaseException:
             link.close()
             raise
@@ -79,13 +78,10 @@ class Feed:
 
         sources: the source ranks of the plan, () for all. selftest: of paths to this process's GPU.
         """
-        source = self.welcome
-        trial = selftest.trial(self.link, source, memory=memory) if selftest is not None else None
-        offered, offer = source.transport, source.offer
-        chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory, trial=trial)
+        chosen, self.inlet = attach(transport, self.link, source=self.welcome, memory=memory, selftest=selftest)
         self.link.send(m.SubscriberJoin(target.encode(), rank, plan.digest, chosen, sources))
-        _expect(self.link.receive(), m.SubscriberJoined)
-        self.buckets = plan.stream(source.rank, rank)
+        m.expected(self.link.receive(), m.SubscriberJoined)
+        self.buckets = plan.stream(self.welcome.rank, rank)
 
     def join_ring(
         self,
@@ -97,10 +93,9 @@ class Feed:
         memory: Sequence[Raw],
     ) -> None:
         """Choose the transport to a subscriber that relays these buckets of the publisher of rank `source`."""
-        offered, offer = self.welcome.transport, self.welcome.offer
-        chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory)
+        chosen, self.inlet = attach(transport, self.link, source=self.welcome, memory=memory)
         self.link.send(m.JoinRing(plan_digest, source, chosen))
-        _expect(self.link.receive(), m.SubscriberJoined)
+        m.expected(self.link.receive(), m.SubscriberJoined)
         self.buckets = buckets
 
     def newer(self, after: int) -> int:
@@ -108,19 +103,19 @@ class Feed:
         self.link.send(m.Await(after))
         while isinstance(reply := self.link.receive(), m.SubscriberWaiting):
             pass
-        announced = _expect(reply, m.Announce)
+        announced = m.expected(reply, m.Announce)
         self.ring = announced.ring
         return announced.version
 
     def holds(self, version: int, address: str) -> None:
         """Register this subscriber as a holder of a version at `address`; later requests for holders include it."""
         self.link.send(m.Holds(version, address))
-        _expect(self.link.receive(), m.Registered)
+        m.expected(self.link.receive(), m.Registered)
 
     def find_holders(self, after: int) -> m.Holders:
         """Request the subscribers that serve a version newer than `after`."""
         self.link.send(m.FindHolders(after))
-        return _expect(self.link.receive(), m.Holders)
+        return m.expected(self.link.receive(), m.Holders)
 
     def borrow(self, version: int, *, keep: bool, base: int, share: tuple[int, int] = (0, 1)) -> None:
         """Lease a version. Raises Superseded when there is a newer one.
@@ -128,7 +123,7 @@ class Feed:
         `base`: the version that deltas may start from, -1 for none. `share`: position in a ring and its size.
         """
         self.link.send(m.Borrow(version, keep, base, share))
-        self.lease = _expect(self.link.receive(), m.Lent).lease
+        self.lease = m.expected(self.link.receive(), m.Lent).lease
 
     def ask(self, buckets: Sequence[Bucket], *, want: m.Want) -> None:
         """Request buckets of the borrowed version, which come in this order."""
@@ -141,7 +136,7 @@ class Feed:
 
     def head(self, bucket: Bucket) -> m.Data:
         """Receive the head of the oldest requested bucket. Raises Superseded."""
-        data = _expect(self.link.receive(), m.Data)
+        data = m.expected(self.link.receive(), m.Data)
         fits = 0 <= data.num_bytes <= bucket.num_bytes if data.delta else data.num_bytes == bucket.num_bytes
         if not fits or (data.bucket, len(data.sums)) != (bucket.index, len(bucket.pieces)):
             raise TransferError(f"bucket {bucket.index} of {bucket.num_bytes} bytes was requested, {data} was received")
@@ -157,28 +152,18 @@ class Feed:
     def was_revoked(self, bucket: Bucket) -> bool:
         """Ask whether the publisher reused a bucket's memory before it was read. No other request may be pending."""
         self.link.send(m.WasRevoked(bucket.index))
-        return _expect(self.link.receive(), m.Revoked).revoked
+        return m.expected(self.link.receive(), m.Revoked).revoked
 
     def give_back(self) -> bool:
         """End the lease; returns whether it was valid throughout."""
         self.link.send(m.ReturnLease(self.lease))
-        return _expect(self.link.receive(), m.LeaseReturned).valid
+        return m.expected(self.link.receive(), m.LeaseReturned).valid
 
     def close(self) -> None:
         """Disconnect; a waiting thread gets PeerLost. Idempotent."""
         self.link.close()
         if self.inlet is not None:
             self.inlet.close()
-
-
-def _expect(reply: Any, kind: type[R]) -> R:
-    if isinstance(reply, kind):
-        return reply
-    if isinstance(reply, m.TransferRefused):
-        raise LayoutError(reply.reason)
-    if isinstance(reply, m.Overtaken):
-        raise Superseded(f"version {reply.newest} is out")
-    raise TransferError(f"the publisher replied {reply}; {kind.__name__} was expected")
 
 
 class Sources:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cosmos_rl_transfer.content.raw import Block, ByteRun, Raw
+from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -88,6 +89,25 @@ class Inlet(Protocol):
 
     def close(self) -> None:
         """Unmap and deregister. Idempotent. Closes neither the link nor the memory."""
+
+
+class MappedSlots(Inlet):
+    """A subscriber's end that maps the publisher's slots; each is unmapped with its last view."""
+
+    views = True
+    over_link = False
+
+    def __init__(self, slots: Sequence[Block]) -> None:
+        self._slots = slots
+
+    def receive(self, data: Data, *, out: Raw | None) -> Block:
+        """View the slot's bytes."""
+        if not 0 <= data.slot < len(self._slots) or data.num_bytes > self._slots[data.slot].nbytes:
+            raise TransferError(f"{data.num_bytes} bytes were announced in slot {data.slot}, which is not shared")
+        return self._slots[data.slot][: data.num_bytes]
+
+    def close(self) -> None:
+        self._slots = []
 
 
 class Transport(Protocol):

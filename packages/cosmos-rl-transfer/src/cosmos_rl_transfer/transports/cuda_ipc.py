@@ -19,11 +19,9 @@ from torch import Tensor
 
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
-from cosmos_rl_transfer.errors import TransferError
-from cosmos_rl_transfer.transports.base import Inlet, Outlet, TransportUnavailable
+from cosmos_rl_transfer.transports.base import MappedSlots, Outlet, TransportUnavailable
 from cosmos_rl_transfer.transports.gpu_slots import NONCE_BYTES, GpuSlots, nonce_of, own_gpu
 from cosmos_rl_transfer.wire.link import Link
-from cosmos_rl_transfer.wire.messages import Data
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -61,7 +59,7 @@ class CudaIpc:
         """Make slots on this process's GPU."""
         return _Outlet(GpuSlots(SideStream(own_gpu("CUDA IPC")), bucket_bytes, num_slots))
 
-    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
+    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> MappedSlots:
         """Map the publisher's slots."""
         if "gpu_slots" not in offer:
             raise TransportUnavailable("the publisher's slots are not on a GPU")
@@ -74,7 +72,7 @@ class CudaIpc:
         side = SideStream(device)
         if any(nonce_of(slot, side) != nonce for slot in slots):
             raise TransportUnavailable("the publisher's GPU memory is not the one it offered")
-        return _Inlet([slot[:-NONCE_BYTES] for slot in slots])
+        return MappedSlots([slot[:-NONCE_BYTES] for slot in slots])
 
 
 class _Outlet(Outlet):
@@ -99,21 +97,3 @@ class _Outlet(Outlet):
     def close(self) -> None:
         """Drop the slots; torch frees them when no process maps them."""
         self._blocks, self.slots = [], []
-
-
-class _Inlet(Inlet):
-    views = True
-    over_link = False
-
-    def __init__(self, slots: list[Tensor]) -> None:
-        self._slots = slots
-
-    def receive(self, data: Data, *, out: Raw | None) -> Block:
-        """View the slot's bytes on the GPU."""
-        if not 0 <= data.slot < len(self._slots) or data.num_bytes > self._slots[data.slot].nbytes:
-            raise TransferError(f"{data.num_bytes} bytes were announced in slot {data.slot}, which is not shared")
-        return self._slots[data.slot][: data.num_bytes]
-
-    def close(self) -> None:
-        """Unmap the slots with their last view."""
-        self._slots = []

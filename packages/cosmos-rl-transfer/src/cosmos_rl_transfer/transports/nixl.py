@@ -24,8 +24,8 @@ import xxhash
 
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.transports.base import ByteRun, Inlet, Outlet, TransportUnavailable
-from cosmos_rl_transfer.transports.nixl_agent import Move, NixlAgent, NixlPeer, Region, agent_of
+from cosmos_rl_transfer.transports.base import ByteRun, Outlet, TransportUnavailable
+from cosmos_rl_transfer.transports.nixl_agent import NixlAgent, NixlInlet, Region, agent_of
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -119,13 +119,11 @@ class _Outlet(Outlet):
         self._catalog[_NONCE_BYTES:_BODY] = np.frombuffer(head, np.uint8)
 
 
-class _Inlet(Inlet):
+class _Inlet(NixlInlet):
     views = False
-    over_link = False
 
     def __init__(self, agent: NixlAgent, link: Link, memory: Sequence[Raw]) -> None:
-        self._agent, self._link = agent, link
-        self._peer: NixlPeer | None = None
+        super().__init__(agent, link)
         self._catalog = 0
         self._generation = 0
         self._head: Raw = np.zeros(_BODY, np.uint8)
@@ -193,20 +191,6 @@ class _Inlet(Inlet):
 
     def _read_catalog(self, out: Raw, *, at: int = 0, timeout_s: float) -> None:
         self._read([(self._catalog + at, out.ctypes.data, out.nbytes)], timeout_s=timeout_s)
-
-    def _read(self, moves: Sequence[Move], *, timeout_s: float) -> None:
-        if self._peer is None:
-            raise PeerLost("the publisher was lost before")
-        try:
-            self._agent.read(self._peer, moves, link=self._link, timeout_s=timeout_s)
-        except PeerLost:
-            self._leave(lost=True)  # nothing may be written to the caller's memory any more
-            raise
-
-    def _leave(self, *, lost: bool = False) -> None:
-        if self._peer is not None:
-            self._agent.leave(self._peer, lost=lost)
-            self._peer = None
 
 
 def _slots(bucket_bytes: int, num_slots: int) -> list[Raw]:

@@ -23,7 +23,7 @@ import torch
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.weight_sync import NIXL_BUILDS
 from cosmos_rl_transfer.errors import PeerLost
-from cosmos_rl_transfer.transports.base import TransportUnavailable
+from cosmos_rl_transfer.transports.base import Inlet, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 
 _PROGRESS_US = 1000
@@ -180,6 +180,33 @@ class NixlAgent:
     def _descriptors(self, regions: Sequence[Region], space: Space) -> Any:
         segment = getattr(self._nixl, space.segment)
         return self._nixl.nixlXferDList(segment, [(address, size, space.device) for address, size in regions])
+
+
+class NixlInlet(Inlet):
+    """Reads the memory of one publisher's agent."""
+
+    over_link = False
+
+    def __init__(self, agent: NixlAgent, link: Link) -> None:
+        self._agent, self._link = agent, link
+        self._peer: NixlPeer | None = None
+
+    def _read(self, moves: Sequence[Move], *, timeout_s: float, remote_space: Space = HOST, here: Space = HOST) -> None:
+        """As `NixlAgent.read`."""
+        if self._peer is None:
+            raise PeerLost("the publisher was lost before")
+        try:
+            self._agent.read(
+                self._peer, moves, link=self._link, timeout_s=timeout_s, remote_space=remote_space, here=here
+            )
+        except PeerLost:
+            self._leave(lost=True)  # nothing may be written to the caller's memory any more
+            raise
+
+    def _leave(self, *, lost: bool = False) -> None:
+        if self._peer is not None:
+            self._agent.leave(self._peer, lost=lost)
+            self._peer = None
 
 
 _agents: WeakValueDictionary[tuple[int, str], NixlAgent] = WeakValueDictionary()

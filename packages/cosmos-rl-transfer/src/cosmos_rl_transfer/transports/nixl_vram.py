@@ -20,7 +20,7 @@ from torch import Tensor
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.transports.base import Inlet, Outlet, TransportUnavailable
+from cosmos_rl_transfer.transports.base import Outlet, TransportUnavailable
 from cosmos_rl_transfer.transports.gpu_slots import (
     NONCE_BYTES,
     GpuSlots,
@@ -28,7 +28,7 @@ from cosmos_rl_transfer.transports.gpu_slots import (
     outside_expandable_segments,
     own_gpu,
 )
-from cosmos_rl_transfer.transports.nixl_agent import NixlAgent, NixlPeer, Region, Space, agent_of
+from cosmos_rl_transfer.transports.nixl_agent import NixlAgent, NixlInlet, Region, Space, agent_of
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -113,14 +113,13 @@ class _Outlet(Outlet):
         self._blocks, self.slots = [], []
 
 
-class _Inlet(Inlet):
+class _Inlet(NixlInlet):
     views = True
-    over_link = False
 
     def __init__(self, agent: NixlAgent, link: Link, side: SideStream, offered: Offered) -> None:
-        self._agent, self._link, self._side, self._offered = agent, link, side, offered
+        super().__init__(agent, link)
+        self._side, self._offered = side, offered
         self._here, self._remote_space = space_of(side.device), space_of(torch.device("cuda", offered.device))
-        self._peer: NixlPeer | None = None
         with side.current(), outside_expandable_segments():
             self._buffer = torch.zeros(offered.slot_bytes + NONCE_BYTES, dtype=torch.uint8, device=side.device)
         side.mark().synchronize()  # the transport writes to it beside every stream
@@ -134,7 +133,7 @@ class _Inlet(Inlet):
         nonce, at = bytes.fromhex(self._offered.nonce), self._offered.slot_bytes
         for slot in self._offered.slots:
             try:
-                self._read(slot + at, at, NONCE_BYTES, timeout_s=min(_PROBE_S, self._link.timeout_s))
+                self._fill(slot + at, at, NONCE_BYTES, timeout_s=min(_PROBE_S, self._link.timeout_s))
             except PeerLost as error:
                 self._link.check()
                 raise TransportUnavailable(f"NIXL cannot read the publisher's GPU memory: {error}") from error
@@ -145,7 +144,7 @@ class _Inlet(Inlet):
         """Read the slot into the buffer on the GPU, which the next bucket overwrites."""
         if not 0 <= data.slot < len(self._offered.slots) or data.num_bytes > self._offered.slot_bytes:
             raise TransferError(f"{data.num_bytes} bytes were announced in slot {data.slot}, which is not offered")
-        self._read(self._offered.slots[data.slot], 0, data.num_bytes, timeout_s=self._link.timeout_s)
+        self._fill(self._offered.slots[data.slot], 0, data.num_bytes, timeout_s=self._link.timeout_s)
         return self._buffer[: data.num_bytes]
 
     def close(self) -> None:
@@ -156,29 +155,11 @@ class _Inlet(Inlet):
             with torch.cuda.device(self._side.device):
                 self._agent.deregister([_region(self._buffer)], self._here)
 
-    def _read(self, remote: int, at: int, num_bytes: int, *, timeout_s: float) -> None:
+    def _fill(self, remote: int, at: int, num_bytes: int, *, timeout_s: float) -> None:
         """Read bytes at address `remote` into the buffer at `at`."""
-        if self._peer is None:
-            raise PeerLost("the publisher was lost before")
         moves = [(remote, self._buffer.data_ptr() + at, num_bytes)]
-        try:
-            with torch.cuda.device(self._side.device):
-                self._agent.read(
-                    self._peer,
-                    moves,
-                    link=self._link,
-                    timeout_s=timeout_s,
-                    remote_space=self._remote_space,
-                    here=self._here,
-                )
-        except PeerLost:
-            self._leave(lost=True)  # nothing may be written to the buffer any more
-            raise
-
-    def _leave(self, *, lost: bool = False) -> None:
-        if self._peer is not None:
-            self._agent.leave(self._peer, lost=lost)
-            self._peer = None
+        with torch.cuda.device(self._side.device):
+            self._read(moves, timeout_s=timeout_s, remote_space=self._remote_space, here=self._here)
 
 
 def _region(block: Tensor) -> Region:

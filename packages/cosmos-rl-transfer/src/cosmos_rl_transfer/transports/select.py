@@ -10,7 +10,7 @@ Transports are plug-ins of the group `cosmos_rl.transports`, imported when selec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -21,8 +21,9 @@ from cosmos_rl_core.processes import rdma_devices
 from cosmos_rl_core.weight_sync import BETWEEN_GPUS
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport, TransportUnavailable
-from cosmos_rl_transfer.transports.selftest import Trial
+from cosmos_rl_transfer.transports.selftest import PATTERN_BYTES, SelfTest, path_from
 from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import TransferWelcome
 
 T = TypeVar("T")
 
@@ -69,35 +70,37 @@ def attach(
     transport: str | Transport,
     link: Link,
     *,
-    offered: str,
-    offer: Mapping[str, str],
+    source: TransferWelcome,
     memory: Sequence[Raw],
-    trial: Trial | None = None,
+    selftest: SelfTest | None = None,
 ) -> tuple[str, Inlet]:
     """Connect to a publisher by its outlet, or by TCP over the link; return the chosen name and the end.
 
-    offered, offer: name and address of the publisher's outlet. memory: receive buffers. trial: what "auto" tests.
+    source: has name and address of the publisher's outlet. memory: receive buffers. selftest: of what "auto" may test.
     Raises UserError for an unknown name, TransportUnavailable with every reason if none works.
     """
+
+    offered = source.transport
 
     def reach(kind: Transport) -> Inlet:
         if kind.name not in (offered, OVER_LINK):
             raise TransportUnavailable(f"the publisher offers {offered} and {OVER_LINK}; name the same on both sides")
-        return kind.attach(link, offer=offer, memory=memory)
+        return kind.attach(link, offer=source.offer, memory=memory)
 
     known = transport == AUTO and offered != OVER_LINK and offered in _names()  # a publisher names no module here
     name, inlet, reasons = _first(_candidates(transport, auto=[offered, OVER_LINK] if known else [OVER_LINK]), reach)
-    if trial is not None and transport == AUTO:
+    if selftest is not None and transport == AUTO and (path := path_from(source)):
+        num_bytes = min(PATTERN_BYTES, source.bucket_bytes)
         try:
-            tested = trial.passed(named(trial.name), than=name, inlet=inlet)
+            tested = selftest.passed(named(path), link, memory=memory, num_bytes=num_bytes, than=name, inlet=inlet)
         except TransportUnavailable as error:
-            reasons.append(f"{trial.name}: {error}")
+            reasons.append(f"{path}: {error}")
         except BaseException:
             inlet.close()
             raise
         else:
             inlet.close()
-            name, inlet = trial.name, tested
+            name, inlet = path, tested
     _log("read", name, reasons)
     return name, inlet
 

@@ -8,7 +8,7 @@
     a few rounds over it, then over what is taken otherwise:
                                                       <-------      ReadPattern
     random bytes of its GPU into a slot: Data         ------->      receives them on its GPU, and compares their hash
-                                                      <-------      EndPattern
+                                                      <-------      WasRevoked
     Revoked: had others the slot meanwhile?           ------->
                                                       <-------      Join(transport): the subscriber decides
 
@@ -21,13 +21,11 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +34,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cosmos_rl_core.processes import in_daemon_thread
 from cosmos_rl_transfer.content.gpu import SideStream, pinned
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
@@ -44,7 +43,6 @@ from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
 T = TypeVar("T")
-R = TypeVar("R", bound=m.Reply)
 
 PATTERN_BYTES = 4 << 20
 NUM_ROUNDS = 4
@@ -74,15 +72,7 @@ def in_time(work: Callable[[], T], *, limit_s: float, late: Callable[[T], object
 
     late: called with a result that comes afterwards.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # raised below
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weights-selftest", daemon=True).start()
+    future = in_daemon_thread(work, name="weights-selftest")
     try:
         return future.result(limit_s)
     except (RuntimeError, OSError) as error:  # of CUDA, NIXL and their transports
@@ -92,7 +82,13 @@ def in_time(work: Callable[[], T], *, limit_s: float, late: Callable[[T], object
         raise DriverHangs(f"the driver did not answer within {limit_s:g} s") from error
 
 
-@dataclass(slots=True)
+def path_from(source: m.TransferWelcome) -> str:
+    """Return the transport to test with a publisher; empty if it has none."""
+    name = "cuda_ipc" if source.ipc_domain and source.ipc_domain == ipc_domain() else "nixl_vram"
+    return name if name in source.between_gpus else ""
+
+
+@dataclass
 class SelfTest:
     """Tests paths to a subscriber's GPU. After a driver has hung it tests nothing any more."""
 
@@ -100,79 +96,62 @@ class SelfTest:
     limit_s: float = LIMIT_S
     clock: Callable[[], float] = time.perf_counter
     hung: DriverHangs | None = None
-    side: SideStream | None = None
-    """Made with the first test: a copy that hangs must be before none of the weights."""
 
-    def trial(self, link: Link, welcome: m.TransferWelcome, *, memory: Sequence[Raw]) -> Trial | None:
-        """Return the path to test with a publisher; None if it has none. memory: of the receiver, as in `attach`."""
-        name = "cuda_ipc" if welcome.ipc_domain and welcome.ipc_domain == ipc_domain() else "nixl_vram"
-        if name not in welcome.between_gpus:
-            return None
-        self.side = self.side or SideStream(self.device)
-        return Trial(self, self.side, name, link, memory, num_bytes=min(PATTERN_BYTES, welcome.bucket_bytes))
+    @cached_property
+    def side(self) -> SideStream:
+        """Made with the first test: a copy that hangs must be before none of the weights."""
+        return SideStream(self.device)
 
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A path from one publisher's GPU."""
-
-    test: SelfTest
-    side: SideStream
-    name: str
-    """Of the transport."""
-    link: Link
-    memory: Sequence[Raw]
-    num_bytes: int
-    """Of a pattern."""
-
-    def passed(self, kind: Transport, *, than: str, inlet: Inlet) -> Inlet:
+    def passed(
+        self, kind: Transport, link: Link, *, memory: Sequence[Raw], num_bytes: int, than: str, inlet: Inlet
+    ) -> Inlet:
         """Return an end of `kind` that is exact, and faster than `inlet`, which is one of the transport `than`.
+
+        memory: of the receiver, as in `attach`. num_bytes: of a pattern.
 
         Raises TransportUnavailable with the reason, and PeerLost.
         """
-        if self.test.hung is not None:
-            raise self.test.hung
+        if self.hung is not None:
+            raise self.hung
         try:
-            return self._passed(kind, than=than, inlet=inlet)
+            link.send(m.TryTransport(kind.name))
+            offered = m.expected(link.receive(), m.TransportOffer, refused=TransportUnavailable)
+            attach = partial(kind.attach, link, offer=offered.offer, memory=memory)
+            limit_s = min(self.limit_s, driver_limit_s(link.timeout_s))
+            tested = in_time(attach, limit_s=limit_s, late=lambda inlet: inlet.close())
+            with ExitStack() as on_error:
+                on_error.callback(tested.close)
+                seconds_over = partial(self._seconds, link, memory[0][:num_bytes])
+                try:
+                    seconds = seconds_over(kind.name, tested, limit_s=limit_s)
+                except DriverHangs:
+                    on_error.pop_all()  # a thread is in it
+                    raise
+                other = seconds_over(than, inlet, limit_s=None)
+                if seconds >= other:
+                    speeds = " against ".join(f"{num_bytes / each / 1e9:.1f}" for each in (seconds, other))
+                    raise TransportUnavailable(f"it is no faster than {than}: {speeds} GB/s")
+                on_error.pop_all()
+            return tested
         except TransportUnavailable as error:
-            self.link.check()
+            link.check()
             if isinstance(error, DriverHangs):
-                self.test.hung = error
+                self.hung = error
             raise
 
-    def _passed(self, kind: Transport, *, than: str, inlet: Inlet) -> Inlet:
-        self.link.send(m.TryTransport(kind.name))
-        offer = _answer(self.link, m.TransportOffer).offer
-        attach = partial(kind.attach, self.link, offer=offer, memory=self.memory)
-        limit_s = min(self.test.limit_s, driver_limit_s(self.link.timeout_s))
-        tested = in_time(attach, limit_s=limit_s, late=_close)
-        with ExitStack() as on_error:
-            on_error.callback(tested.close)
-            try:
-                seconds = self._seconds(kind.name, tested, limit_s=limit_s)
-            except DriverHangs:
-                on_error.pop_all()  # a thread is in it
-                raise
-            other = self._seconds(than, inlet, limit_s=None)
-            if seconds >= other:
-                speeds = " against ".join(f"{self.num_bytes / each / 1e9:.1f}" for each in (seconds, other))
-                raise TransportUnavailable(f"it is no faster than {than}: {speeds} GB/s")
-            on_error.pop_all()
-        return tested
-
-    def _seconds(self, transport: str, inlet: Inlet, *, limit_s: float | None) -> float:
+    def _seconds(self, link: Link, out: Raw, transport: str, inlet: Inlet, *, limit_s: float | None) -> float:
         """Return the seconds of the fastest round. limit_s: for the driver; None trusts the transport."""
         fastest = math.inf
         for number in range(NUM_ROUNDS):
-            began = self.test.clock()
-            self.link.send(m.ReadPattern(transport, number))
-            data = _answer(self.link, m.Data)
-            if data.num_bytes != self.num_bytes:
-                raise TransferError(f"a pattern of {data.num_bytes} bytes came in place of {self.num_bytes}")
-            receive = partial(self._received, inlet, data, self.memory[0])
+            began = self.clock()
+            link.send(m.ReadPattern(transport, number))
+            data = m.expected(link.receive(), m.Data, refused=TransportUnavailable)
+            if data.num_bytes != out.nbytes:
+                raise TransferError(f"a pattern of {data.num_bytes} bytes came in place of {out.nbytes}")
+            receive = partial(self._received, inlet, data, out)
             ended, exact = receive() if limit_s is None else in_time(receive, limit_s=limit_s)
-            self.link.send(m.EndPattern())
-            if _answer(self.link, m.Revoked).revoked:
+            link.send(m.WasRevoked(m.PATTERN))
+            if m.expected(link.receive(), m.Revoked).revoked:
                 continue
             if limit_s is not None and not exact:
                 raise TransportUnavailable("other bytes arrived than were sent")
@@ -180,9 +159,9 @@ class Trial:
                 fastest = min(fastest, ended - began)
         return fastest
 
-    def _received(self, inlet: Inlet, data: m.Data, memory: Raw) -> tuple[float, bool]:
+    def _received(self, inlet: Inlet, data: m.Data, out: Raw) -> tuple[float, bool]:
         """Return when the bytes of a pattern were on this GPU, and whether they are right."""
-        received = inlet.receive(data, out=None if inlet.views else memory[: data.num_bytes])
+        received = inlet.receive(data, out=None if inlet.views else out)
         with self.side.current():
             here = torch.empty(data.num_bytes, dtype=torch.uint8, device=self.side.device)
             if not isinstance(received, Tensor):
@@ -191,18 +170,5 @@ class Trial:
                 received = host
             here.copy_(received, non_blocking=True)
         self.side.mark().synchronize()
-        ended = self.test.clock()
+        ended = self.clock()
         return ended, xxhash.xxh3_64_intdigest(self.side.to_host(here, torch.uint8).numpy().data) == data.hash
-
-
-def _answer(link: Link, kind: type[R]) -> R:
-    reply = link.receive()
-    if isinstance(reply, m.TransferRefused):
-        raise TransportUnavailable(reply.reason)
-    if not isinstance(reply, kind):
-        raise TransferError(f"the publisher replied {reply}; {kind.__name__} was expected")
-    return reply
-
-
-def _close(inlet: Inlet) -> None:
-    inlet.close()

@@ -16,10 +16,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from cosmos_rl_transfer.content.raw import Raw
-from cosmos_rl_transfer.errors import TransferError
-from cosmos_rl_transfer.transports.base import Inlet, Outlet, TransportUnavailable
+from cosmos_rl_transfer.transports.base import MappedSlots, Outlet, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
-from cosmos_rl_transfer.wire.messages import Data
 
 _NONCE_BYTES = 16
 
@@ -35,12 +33,12 @@ class SharedMemory:
             raise TransportUnavailable(f"shared memory needs Linux's memfd, this is {sys.platform}")
         return _Outlet(bucket_bytes, num_slots)
 
-    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
+    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> MappedSlots:
         """Map the publisher's slots."""
         if "slots" not in offer:
             raise TransportUnavailable("the publisher's slots are not in shared memory")
         nonce = bytes.fromhex(offer["nonce"])
-        return _Inlet([_map(path, nonce) for path in offer["slots"].split()])
+        return MappedSlots([_map(path, nonce) for path in offer["slots"].split()])
 
 
 class _Outlet(Outlet):
@@ -67,24 +65,6 @@ class _Outlet(Outlet):
         for fd in self._fds:
             os.close(fd)
         self._fds, self.slots = [], []
-
-
-class _Inlet(Inlet):
-    views = True
-    over_link = False
-
-    def __init__(self, slots: list[Raw]) -> None:
-        self._slots = slots
-
-    def receive(self, data: Data, *, out: Raw | None) -> Raw:
-        """View the slot's bytes."""
-        if not 0 <= data.slot < len(self._slots) or data.num_bytes > self._slots[data.slot].nbytes:
-            raise TransferError(f"{data.num_bytes} bytes were announced in slot {data.slot}, which is not shared")
-        return self._slots[data.slot][: data.num_bytes]
-
-    def close(self) -> None:
-        """Drop the mappings; each is unmapped with its last view."""
-        self._slots = []
 
 
 def _create(fd: int, num_bytes: int, nonce: bytes) -> Raw:

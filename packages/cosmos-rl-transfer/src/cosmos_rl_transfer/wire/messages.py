@@ -4,7 +4,7 @@ subscriber                                   publisher
 Hello                                     -> Welcome          the publisher's manifest and address
 TryTransport(transport)                   -> Offer            or Refused; a path between GPUs is tested (selftest.py)
 ReadPattern(transport, round)              -> Data             of random bytes, then the transport's bytes
-EndPattern                                 -> Revoked
+WasRevoked(PATTERN)                        -> Revoked          releases its slot
 Join(target, rank, plan digest)           -> Joined           or Refused: the plans differ
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
                                              Announce(version, ring)
@@ -22,11 +22,15 @@ JoinRing(plan digest, source)             -> Joined           instead of Join, t
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
+
 PROTOCOL = 11
+PATTERN = -1
+"""Bucket of the random bytes of a self-test."""
 
 
 Want = Literal["any", "dense", "delta", "link"]
@@ -68,10 +72,6 @@ class TransportOffer(msgspec.Struct, tag=True, frozen=True):
 class ReadPattern(msgspec.Struct, tag=True, frozen=True):
     transport: str
     round: int
-
-
-class EndPattern(msgspec.Struct, tag=True, frozen=True):
-    """The bytes were received, or never will be."""
 
 
 class SubscriberJoin(msgspec.Struct, tag=True, frozen=True):
@@ -249,7 +249,6 @@ Request = (
     TransferHello
     | TryTransport
     | ReadPattern
-    | EndPattern
     | SubscriberJoin
     | JoinRing
     | Await
@@ -282,3 +281,15 @@ Reply = (
     | StageVersion
     | CommitVersion
 )
+R = TypeVar("R", bound=Reply)
+
+
+def expected(reply: Any, kind: type[R], *, refused: type[Exception] = LayoutError) -> R:
+    """Return a reply of this kind. Raises `refused`, Superseded where there is a newer version, else TransferError."""
+    if isinstance(reply, kind):
+        return reply
+    if isinstance(reply, TransferRefused):
+        raise refused(reply.reason)
+    if isinstance(reply, Overtaken):
+        raise Superseded(f"version {reply.newest} is out")
+    raise TransferError(f"the publisher replied {reply}; {kind.__name__} was expected")

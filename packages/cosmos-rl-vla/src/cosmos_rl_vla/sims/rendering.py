@@ -54,20 +54,11 @@ def choose_gl(
         environment["MUJOCO_GL"] = chosen
     if chosen in _LIBRARIES and find(_LIBRARIES[chosen]) is None:
         raise UserError(f"MUJOCO_GL={chosen}, but lib{_LIBRARIES[chosen]} is not on this machine: {_ADVICE}")
-    if chosen == "egl" and gpus and (number := _number_of(gpus[0], nvml)):
-        environment.setdefault("MUJOCO_EGL_DEVICE_ID", number)
+    if chosen == "egl" and gpus:
+        first, device = gpus[0], nvml.device(gpus[0])  # EGL numbers GPUs as NVML does: by their PCI addresses
+        if first.isdecimal() or device is not None:
+            environment.setdefault("MUJOCO_EGL_DEVICE_ID", first if device is None else str(device.index))
     return chosen
-
-
-def _number_of(gpu: str, nvml: Nvml) -> str:
-    """Return the number of a GPU that CUDA_VISIBLE_DEVICES names by number or by the start of its UUID; "" if unknown.
-
-    EGL numbers the GPUs that this machine, or container, has, as NVML does: by their PCI addresses.
-    """
-    if gpu.isdecimal():
-        return gpu
-    numbers = (str(number) for number, device in enumerate(nvml.devices()) if device.uuid.startswith(gpu))
-    return next(numbers, "")
 
 
 def make_context(width: int, height: int) -> Any:

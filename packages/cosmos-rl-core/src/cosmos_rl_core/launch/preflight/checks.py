@@ -156,10 +156,6 @@ def _import_engine(config: RunConfig, domain: DomainBase) -> Iterator[Problem]:
         yield Problem(key="rollout.engine", given=as_toml(config.rollout.engine), wrong=str(error))
 
 
-def _check_model(config: RunConfig, domain: DomainBase) -> None:
-    domain.check_model(config.model)
-
-
 def _find_colocation(config: RunConfig, domain: DomainBase) -> None:
     if not config.is_sft and config.run.colocate and config.rollout.engine in domain.engines:
         sleeping_options(config, domain)
@@ -229,7 +225,8 @@ def _disk(config: RunConfig, domain: DomainBase) -> Iterator[Problem]:
     """Room for checkpoints, counted from the weights alone."""
     if config.checkpoint.path and "://" in config.checkpoint.path:
         return
-    place = _existing(Path(config.checkpoint.path or config.run.directory).resolve())
+    path = Path(config.checkpoint.path or config.run.directory).resolve()
+    place = next(folder for folder in (path, *path.parents) if folder.is_dir())
     try:
         specs = domain.weight_specs(config.model)
     except UserError:
@@ -254,11 +251,6 @@ def _disk(config: RunConfig, domain: DomainBase) -> Iterator[Problem]:
             wrong=f"{place} has {_gb(free)} free, and {kept} checkpoints have {_gb(kept * least)} of weights alone",
             is_note=True,
         )
-
-
-def _existing(path: Path) -> Path:
-    """The nearest folder that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _gb(size: float) -> str:
@@ -293,7 +285,7 @@ PARTS = (
 """The parts that a recipe names, in the order in which they are looked up."""
 CODE = (
     KeyCheck(_import_engine, "rollout.engine", ("algorithm.name", "rollout.engine")),
-    KeyCheck(_check_model, "model.path", ("model",)),
+    KeyCheck(lambda config, domain: domain.check_model(config.model), "model.path", ("model",)),
 )
 """Imports and reads of a check beside them; a run leaves these to its workers."""
 MACHINE = (

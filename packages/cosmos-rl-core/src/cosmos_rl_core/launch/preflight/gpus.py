@@ -58,9 +58,7 @@ def _unused(config: RunConfig, devices: Sequence[Gpu]) -> Iterator[Problem]:
 
 def _unlike(assigned: AssignedGpus, nvml: Nvml) -> Iterator[Problem]:
     """GPUs of different kinds in one worker: the slowest and the smallest would decide about all."""
-    workers = {f"policy-{index}": gpus for index, gpus in enumerate(assigned.policies)}
-    workers |= {f"rollout-{index}": gpus for index, gpus in enumerate(assigned.rollouts)}
-    for worker, gpus in workers.items():
+    for worker, gpus in assigned.workers.items():
         kinds = Counter(device.name for gpu in gpus if (device := nvml.device(gpu)))
         if len(kinds) > 1:
             listed = ", ".join(f"{number} x {name}" for name, number in kinds.items())
@@ -76,11 +74,9 @@ def _unlike(assigned: AssignedGpus, nvml: Nvml) -> Iterator[Problem]:
 
 def _full(config: RunConfig, assigned: AssignedGpus, gpus: Sequence[str], nvml: Nvml) -> Iterator[Problem]:
     """GPUs whose memory other processes fill. Of a run that continues they may be its own, which are ending."""
-    devices = {gpu: device for gpu in gpus if (device := nvml.device(gpu)) and device.memory_total}
-    full = {
-        gpu: each for gpu, each in devices.items() if each.memory_total - each.memory < LEAST_FREE * each.memory_total
-    }
-    used = {gpu for own in (*assigned.policies, *assigned.rollouts) for gpu in own}
+    devices = {gpu: device for gpu in gpus if (device := nvml.device(gpu))}
+    full = {gpu: each for gpu, each in devices.items() if each.free < LEAST_FREE * each.memory_total}
+    used = {gpu for own in assigned.workers.values() for gpu in own}
     if not (first := next((gpu for gpu in full if gpu in used), None)):
         return
     each, gib = full[first], 2**30

@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from cosmos_rl_core.assemble import build_reward, with_prompt_media
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.launch.preflight.child import FAILED, can_fork, run_forked
+from cosmos_rl_core.processes import in_daemon_thread
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.settings.base import Problem
@@ -122,7 +122,9 @@ def _within(limit_s: float, work: Callable[[], list[Problem]], *, wrong: Problem
     """
     late = replace(wrong, wrong=f"was not called, as it took longer than {CALL_S:g} s", is_note=True)
     if not can_fork():
-        return _in_thread(limit_s, work, otherwise=late)
+        done = in_daemon_thread(work, name="preflight")
+        wait([done], timeout=limit_s)
+        return done.result() if done.done() else [late]
     ended = run_forked(lambda: msgspec.json.encode(work()), limit_s=limit_s)
     if ended.result:
         return msgspec.json.decode(ended.result, type=list[Problem])
@@ -132,17 +134,3 @@ def _within(limit_s: float, work: Callable[[], list[Problem]], *, wrong: Problem
         raise RuntimeError("a check of a reward has failed itself, with the traceback above")
     text = f"has ended the process of the checks with status {ended.status}, as it would end each worker"
     return [replace(wrong, wrong=text)]
-
-
-def _in_thread(limit_s: float, work: Callable[[], list[Problem]], *, otherwise: Problem) -> list[Problem]:
-    done: Future[list[Problem]] = Future()
-
-    def answer() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # raised by `result`
-            done.set_exception(error)
-
-    threading.Thread(target=answer, name="preflight", daemon=True).start()
-    wait([done], timeout=limit_s)
-    return done.result() if done.done() else [otherwise]

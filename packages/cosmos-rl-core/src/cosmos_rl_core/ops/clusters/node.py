@@ -142,9 +142,8 @@ class ClusterNode:
     # -- node 0
 
     async def _lead(self) -> int:
-        gpus_of(
-            self._parts[0], gpus=machine_gpus(os.environ, self.recipe.config.run.device)
-        )  # raises before anything starts
+        # raises before anything starts
+        gpus_of(self._parts[0], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
         section = self.recipe.config.run
         bind = section.bind if "bind" in section.model_fields_set else "0.0.0.0"
         meeting = Meeting(self._parts, end_replica=self._end_replica)
@@ -211,13 +210,9 @@ class ClusterNode:
     async def _work(self, first: str) -> int:
         """Run this node's workers to their end; return the highest exit code. first: as in Begin."""
         parts = self._parts[self.node]
-        visible = self._gpus()
+        visible = gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
         running = [self._keep(part, first, gpus) for part, gpus in zip(parts, visible, strict=True)]
         return max(await asyncio.gather(*running), default=0)
-
-    def _gpus(self) -> list[Sequence[str]]:
-        """Return the GPUs of each part on this node. Raises UserError as `gpus_of`."""
-        return gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
 
     async def _keep(self, part: ReplicaMachine, first: str, gpus: Sequence[str]) -> int:
         """Run a part to its end and return its exit code; report a policy that fails though nobody has ended it."""
@@ -247,9 +242,8 @@ class ClusterNode:
     # -- other nodes
 
     async def _follow(self) -> int:
-        gpus_of(
-            self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device)
-        )  # raises before anything starts
+        # raises before anything starts
+        gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ, self.recipe.config.run.device))
         messages: asyncio.Queue[Begin | GivenUp] = asyncio.Queue()
         reports = Reports()
         link = asyncio.create_task(self._follow_head(messages.put_nowait, reports))

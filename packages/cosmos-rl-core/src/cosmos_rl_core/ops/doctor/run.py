@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 from cosmos_rl_core.control.status import lost_host
@@ -52,7 +53,7 @@ class Diagnosis(NamedTuple):
 
     def __str__(self) -> str:
         chain = "\n".join(f"{'  ' * depth}{text}" for depth, text in enumerate(self.waits))
-        parts = [self.title, chain and f"{self.when}:\n{_indented(chain)}", render(self.checks), self.stacks]
+        parts = [self.title, chain and f"{self.when}:\n{indent(chain, '  ')}", render(self.checks), self.stacks]
         return "\n\n".join(part for part in parts if part)
 
     def as_json(self) -> dict[str, Any]:
@@ -212,7 +213,3 @@ def _stacks(waits: Sequence[Wait], at: Situation, processes: Sequence[InspectedP
         return f"stacks: {leaf} has no process on this machine; run the doctor on its machine"
     text = stacks_of(chosen or processes, run_dir)
     return text or f"stacks: none could be read: {pip_install('cosmos-rl-core[doctor]')} (py-spy)"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

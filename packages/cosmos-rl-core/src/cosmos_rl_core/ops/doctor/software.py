@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 from cosmos_rl_core.gpus import Nvml, machine_gpus, short_names
-from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.imports import PACKAGES, installed_versions, pip_install
 from cosmos_rl_core.interfaces import Check
-from cosmos_rl_core.launch.versions import PACKAGES, too_old
+from cosmos_rl_core.launch.versions import too_old
 
 GIB = 2**30
 NO_CUDA = "install a build of torch for CUDA: https://pytorch.org/get-started/locally"
@@ -23,12 +23,8 @@ def python() -> Iterator[Check]:
 
 def packages(version: Callable[[str], str] = metadata.version) -> Iterator[Check]:
     """Yield whether the packages of Cosmos-RL have one version, and libraries that are too old."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name.removeprefix("cosmos-rl-")] = version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    installed = installed_versions(PACKAGES, version)
+    versions = {name.removeprefix("cosmos-rl-"): number for name, number in installed.items()}
     if len(set(versions.values())) > 1:
         listed = ", ".join(f"{name} {number}" for name, number in versions.items())
         newest = max(versions.values())

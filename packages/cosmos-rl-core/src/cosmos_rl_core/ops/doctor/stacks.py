@@ -160,17 +160,13 @@ def busy_threads(text: str) -> str:
             threads.append((match["name"] or "", []))
     shown = []
     for name, frames in threads:
-        while frames and _is_idle(frames[-1][0]):
+        while frames and any(part in frames[-1][0] for part in IDLE):
             frames.pop()
         if frames:
             shown.append("\n".join([f"  thread {name}".rstrip(), *(f"    {frame}" for _, frame in frames)]))
     if not threads:
         return text.rstrip()  # a message
     return "\n".join(shown) or f"  all {len(threads)} threads wait for work"
-
-
-def _is_idle(file: str) -> bool:
-    return any(part in file for part in IDLE)
 
 
 def _py_spy() -> str:

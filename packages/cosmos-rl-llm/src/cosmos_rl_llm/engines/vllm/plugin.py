@@ -8,10 +8,8 @@ parent, with all their memory.
 from __future__ import annotations
 
 import os
-import select
-import sys
-import threading
 
+from cosmos_rl_core.processes import end_after
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 
@@ -35,15 +33,5 @@ def register() -> None:
     owner = int(os.environ.get(OWNER, "0"))
     if owner:
         towers.register()
-    if owner not in (0, os.getpid()) and sys.platform == "linux":
-        threading.Thread(target=_end_with, args=(owner,), name="owner-watch", daemon=True).start()
-
-
-def _end_with(owner: int) -> None:
-    """Wait for the end of another process, and end this one at once."""
-    try:
-        ended = os.pidfd_open(owner)
-    except ProcessLookupError:
-        os._exit(1)
-    select.select([ended], [], [])
-    os._exit(1)
+    if owner not in (0, os.getpid()):
+        end_after(owner)

@@ -29,7 +29,7 @@ from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.weight_map.chart import Chart, chart_of
 from cosmos_rl_llm.engines.vllm.weight_map.names import is_a
 from cosmos_rl_llm.engines.vllm.weight_map.region import LandingRegion
-from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, twin
+from cosmos_rl_llm.engines.vllm.weight_map.twin import twin
 from cosmos_rl_transfer import Box, Manifest, TensorLayout
 
 if TYPE_CHECKING:
@@ -119,19 +119,6 @@ def landing_of(model: nn.Module, specs: Sequence[WeightSpec], *, vllm_config: Vl
     more without memory. Raises ValueError if the delivered tensors are insufficient for the model.
     """
     return Landing(model, chart_of(twin(vllm_config), specs), vllm_config=vllm_config, rank=rank)
-
-
-def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec]) -> Manifest:
-    """Describe the parts of all ranks of a replica, in one process: rank = pp_rank * tp_size + tp_rank."""
-    parallel = vllm_config.parallel_config
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if parallel.data_parallel_size > 1:
-        raise ValueError("a replica is one engine: set data_parallel_size to 1 and run more replicas")
-    parts = []
-    for rank in range(tp * pp):
-        with acting_as(rank, tp=tp, pp=pp):
-            parts.append(Manifest(chart_of(twin(vllm_config), specs).layouts(rank)))
-    return replica_manifest(parts)
 
 
 def replica_manifest(parts: Iterable[Manifest]) -> Manifest:
