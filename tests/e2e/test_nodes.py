@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -61,7 +62,8 @@ def test_a_rank_killed_on_the_second_machine_ends_the_run_and_is_named(tmp_path,
     said, errors = first.communicate(timeout=120)
     assert first.returncode == 1
     assert "policy-0, rank 1: died (signal SIGKILL)" in said
-    assert "policy-0 died (exit code 1); the run cannot continue without it" in errors
+    # By itself, or killed as silent where the agent takes long to end its own rank.
+    assert re.search(r"policy-0 died \((exit code 1|signal SIGKILL)\); the run cannot continue without it", errors)
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
     assert "policy-0, rank 1: died (signal SIGKILL)" in errors

@@ -38,11 +38,12 @@ class FakeNvml:
 
         silent: GPUs that do not answer.
         """
-        self._gpus, self._driver, self._cuda, self._silent = gpus, driver, cuda, silent
+        self._gpus, self._driver, self._cuda, self._silent = gpus or {}, driver, cuda, silent
+        self._has_driver = gpus is not None
         self._names, self._used = names or {}, used or {}
 
     def nvmlInit(self):
-        if self._gpus is None:
+        if not self._has_driver:
             raise self.NVMLError
 
     def nvmlDeviceGetCount(self):
