@@ -173,7 +173,8 @@ def test_a_policy_with_another_model_is_named_on_both_sides_and_the_run_goes_on(
     def steps():
         return len(rows_of(run_dir / "metrics.jsonl"))
 
-    good = [start(*policy, "--name", "good"), start(*rollout)]
+    good, status = [start(*policy, "--name", "good"), start(*rollout)], run_dir / "status.json"
+    wait_for(lambda: status.exists() and '"good"' in status.read_text(), "the policy whose model counts")
     for number in range(2):  # of the first mesh, and of one that has trained
         before = steps()
         with monkeypatch.context() as patch:
