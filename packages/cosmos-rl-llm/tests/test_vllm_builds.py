@@ -125,11 +125,12 @@ def engine_problems(**run):
 @needs_vllm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # vLLM's own
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_vllm_takes_our_arguments(on_gpu):
+def test_vllm_takes_our_arguments(on_gpu, tmp_path):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     options = VllmEngineOptions(tensor_parallel_size=2, sleep_mode=True, cache_bytes=2**20)
-    given = engine_arguments("model", options=options, dtype="bfloat16", max_length=64, pictures=True, on_gpu=on_gpu)
+    source = str(tmp_path)  # a folder: nothing asks a hub for it
+    given = engine_arguments(source, options=options, dtype="bfloat16", max_length=64, pictures=True, on_gpu=on_gpu)
     parsed = AsyncEngineArgs(**given)
     assert {name: getattr(parsed, name) for name in given.keys() - {"weight_transfer_config"}}.items() <= given.items()
     assert parsed.weight_transfer_config is not None
