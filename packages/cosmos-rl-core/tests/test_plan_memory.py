@@ -469,8 +469,8 @@ def test_products_in_bfloat16_have_logits_of_their_own():
 def test_slots_of_a_path_between_gpus_that_auto_tests_are_on_the_gpu(sync, gpu, slots):
     config = rl_recipe().model_copy(update={"sync": SyncSection(**sync)})
     parts = policy_needs(shape(), config, Plain(), gpu=gpu).parts
-    found = [part.bytes for part in parts if part.name == "buckets being sent from GPU to GPU" and not part.host]
-    assert sum(found) == slots
+    counted = [part.bytes for part in parts if part.name == "buckets being sent from GPU to GPU" and not part.host]
+    assert sum(counted) == slots
 
 
 @pytest.mark.parametrize(
@@ -501,9 +501,9 @@ def test_an_update_takes_memory_of_its_own(policy, names):
 
 @pytest.mark.parametrize(("rows", "window"), [(1 << 16, SUM_BYTES), (1 << 20, 2 * 4 * H << 20)])
 def test_sums_over_replicas_take_a_window_of_the_gradients(rows, window):
-    """Half of it is one tensor where that is larger."""
+    """A tensor that is larger than half of the window is a half by itself."""
     assert replicas.WINDOW * replicas.BUCKET_BYTES == SUM_BYTES
     config = recipe(replicas=2)
     model = shape(weights=tuple(spec(f"model.layers.{i}.mlp.up_proj.weight", rows, H) for i in range(40)))
-    found = {part.name: part.bytes for part in policy_needs(model, config, Plain()).parts}
-    assert found["gradients of all replicas, in buckets"] == window < estimate_of(model, config.policy).gradients
+    bytes_of = {part.name: part.bytes for part in policy_needs(model, config, Plain()).parts}
+    assert bytes_of["gradients of all replicas, in buckets"] == window < estimate_of(model, config.policy).gradients

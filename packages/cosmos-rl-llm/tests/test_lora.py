@@ -206,9 +206,9 @@ def policy_for_whole_weights(mesh=None):
 def merged_by_export():
     """The adapted layers of the model that an export would write."""
     adapters = adapter_weights(adapted(trained=True))
-    whole = dict(merge(named_weights(model()).items(), adapters.items(), scaling=6.0 / 4))
+    merged = dict(merge(named_weights(model()).items(), adapters.items(), scaling=6.0 / 4))
     layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters}
-    return {f"{layer}.weight": whole[f"{layer}.weight"] for layer in layers}
+    return {f"{layer}.weight": merged[f"{layer}.weight"] for layer in layers}
 
 
 def test_an_engine_of_whole_weights_gets_them_merged_as_of_the_last_publication():

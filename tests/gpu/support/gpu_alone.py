@@ -207,7 +207,7 @@ def mesh_of_one(hour: Hour) -> Iterator[ReplicaMesh]:
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a model with random weights in bfloat16, and a tokenizer of 13 characters."""
+    """Write a model of random bfloat16 weights, and a tokenizer whose vocabulary has 13 characters."""
     from cosmos_rl_llm.model.causal_lm import make_model
     from cosmos_rl_llm.tiny import write_tokenizer
 

@@ -148,7 +148,7 @@ class Step:
 
 
 def visible_gpu(place: int, variables: Mapping[str, str] = os.environ) -> str:
-    """Return CUDA's GPU `place` as CUDA_VISIBLE_DEVICES takes it: an entry of the list that this process was given."""
+    """Return the name of GPU number `place` of this process for CUDA_VISIBLE_DEVICES."""
     listed = [name for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return listed[place] if listed else str(place)
 

@@ -148,7 +148,7 @@ def read_software(variables: Mapping[str, str] = os.environ, *, nvml: Nvml | Non
 
 
 def _with_gpus(software: Software, nvml: Nvml | None) -> Software:
-    """Add what the driver says, and what a run would refuse."""
+    """Add driver and GPUs to the versions, and the reason for which a run would be refused."""
     from cosmos_rl_core.errors import UserError
     from cosmos_rl_core.gpus import Nvml, machine_gpus
     from cosmos_rl_core.parallel.device import require_gpus

@@ -76,7 +76,7 @@ def in_time(work: Callable[[], T], *, limit_s: float, late: Callable[[T], object
     try:
         return future.result(limit_s)
     except (RuntimeError, OSError) as error:  # of CUDA, NIXL and their transports
-        if future.done():
+        if future.done() and future.exception() is error:  # it may also have ended just after the wait
             raise TransportUnavailable(str(error) or type(error).__name__) from error
         future.add_done_callback(lambda done: None if done.exception() else late(done.result()))
         raise DriverHangs(f"the driver did not answer within {limit_s:g} s") from error

@@ -30,7 +30,7 @@ from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 
 PROTOCOL = 11
 PATTERN = -1
-"""Bucket of the random bytes of a self-test."""
+"""In place of a bucket's number: the random bytes that a self-test sends."""
 
 
 Want = Literal["any", "dense", "delta", "link"]

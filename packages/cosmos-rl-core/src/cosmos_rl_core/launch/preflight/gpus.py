@@ -24,7 +24,7 @@ LEAST_FREE = 0.5
 def gpu_problems(
     config: RunConfig, _domain: DomainBase | None = None, *, nvml: Nvml | None = None
 ) -> Iterator[Problem]:
-    """Yield what keeps this machine's GPUs from the run's workers. Raises UserError as `machine_gpus`."""
+    """Yield why the run's workers cannot use this machine's GPUs. Raises UserError as `machine_gpus`."""
     if config.run.placement == "external":  # other machines run it
         return
     nvml = Nvml.open() if nvml is None else nvml

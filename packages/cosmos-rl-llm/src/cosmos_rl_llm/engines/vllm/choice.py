@@ -1,4 +1,4 @@
-"""Whether vLLM generates for a recipe, as far as its text and the model's config.json say. No vLLM, no torch.
+"""Decides from the recipe and the model's config.json whether vLLM can generate. Imports neither vLLM nor torch.
 
 With engine = "vllm" `check --deep` reports why it does not; "auto" takes the torch engine then. What only vLLM knows,
 such as the place of each weight in its own model, is refused at its start (`weight_map`).
@@ -88,9 +88,9 @@ def _of_model(model: Mapping[str, Any], config: RunConfig) -> Iterator[str]:
 
 
 def _unknown_architecture(directory: Path | None) -> str | None:
-    """Return the architecture of a model of which vLLM has no class of its own; None where one of them is not here.
+    """Return the model's architecture if vLLM has no class for it; None if it has, or if vLLM or the model is not here.
 
-    Another one runs by vLLM's adapter for transformers, whose speed and weights are untested.
+    Such a model runs by vLLM's adapter for transformers, whose speed and weights are untested.
     """
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
