@@ -537,3 +537,13 @@ def test_what_a_killed_save_left_behind_goes_with_the_next(saved):
     assert not (path / "leftover").exists()
     assert load(path, trainer).step == 4
     assert sorted(path.name for path in root.iterdir()) == ["step_2", "step_4"]
+
+
+def test_a_replica_that_joined_no_mesh_leaves_later_checkpoints_of_others(tmp_path):
+    """It has read step 2 and is stopped while another replica is at step 4."""
+    read = save(tmp_path, make(version=2))
+    save(tmp_path, make(version=4))
+    for resumed_from in (str(read), ""):
+        newcomer = saver_of(make(version=2), tmp_path, step=2, resumed_from=resumed_from)
+        assert newcomer.finish() is None
+    assert list_steps(tmp_path) == [2, 4]

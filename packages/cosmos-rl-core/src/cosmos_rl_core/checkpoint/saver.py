@@ -9,6 +9,7 @@ checkpoints untouched; after [checkpoint] max_failures in a row, and at the end 
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -146,12 +147,13 @@ class CheckpointSaver:
     def finish(self, *, leads: bool = True) -> Folder | None:
         """Save the last whole step, if it is not saved yet, and return its folder; None unless this replica `leads`.
 
-        None too in the middle of a step, where weights and stream position do not agree. Raises UserError when it
+        None too in the middle of a step, where weights and stream position do not agree, and where others are further.
+        Raises UserError when it
         cannot be written.
         """
         self.settle()
         self._thread.shutdown()
-        if not leads or self._trainer.version != self._state.step:
+        if not leads or self._trainer.version != self._state.step or self._is_outdated():
             return None
         final = self._writer.root / f"step_{self._state.step}"
         if self._saved_step != self._state.step or self._was_removed(final):
@@ -162,6 +164,17 @@ class CheckpointSaver:
         else:
             self._drop_surplus(self._state.step)  # the last evaluation may have come since
         return final
+
+    def _is_outdated(self) -> bool:
+        """Whether another replica has saved a later step, and this one, which joined no mesh, none. As `_was_removed`.
+
+        To save here would drop the later ones, as those of an abandoned attempt.
+        """
+        later = False
+        if self._ranks.leads and not self._kept:
+            with contextlib.suppress(*store_errors()):  # out of reach: the save says so
+                later = any(step > self._state.step for step in list_steps(self._writer.root))
+        return self._ranks.gather(b"later" if later else b"")[0] == b"later"
 
     def _was_removed(self, folder: Folder) -> bool:
         """Whether somebody has removed a checkpoint, or files of it. All ranks call it; rank 0 decides."""
