@@ -148,8 +148,7 @@ class CheckpointSaver:
         """Save the last whole step, if it is not saved yet, and return its folder; None unless this replica `leads`.
 
         None too in the middle of a step, where weights and stream position do not agree, and where others are further.
-        Raises UserError when it
-        cannot be written.
+        Raises UserError when it cannot be written.
         """
         self.settle()
         self._thread.shutdown()
