@@ -32,6 +32,9 @@ POLICIES, ROLLOUTS = 3, 2
 COMPARED = 100
 KINDS = {"SIGKILL": 0.7, "SIGSTOP for less than silence_s": 0.12, "SIGSTOP until removed": 0.06, "SIGTERM": 0.12}
 """Share of each kind."""
+AFTER_RECOVERY = 0.7
+"""Share of the kills that come when all policies are ready again, however long one takes to start: only the steps that
+two policies made together have weights to compare. The others may come in the middle of a recovery."""
 SILENCE_S, GRACE_S = 4.0, 0.5
 COUNTS = Counter()
 """Kills of all runs of this process, by kind."""
@@ -40,15 +43,17 @@ COUNTS = Counter()
 class Campaign:
     """Disturbs one run at random moments."""
 
-    def __init__(self, process, run_dir, *, seed, scale):
+    def __init__(self, process, run_dir, *, seed, scale, wait_for):
         """scale: starts the workers that are missing, and returns when they are ready."""
-        self.process, self.run_dir, self.scale = process, run_dir, scale
+        self.process, self.run_dir, self.scale, self.wait_for = process, run_dir, scale, wait_for
         self.chance = random.Random(seed)
         self.counts = Counter()
 
     def run(self, kills):
         kinds, shares = list(KINDS), list(KINDS.values())
         while self.counts.total() < kills:
+            if self.chance.random() < AFTER_RECOVERY:
+                self.wait_for(lambda: len(self.ready("policy")) == POLICIES, "all policies", timeout_s=300)
             time.sleep(self.chance.choice((0.0, 0.05, 0.5, 1.0, 2.0)) * self.chance.random())
             self.must_be_alive()
             role = self.chance.choice(("policy", "policy", "rollout"))
@@ -73,7 +78,8 @@ class Campaign:
         if kind == "SIGKILL":
             os.kill(pid, signal.SIGKILL)
         elif kind == "SIGTERM":
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGTERM)  # it finishes its step, and counts as a worker of the run until it has left
+            self.wait_for(lambda: pid not in self.pids(), f"process {pid} to leave")
             self.must_be_alive()
             self.scale()
         else:
@@ -82,6 +88,9 @@ class Campaign:
             time.sleep(SILENCE_S + GRACE_S + 1.5 if removed else self.chance.uniform(0.0, 0.4 * SILENCE_S))
             with contextlib.suppress(ProcessLookupError):  # a worker that was removed is killed
                 os.kill(pid, signal.SIGCONT)
+
+    def pids(self):
+        return {pid for role in ("policy", "rollout") for pid in workers_of(self.run_dir, role).values()}
 
     def ready(self, role):
         members = json.loads((self.run_dir / "status.json").read_text())["members"]
@@ -112,7 +121,7 @@ def disturbed(tmp_path, monkeypatch, recipe, start, wait_for, rows_of, finished)
         def scale():
             finished(start("scale", run_dir, f"policy={POLICIES}", f"rollout={ROLLOUTS}"), timeout_s=300)
 
-        campaign = Campaign(process, run_dir, seed=seed, scale=scale)
+        campaign = Campaign(process, run_dir, seed=seed, scale=scale, wait_for=wait_for)
         campaign.run(KILLS)
         steps = len(rows_of(run_dir / "metrics.jsonl"))
         wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= steps + 3, "steps after the kills", timeout_s=300)
