@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
     from cosmos_rl_core.algorithms.table import Algorithm
     from cosmos_rl_core.domain_base import DomainBase
+    from cosmos_rl_core.episodes.interfaces import Environment, Observation
     from cosmos_rl_core.errors import PromptError, SampleError, UserError, WorkerFailed
     from cosmos_rl_core.inference.evaluate import Evaluated, evaluate
     from cosmos_rl_core.inference.generate import Generated, generate
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.train.policy_base import PolicyBase
     from cosmos_rl_core.types import (
         Episode,
+        Exchange,
         LossTerm,
         Microbatch,
         PolicyOutputs,
@@ -42,7 +44,9 @@ if TYPE_CHECKING:
         Sampling,
         Share,
         TermBatch,
+        ToolCall,
         TrainBatch,
+        Turn,
         WeightSpec,
     )
     from cosmos_rl_core.weight_sync import WeightSync
@@ -60,9 +64,10 @@ _HOMES = {
     "settings.problems": ("engine_options",),
     "errors": ("PromptError", "SampleError", "UserError", "WorkerFailed"),
     "types": (
-        *("Episode", "LossTerm", "Microbatch", "PolicyOutputs", "Prompt", "Rollout", "RolloutGroup", "Sampling"),
-        *("Share", "TermBatch", "TrainBatch", "WeightSpec"),
+        *("Episode", "Exchange", "LossTerm", "Microbatch", "PolicyOutputs", "Prompt", "Rollout", "RolloutGroup"),
+        *("Sampling", "Share", "TermBatch", "ToolCall", "TrainBatch", "Turn", "WeightSpec"),
     ),
+    "episodes.interfaces": ("Environment", "Observation"),
     "interfaces": ("Check", "Domain", "Objective", "Policy", "Recorder", "RewardFn", "RolloutEngine"),
     "weight_sync": ("WeightSync",),
     "domain_base": ("DomainBase",),
@@ -84,14 +89,17 @@ __all__ = [
     "DomainBase",
     "ENGINE_CHECKS",
     "EngineRequest",
+    "Environment",
     "Episode",
     "Evaluated",
+    "Exchange",
     "Generated",
     "Instances",
     "LossTerm",
     "Microbatch",
     "ModelSetup",
     "Objective",
+    "Observation",
     "Options",
     "Policy",
     "PolicyBase",
@@ -112,7 +120,9 @@ __all__ = [
     "Share",
     "TermBatch",
     "ThreadedEngine",
+    "ToolCall",
     "TrainBatch",
+    "Turn",
     "UserError",
     "WeightSpec",
     "WeightSync",

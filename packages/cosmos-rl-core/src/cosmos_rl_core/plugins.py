@@ -80,6 +80,7 @@ GROUPS = (
     "cosmos_rl.weight_sync",
     "cosmos_rl.engines",
     "cosmos_rl.transports",
+    "cosmos_rl.environments",
     "cosmos_rl.rewards",
     "cosmos_rl.algorithms",
     "cosmos_rl.simulators",

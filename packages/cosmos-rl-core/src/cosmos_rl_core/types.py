@@ -72,6 +72,60 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A function that the model asks to be called."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    """JSON-like, by parameter."""
+    id: str = ""
+    """Name of the call in the messages of a client; the model need not have written one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the model drew between two observations of an episode."""
+
+    terms: np.ndarray
+    """[n] int32, the stop token included."""
+    logprobs: np.ndarray
+    """[n] float32, as `Rollout.rollout_logprobs`."""
+    versions: np.ndarray
+    """[n] int32, as `Rollout.versions`."""
+    finish_reason: FinishReason
+    """"length": cut by a limit, without a stop token."""
+    text: str = ""
+    """What it says, without thoughts and calls. Set by `Continuation.parse`, as all that follows."""
+    reasoning: str = ""
+    """Its thoughts, where the model marks them."""
+    calls: tuple[ToolCall, ...] = ()
+    problem: str = ""
+    """Why a part of it that looks like a call is none; empty without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """A turn of an episode and the environment's answer, for rewards, files and pages."""
+
+    text: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    problem: str = ""
+    """As those of `Turn`."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """What the environment said after the turn: JSON-like chat messages."""
+    reward: float | None = None
+    """The environment's for this turn; None: it gave none."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The environment's."""
+    branch: int = 0
+    """Number of the history that the turn continues: 0, and one more each time that it was rewritten."""
+    model_s: float = 0.0
+    environment_s: float = 0.0
+    """Seconds until the turn was drawn, and until the environment had answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One generated answer, episode or trajectory of T terms, with all data to train on it."""
 
@@ -96,6 +150,8 @@ class Rollout:
     """Advantage of the whole rollout; if an episode has advantages for its steps, training uses those instead."""
     episode: Episode | None = None
     """Steps with rewards of their own; None where only the whole rollout has a reward."""
+    exchanges: tuple[Exchange, ...] = ()
+    """The turns of an episode with an environment, one for each step; empty for an answer of one turn."""
 
     @property
     def num_terms(self) -> int:

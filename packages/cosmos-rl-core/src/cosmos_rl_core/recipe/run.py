@@ -9,6 +9,7 @@ from typing import Any
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
 from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.episodes.config import EnvironmentSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.monitor.config import DIVERSITY, MonitorConfig
 from cosmos_rl_core.parallel.config import PolicySection
@@ -30,7 +31,7 @@ from cosmos_rl_core.settings.base import Problem, Strict
 from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_core.weight_sync import BETWEEN_GPUS, SyncSection
 
-RL_ONLY = ("rollout", "reward", "data_regularization", "sync", "monitor")
+RL_ONLY = ("rollout", "environment", "reward", "data_regularization", "sync", "monitor")
 """Sections that do not apply to supervised fine-tuning."""
 
 
@@ -47,6 +48,7 @@ class RunConfig(Strict):
     teacher: TeacherSection | None = None
     policy: PolicySection = PolicySection()
     rollout: RolloutSection = RolloutSection()
+    environment: EnvironmentSection | None = None
     reward: RewardSection = RewardSection()
     data_regularization: DataRegularizationSection = DataRegularizationSection()
     sync: SyncSection = SyncSection()
