@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
@@ -14,7 +15,7 @@ class EnvironmentSection(Strict):
 
     name: str = Field(min_length=1)
     """A class derived from `Environment`: one that a package installed, or "module:attribute"."""
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = Field(default_factory=dict)
     """Passed to the class by keyword."""
     max_turns: int = Field(default=8, ge=1)
     """Maximum number of turns of the model in an episode; it is cut after the last, unless the environment ends it."""

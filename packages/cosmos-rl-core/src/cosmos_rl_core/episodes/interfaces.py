@@ -76,7 +76,7 @@ class Environment(ABC):
         """Answer a turn. said: its text. A turn that was cut (`turn.finish_reason == "length"`) is the last one: the
         observation may give it a reward, and its messages are not used."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027  optional
         """Free what the episode holds. Called once, also after an error."""
 
 
