@@ -32,7 +32,7 @@ from cosmos_rl_core.episodes.interfaces import (
     Opening,
     Session,
 )
-from cosmos_rl_core.errors import SampleError, first_line
+from cosmos_rl_core.errors import PromptError, SampleError
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling, Turn
 
 _NOTHING = np.zeros(0, np.int32)
@@ -90,8 +90,8 @@ class EpisodeGenerator:
                     return await run.run()
                 except EnvironmentFailed as error:
                     if tries == self.section.retries:
-                        where = prompt.origin or f"prompt {prompt.sample_id}"
-                        raise SampleError(f"[environment] {self.section.name} failed on {where}: {error}") from error
+                        name, where = self.section.name, place_of(prompt)
+                        raise SampleError(f"[environment] {name} failed on {where}: {error}") from error
         raise AssertionError("the last try returns or raises")
 
     async def answer(self, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -107,7 +107,7 @@ class EpisodeGenerator:
             name = method.__name__
             if isinstance(error, TimeoutError) and limit.expired():
                 raise EnvironmentFailed(f"{name} took longer than [environment] timeout_s = {limit_s:g}") from error
-            raise EnvironmentFailed(f"{name} raised {type(error).__name__}: {first_line(error)}") from error
+            raise EnvironmentFailed(f"{name} raised {type(error).__name__}: {error}") from error
         finally:
             self.progress += 1
 
@@ -133,6 +133,7 @@ class _EpisodeRun:
     ) -> None:
         self._generator, self._prompt = generator, prompt
         self._sampling, self._seed, self._number = sampling, seed, number
+        self._where = place_of(prompt)
         self._history = EpisodeHistory()
         self._session: Session | None = None
         self._branch = 0
@@ -159,8 +160,7 @@ class _EpisodeRun:
 
     def _begin(self, messages: Sequence[Message], environment: Environment) -> Opening:
         """Begin a branch: the first, or one whose history was rewritten."""
-        where = self._prompt.origin or f"prompt {self._prompt.sample_id}"
-        opening = self._generator.continuation.open(messages, tools=environment.tools, where=where)
+        opening = self._generator.continuation.open(messages, tools=environment.tools, where=self._where)
         self._close_session()
         self._session = self._generator.engine.open(opening)
         self._branch, self._branch_terms = self._history.begin(opening), len(opening.terms)
@@ -177,6 +177,11 @@ class _EpisodeRun:
         appended = _NOTHING
         for number in range(section.max_turns):
             room = self._room(len(appended))
+            if room < 1 and not number:
+                raise PromptError(
+                    f"{self._where}: the first prompt has {self._branch_terms} tokens, and the model reads "
+                    f"{self._session and self._session.limit}; shorten it or raise model.max_length"
+                )
             if room < 1:
                 break
             turn = await self._draw(appended, room, number=number)
@@ -227,6 +232,11 @@ class _EpisodeRun:
             return rollout
         *before, last = rollout.exchanges
         return replace(rollout, exchanges=(*before, replace(last, reward=unfinished)))
+
+
+def place_of(prompt: Prompt) -> str:
+    """Return the location of a prompt's row, for messages."""
+    return prompt.origin or f"prompt {prompt.sample_id}"
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
