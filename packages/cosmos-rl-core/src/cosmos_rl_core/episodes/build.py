@@ -13,11 +13,14 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.connected_process import ProcessDied
 from cosmos_rl_core.episodes.interfaces import Environment, Observation
+from cosmos_rl_core.episodes.process import BuildEnvironment, EnvironmentHost
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.build import build
 from cosmos_rl_core.types import Turn
@@ -33,18 +36,30 @@ _MAX_THREADS = 1000
 class Environments:
     """Makes the environment of each episode. Used by one event loop."""
 
-    def __init__(self, build_one: Callable[[], Environment], *, label: str) -> None:
-        """build_one: makes an environment. label: its name, for messages."""
-        self._build_one, self._label = build_one, label
+    def __init__(
+        self,
+        build_one: Callable[[], Environment],
+        *,
+        label: str,
+        has_plain_methods: bool = False,
+        host: EnvironmentHost | None = None,
+    ) -> None:
+        """build_one: makes an environment. label: its name, for messages. host: has the process that it runs in."""
+        self.label = label
+        self.has_plain_methods = has_plain_methods
+        """Whether some run in threads, which nothing ends."""
+        self._build_one, self._host = build_one, host
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="environment")
 
     def make(self) -> Environment:
         """Return the environment of an episode. Its methods may all be awaited: plain functions run in threads."""
-        return _Checked(self._build_one(), label=self._label, threads=self._threads)
+        return _Checked(self._build_one(), label=self.label, threads=self._threads)
 
     async def close(self) -> None:
         """Free what the environments have in common, once their episodes have ended."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._host is not None:
+            await self._host.close()
 
 
 class _Checked(Environment):
@@ -80,16 +95,48 @@ def _plain(method: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def build_environments(section: EnvironmentSection) -> Environments:
-    """Return what makes the environments of a run. Raises UserError as `environment_class` and `build`."""
-    kind = environment_class(section.name)
-    build_one = partial(build, kind, section.options, where=f"environment {section.name}")
-    build_one()  # its options are wrong now, not in the first episode
-    return Environments(cast("Callable[[], Environment]", build_one), label=kind.__name__)
+    """Return what makes the environments of a run.
+
+    Raises UserError for a class that there is not, and for options that it does not take; with `python`, where the
+    class is imported by the process of its episodes alone, the first `reset` does, and `check_section`.
+    """
+    if not section.python:
+        return environments_of(section.name, section.options)
+    host = _host(section)
+    return Environments(host.make, label=section.name, host=host)
 
 
 def check_section(section: EnvironmentSection) -> None:
-    """Raise UserError for a class that cannot be imported or built with its options."""
-    build_environments(section)
+    """Raise UserError for a class that cannot be imported or built with its options, before a run."""
+    if not section.python:
+        build_environments(section)
+        return
+
+    async def start() -> None:
+        host = _host(section)
+        try:
+            await host.started()
+        except ProcessDied as death:
+            raise UserError(f"{death}: its last lines are above") from death
+        finally:
+            await host.close()
+
+    asyncio.run(start())
+
+
+def _host(section: EnvironmentSection) -> EnvironmentHost:
+    target = plugins.locate(GROUP, section.name)  # here: another interpreter has no entry points of ours
+    build = BuildEnvironment(target=target, options=dict(section.options), timeout_s=section.timeout_s)
+    return EnvironmentHost(build, python=section.python, label=section.name)
+
+
+def environments_of(name: str, options: Mapping[str, Any]) -> Environments:
+    """Return what makes environments in this process. Raises UserError as `environment_class` and `build`."""
+    kind = environment_class(name)
+    build_one = partial(build, kind, options, where=f"environment {name}")
+    build_one()  # its options are wrong now, not in the first episode
+    is_plain = not all(map(inspect.iscoroutinefunction, (kind.reset, kind.step, kind.close)))
+    return Environments(build_one, label=kind.__name__, has_plain_methods=is_plain)
 
 
 def environment_class(name: str) -> type[Environment]:
@@ -114,7 +161,9 @@ def checked(observation: Any, *, where: str) -> Observation:
     for name, number in numbers.items():
         if number is not None and not math.isfinite(number):
             raise ValueError(f"{where} returned {number!r} as {name}: return a finite number, or none")
-    return observation
+    reward = None if observation.reward is None else float(observation.reward)  # of numpy, too
+    metrics = {name: float(number) for name, number in observation.metrics.items()}
+    return replace(observation, reward=reward, done=bool(observation.done), metrics=metrics)
 
 
 def _short(value: Any, *, most: int = 80) -> str:
