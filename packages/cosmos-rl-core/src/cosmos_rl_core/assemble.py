@@ -13,6 +13,7 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource, UsableRows
 from cosmos_rl_core.domain_base import DomainBase
+from cosmos_rl_core.episodes.build import build_environments
 from cosmos_rl_core.episodes.engine import EpisodeGenerator
 from cosmos_rl_core.episodes.interfaces import HoldsSessions
 from cosmos_rl_core.errors import SampleError, UserError
@@ -247,9 +248,8 @@ def build_episodes(config: RunConfig, domain: DomainBase, engine: RolloutEngine)
         return None
     if not isinstance(engine, HoldsSessions):
         raise UserError(f"[environment]: the engine {config.rollout.engine!r} has no sessions for episodes of turns")
-    kind = plugins.load("cosmos_rl.environments", section.name)
     continuation = domain.build_continuation(config.model, data=config.data)
-    return EpisodeGenerator(engine, continuation, partial(kind, **section.options), section)
+    return EpisodeGenerator(engine, continuation, build_environments(section), section)
 
 
 def build_long_prompt(
