@@ -32,9 +32,13 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "openenv": "cosmos_rl_llm.environments.openenv:OpenEnv",
         "reasoning_gym": "cosmos_rl_llm.environments.reasoning_gym:ReasoningGym",
         "textarena": "cosmos_rl_llm.environments.textarena:TextArena",
+        "tools": "cosmos_rl_llm.tools.environment:ToolEnvironment",
         "verifiers": "cosmos_rl_llm.environments.verifiers:Verifiers",
     },
-    "cosmos_rl.rewards": {"remote": "cosmos_rl_core.reward.remote:RemoteReward"},
+    "cosmos_rl.rewards": {
+        "environment": "cosmos_rl_core.episodes.rewards:EnvironmentReward",
+        "remote": "cosmos_rl_core.reward.remote:RemoteReward",
+    },
     "cosmos_rl.launchers": {
         "kubernetes": "cosmos_rl_core.ops.clusters.kubernetes:Kubernetes",
         "local": "cosmos_rl_core.ops.clusters.local:Local",
