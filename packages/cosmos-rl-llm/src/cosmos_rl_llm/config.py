@@ -219,6 +219,9 @@ class LLMTorchOptions(Strict):
     """Maximum number of concurrent sequences; others wait for a free slot."""
     cache_bytes: int = Field(default=4 * 1024**3, ge=1)
     """Maximum memory for the keys and values of running sequences."""
+    episode_cache_bytes: int = Field(default=4 * 1024**3, ge=0)
+    """Maximum memory for the keys and values of episodes that wait for their environment. Beyond it those that have
+    waited longest are dropped, and computed again for the next turn."""
     record_routes: bool = False
     """Record the experts of each token, and replay them in training (mixtures of experts only)."""
     batch_invariant: bool = False
