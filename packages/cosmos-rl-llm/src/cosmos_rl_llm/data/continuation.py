@@ -33,13 +33,13 @@ from cosmos_rl_core.types import ToolCall, Turn
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.spans import Template, encode_pieces
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View
+from cosmos_rl_llm.tools.calls import CallFormat, find_call_format
 
 _MARK = "Zq7xMark"
 """A turn of the model in a rendered chat: no template writes it."""
 _NEXT = "Vw3xNext"
 """A message after it."""
 _THOUGHT = re.compile(r"[<\[◁](think|thinking|thought|reasoning)[>\]▷]\s*\Z", re.IGNORECASE)
-_REASONING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,8 @@ _CALLING = Turn(
     calls=(ToolCall(name="add", arguments={"value": _MARK}, id="call12345"),),
 )
 """A turn with a call, by which templates are tried. Mistral's take ids of nine letters or digits alone."""
+_ANSWERS = {"name": _CALLING.calls[0].name, "tool_call_id": _CALLING.calls[0].id}
+"""Keys of a tool's answer to it."""
 
 
 class ChatContinuation:
@@ -80,14 +82,14 @@ class ChatContinuation:
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._tokenizer = chat.tokenizer
-        self._closings: dict[tuple[str, bool], _Closing] = {}
+        self._call_format = find_call_format(chat.tokenizer)
         if not self._is_plain:
             self._prove()
 
     @property
-    def chat(self) -> Chat:
-        """Encodes and decodes."""
-        return self._chat
+    def call_format(self) -> CallFormat:
+        """How the model writes calls."""
+        return self._call_format
 
     @property
     def _is_plain(self) -> bool:
@@ -97,7 +99,9 @@ class ChatContinuation:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), where: str = ""
     ) -> ChatOpening:
         """Return the tokens of a chat with the opening of the model's turn. Raises PromptError and MediaError."""
-        row: dict[str, Any] = {"prompt": _joined(messages) if self._is_plain else list(messages)}
+        row: dict[str, Any] = {
+            "prompt": _joined(messages) if self._is_plain else self._call_format.for_template(messages)
+        }
         if not row["prompt"]:
             raise PromptError(
                 f"{where or 'an episode'}: it begins with no message; give the row a prompt, or let reset return one"
@@ -118,20 +122,16 @@ class ChatContinuation:
         if not messages:
             raise PromptError("the environment answered nothing, and did not end the episode; nothing asks for a turn")
         stop = int(turn.terms[-1]) if len(turn.terms) and int(turn.terms[-1]) in self._chat.end_ids else None
-        closing = self._closing(str(messages[0]["role"]), bool(turn.calls))
-        rest = self._after_mark([*self._dummy(turn), *messages]).removeprefix(closing.before)
+        closing = self._closing(turn, messages)
+        rest = self._after_mark([*self._dummy(turn, messages), *messages]).removeprefix(closing.before)
         if stop is not None and (stop == closing.token or closing.token not in self._role_markers):
             rest = rest.removeprefix(closing.text)
         return np.array(encode_pieces(self._tokenizer, [_MARK, rest])[1], dtype=np.int32)
 
     def parse(self, turn: Turn, *, tools: Sequence[Mapping[str, Any]] = ()) -> Turn:
-        """Return the turn with its text and thoughts."""
-        text = self._chat.decode(turn.terms)
-        if "</think>" not in text:
-            return replace(turn, text=text)
-        thought = _REASONING.match(text)
-        assert thought is not None, "the text has the end of a thought"
-        return replace(turn, text=text[thought.end() :], reasoning=thought[1].strip())
+        """Return the turn with its text, thoughts and calls."""
+        parsed = self._call_format.parse(self._chat.decode_prompt(turn.terms), tools)
+        return replace(turn, text=parsed.text, reasoning=parsed.reasoning, calls=parsed.calls, problem=parsed.problem)
 
     def arrays(self, branches: Sequence[tuple[Opening, np.ndarray]]) -> Mapping[str, np.ndarray]:
         """Return `prompt_tokens` and `tokens`; of several branches those of the first, and the lengths of all."""
@@ -149,16 +149,19 @@ class ChatContinuation:
     # The template.
 
     def _render(self, messages: Sequence[Message]) -> str:
-        return Template(tokenizer=self._tokenizer, where="an episode").render(messages, opens=True)
+        shown = self._call_format.for_template(messages)
+        return Template(tokenizer=self._tokenizer, where="an episode").render(shown, opens=True)
 
-    def _dummy(self, turn: Turn | None) -> list[Message]:
+    def _dummy(self, turn: Turn | None, answers: Sequence[Message]) -> list[Message]:
         """A chat that ends with the marker as the model's turn; with the turn's calls, which tools' answers name."""
         asked: Message = {"role": "user", "content": "ask"}
         if turn is None or not turn.calls:
             return [asked, {"role": "assistant", "content": _MARK}]
+        ids = [str(answer.get("tool_call_id") or "") for answer in answers if answer["role"] == "tool"]
+        ids += [call.id for call in turn.calls[len(ids) :]]
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {"value": _MARK}}}
-            for call in turn.calls
+            {"id": own, "type": "function", "function": {"name": call.name, "arguments": {"value": _MARK}}}
+            for call, own in zip(turn.calls, ids)
         ]
         return [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
 
@@ -169,17 +172,11 @@ class ChatContinuation:
             raise PromptError("the chat template does not write what the assistant said")
         return text[place + len(_MARK) :]
 
-    def _closing(self, role: str, calls: bool) -> _Closing:
-        """How the model's turn ends before a message of `role`. calls: of a turn with calls."""
-        key = role, calls
-        if key not in self._closings:
-            turn = _CALLING if calls else None
-            message: Message = {"role": role, "content": _NEXT}
-            if role == "tool":
-                message = {**message, "name": _CALLING.calls[0].name, "tool_call_id": _CALLING.calls[0].id}
-            between = self._after_mark([*self._dummy(turn), message]).partition(_NEXT)[0]
-            self._closings[key] = self._closing_in(between)
-        return self._closings[key]
+    def _closing(self, turn: Turn | None, answers: Sequence[Message]) -> _Closing:
+        """How the template ends a turn before these messages: what it writes between the marker and the first."""
+        first, *others = answers
+        chat = [*self._dummy(turn, answers), {**first, "content": _NEXT}, *others]
+        return self._closing_in(self._after_mark(chat).partition(_NEXT)[0])
 
     def _closing_in(self, between: str) -> _Closing:
         tokens = encode_pieces(self._tokenizer, [_MARK, between])[1]
@@ -199,7 +196,7 @@ class ChatContinuation:
         tokens = set()
         for role in ("user", "tool"):
             try:
-                tokens.add(self._closing(role, False).token)
+                tokens.add(self._closing(None, [{"role": role, "content": "", **_ANSWERS}]).token)
             except PromptError:  # a template without tools
                 continue
         return frozenset(token for token in tokens if token is not None) if len(tokens) > 1 else frozenset()
@@ -214,9 +211,10 @@ class ChatContinuation:
         self._prove_chat([first, said, second])
         self._prove_chat([first, said, second, {**said, "content": "Three."}, third])
         if "tools" in str(self._tokenizer.chat_template):
-            function = {"name": _CALLING.calls[0].name, "arguments": dict(_CALLING.calls[0].arguments)}
-            call = {"id": _CALLING.calls[0].id, "type": "function", "function": function}
-            answer = {"role": "tool", "content": "2", "name": function["name"], "tool_call_id": call["id"]}
+            called = _CALLING.calls[0]
+            function = {"name": called.name, "arguments": dict(called.arguments)}
+            call = {"id": called.id, "type": "function", "function": function}
+            answer = {"role": "tool", "content": "2", **_ANSWERS}
             self._prove_chat([first, {"role": "assistant", "content": "", "tool_calls": [call]}, answer])
 
     def _prove_chat(self, messages: Sequence[Message]) -> None:
@@ -231,8 +229,8 @@ class ChatContinuation:
                 finish_reason="stop",
                 calls=calls,
             )
-            closing = self._closing(str(answer["role"]), bool(calls))
-            rest = self._after_mark([*self._dummy(turn), answer])
+            closing = self._closing(turn, [answer])
+            rest = self._after_mark([*self._dummy(turn, [answer]), answer])
             continued = rest.removeprefix(closing.before + closing.text)
         except PromptError as error:
             raise UserError(f"[environment]: {error.reason}; set data.chat_template to one that takes it") from error
