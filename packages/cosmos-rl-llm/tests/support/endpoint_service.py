@@ -15,11 +15,9 @@ from cosmos_rl_core.episodes.agents import AgentGenerator
 from cosmos_rl_core.types import Prompt, ToolCall, Turn
 from cosmos_rl_core.wire.http_server import serving
 from cosmos_rl_core.wire.listening import Address
-from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.continuation import ChatContinuation
 from cosmos_rl_llm.endpoint.app import AgentApp
-from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import make_model
 
 TOKEN = "token-of-the-endpoint"
@@ -64,8 +62,8 @@ class CallsContinuation(ChatContinuation):
         return replace(turn, text=text, calls=(ToolCall(name=name, arguments=json.loads(arguments)),))
 
 
-def make_chat(max_length=1024):
-    return Chat(tokenizer=make_tokenizer(), end_ids=frozenset({STOP}), max_length=max_length)
+def make_chat(max_length=1024, letters=LETTERS):
+    return Chat(tokenizer=make_tokenizer(letters), end_ids=frozenset({STOP}), max_length=max_length)
 
 
 class WrittenEngine:
@@ -136,7 +134,7 @@ class _Recorded:
         self._session.close()
 
 
-def tiny_torch_engine(chat, *, seed=0):
+def tiny_model(chat, *, seed=0):
     config = {
         "model_type": "qwen3",
         "vocab_size": len(chat.tokenizer),
@@ -150,7 +148,7 @@ def tiny_torch_engine(chat, *, seed=0):
         "initializer_range": 0.1,
         "tie_word_embeddings": True,
     }
-    return TorchEngine(make_model(config, dtype=torch.float32, seed=seed), chat, LLMTorchOptions(max_sequences=16))
+    return make_model(config, dtype=torch.float32, seed=seed)
 
 
 class Service:
