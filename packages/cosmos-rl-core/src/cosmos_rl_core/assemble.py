@@ -13,6 +13,9 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource, UsableRows
 from cosmos_rl_core.domain_base import DomainBase
+from cosmos_rl_core.episodes.build import build_environments
+from cosmos_rl_core.episodes.engine import EpisodeGenerator
+from cosmos_rl_core.episodes.interfaces import HoldsSessions
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
@@ -230,11 +233,23 @@ def build_rollouter(
             seed=config.run.seed,
             long=build_long_prompt(config, domain, log=log),
         ),
+        episodes=build_episodes(config, domain, engine),
         recorders=recorders,
         timeline=timeline,
         show=partial(with_prompt_media, config, domain),
         log=log,
     )
+
+
+def build_episodes(config: RunConfig, domain: DomainBase, engine: RolloutEngine) -> EpisodeGenerator | None:
+    """The generator of episodes over an engine; None without [environment]. Raises UserError."""
+    section = config.environment
+    if section is None:
+        return None
+    if not isinstance(engine, HoldsSessions):
+        raise UserError(f"[environment]: the engine {config.rollout.engine!r} has no sessions for episodes of turns")
+    continuation = domain.build_continuation(config.model, data=config.data)
+    return EpisodeGenerator(engine, continuation, build_environments(section), section)
 
 
 def build_long_prompt(

@@ -27,7 +27,11 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "cuda_ipc": "cosmos_rl_transfer.transports.cuda_ipc:CudaIpc",
         "nixl_vram": "cosmos_rl_transfer.transports.nixl_vram:NixlVram",
     },
-    "cosmos_rl.rewards": {"remote": "cosmos_rl_core.reward.remote:RemoteReward"},
+    "cosmos_rl.environments": {"tools": "cosmos_rl_llm.tools.environment:ToolEnvironment"},
+    "cosmos_rl.rewards": {
+        "environment": "cosmos_rl_core.episodes.rewards:EnvironmentReward",
+        "remote": "cosmos_rl_core.reward.remote:RemoteReward",
+    },
     "cosmos_rl.launchers": {
         "kubernetes": "cosmos_rl_core.ops.clusters.kubernetes:Kubernetes",
         "local": "cosmos_rl_core.ops.clusters.local:Local",

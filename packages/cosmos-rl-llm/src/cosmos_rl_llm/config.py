@@ -114,7 +114,8 @@ class LLMDataConfig(Strict):
     subset: str | None = None
     """The configuration name of a datasets id, such as "main" for openai/gsm8k."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages {"role": ..., "content": ...}."""
+    """Column with the prompt: a string, or a list of chat messages {"role": ..., "content": ...}. "": rows have none,
+    and the environment of [environment] begins each episode."""
     prompt_template: str | None = None
     """Builds the prompt from columns instead: "{question}\\nGive the final number after ####."."""
     system_prompt: str | None = None

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.plan.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.settings.base import Problem
+    from cosmos_rl_llm.data.continuation import ChatContinuation
     from cosmos_rl_llm.media.source import PromptRecorder
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
     from cosmos_rl_llm.policy.policy import CausalLMPolicy
@@ -147,6 +148,10 @@ class LLMDomain(DomainBase):
             return _builders().build_vllm_engine(model, data=data, options=chosen)
         known = ", ".join(self.engines)
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
+
+    def build_continuation(self, model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:
+        """The model's chat template, or plain text."""
+        return _builders().build_continuation(model, data=data)
 
     def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:
         """vLLM on GPUs, where it is installed for them and takes the recipe."""

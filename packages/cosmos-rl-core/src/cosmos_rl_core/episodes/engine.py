@@ -12,15 +12,15 @@ waits for  a place (`max_episodes`), the engine, the environment
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
+from cosmos_rl_core.episodes.build import Environments
 from cosmos_rl_core.episodes.config import EnvironmentSection
 from cosmos_rl_core.episodes.history import EpisodeHistory
 from cosmos_rl_core.episodes.interfaces import (
@@ -28,18 +28,19 @@ from cosmos_rl_core.episodes.interfaces import (
     Environment,
     HoldsSessions,
     Message,
-    Observation,
     Opening,
     Session,
 )
-from cosmos_rl_core.errors import SampleError, first_line
+from cosmos_rl_core.errors import PromptError, SampleError, UserError
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling, Turn
+
+T = TypeVar("T")
 
 _NOTHING = np.zeros(0, np.int32)
 
 
 class EnvironmentFailed(Exception):
-    """The environment raised, took too long or answered with something else than an observation."""
+    """The environment raised, took too long or answered with something other than an observation."""
 
 
 class EpisodeGenerator:
@@ -52,11 +53,11 @@ class EpisodeGenerator:
         self,
         engine: HoldsSessions,
         continuation: Continuation,
-        build_environment: Callable[[], Environment],
+        environments: Environments,
         section: EnvironmentSection,
     ) -> None:
-        self.engine, self.continuation, self.section = engine, continuation, section
-        self._build_environment = build_environment
+        self.engine, self.continuation, self.environments = engine, continuation, environments
+        self.section = section
         self._places = asyncio.Semaphore(section.max_episodes)
         self.progress = 0
         """Answers of environments so far, for heartbeats."""
@@ -90,39 +91,26 @@ class EpisodeGenerator:
                     return await run.run()
                 except EnvironmentFailed as error:
                     if tries == self.section.retries:
-                        where = prompt.origin or f"prompt {prompt.sample_id}"
-                        raise SampleError(f"[environment] {self.section.name} failed on {where}: {error}") from error
+                        name, where = self.section.name, place_of(prompt)
+                        raise SampleError(f"[environment] {name} failed on {where}: {error}") from error
         raise AssertionError("the last try returns or raises")
 
-    async def answer(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of an environment within the time limit. Raises EnvironmentFailed."""
+    async def answer(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """Call a method of an environment within the time limit. Raises EnvironmentFailed, and UserError as it does."""
         limit_s = self.section.timeout_s
+        limit = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s) as limit:
-                if inspect.iscoroutinefunction(method):
-                    return await method(*arguments)
-                result = await asyncio.to_thread(method, *arguments)
-                return await cast(Awaitable[Any], result) if inspect.isawaitable(result) else result
+            async with limit:
+                return await method(*arguments)
+        except UserError:
+            raise
         except Exception as error:  # user code may raise anything; the episode is tried again, and the reason shown
             name = method.__name__
-            if isinstance(error, TimeoutError) and limit.expired():
+            if limit.expired():
                 raise EnvironmentFailed(f"{name} took longer than [environment] timeout_s = {limit_s:g}") from error
-            raise EnvironmentFailed(f"{name} raised {type(error).__name__}: {first_line(error)}") from error
+            raise EnvironmentFailed(f"{name} raised {type(error).__name__}: {error}") from error
         finally:
             self.progress += 1
-
-    async def observe(self, method: Callable[..., Any], *arguments: Any) -> Observation:
-        """As `answer`, for a method that returns an observation."""
-        observation = await self.answer(method, *arguments)
-        if not isinstance(observation, Observation):
-            raise EnvironmentFailed(f"{method.__name__} returned {type(observation).__name__}, not an Observation")
-        if observation.reward is not None and not np.isfinite(observation.reward):
-            raise EnvironmentFailed(f"{method.__name__} gave the reward {observation.reward}")
-        return observation
-
-    async def build(self) -> Environment:
-        """Build an environment, in a thread: it may read files. Raises EnvironmentFailed."""
-        return cast(Environment, await self.answer(self._build_environment))
 
 
 class _EpisodeRun:
@@ -133,6 +121,7 @@ class _EpisodeRun:
     ) -> None:
         self._generator, self._prompt = generator, prompt
         self._sampling, self._seed, self._number = sampling, seed, number
+        self._where = place_of(prompt)
         self._history = EpisodeHistory()
         self._session: Session | None = None
         self._branch = 0
@@ -144,10 +133,10 @@ class _EpisodeRun:
     async def run(self) -> tuple[str, Rollout]:
         """Return the first prompt and the rollout. Raises EnvironmentFailed, and SampleError as an engine does."""
         generator, row = self._generator, self._prompt.row
-        environment = await generator.build()
+        environment = generator.environments.make()
         try:
             row = {"seed": self._seed, **row}
-            first = await generator.observe(environment.reset, row)
+            first = await generator.answer(environment.reset, row)
             opening = self._begin([*messages_of(row), *first.as_messages], environment)
             reason = await self._turns(environment)
         finally:
@@ -159,8 +148,7 @@ class _EpisodeRun:
 
     def _begin(self, messages: Sequence[Message], environment: Environment) -> Opening:
         """Begin a branch: the first, or one whose history was rewritten."""
-        where = self._prompt.origin or f"prompt {self._prompt.sample_id}"
-        opening = self._generator.continuation.open(messages, tools=environment.tools, where=where)
+        opening = self._generator.continuation.open(messages, tools=environment.tools, where=self._where)
         self._close_session()
         self._session = self._generator.engine.open(opening)
         self._branch, self._branch_terms = self._history.begin(opening), len(opening.terms)
@@ -177,6 +165,11 @@ class _EpisodeRun:
         appended = _NOTHING
         for number in range(section.max_turns):
             room = self._room(len(appended))
+            if room < 1 and not number:
+                raise PromptError(
+                    f"{self._where}: the first prompt has {self._branch_terms} tokens, and the model reads "
+                    f"{self._session and self._session.limit}; shorten it or raise model.max_length"
+                )
             if room < 1:
                 break
             turn = await self._draw(appended, room, number=number)
@@ -184,7 +177,7 @@ class _EpisodeRun:
             place = self._history.add(self._branch, appended, turn, model_s=self._model_s)
             self._branch_terms += len(appended) + len(turn.terms)
             began = time.perf_counter()
-            observation = await self._generator.observe(environment.step, turn.text, turn)
+            observation = await self._generator.answer(environment.step, turn.text, turn)
             cut = turn.finish_reason != "stop"  # without a stop token nothing can follow
             ends = observation.done or cut or number + 1 == section.max_turns
             self._history.answer(
@@ -227,6 +220,11 @@ class _EpisodeRun:
             return rollout
         *before, last = rollout.exchanges
         return replace(rollout, exchanges=(*before, replace(last, reward=unfinished)))
+
+
+def place_of(prompt: Prompt) -> str:
+    """Return the location of a prompt's row, for messages."""
+    return prompt.origin or f"prompt {prompt.sample_id}"
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:

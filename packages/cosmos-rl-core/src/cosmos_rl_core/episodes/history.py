@@ -108,9 +108,7 @@ class EpisodeHistory:
         """
         branches = [branch for branch in self._branches if branch.parts]
         columns = [_columns(branch) for branch in branches]
-        terms, mask, logprobs, versions, steps = (
-            np.concatenate(parts) if parts else _NOTHING for parts in zip(*columns, strict=True)
-        ) if columns else (_NOTHING,) * 5
+        mask, logprobs, versions, steps = _joined(columns)
         # The steps of an episode are in the order of its terms, those of branches one after another.
         order = list(dict.fromkeys(steps.tolist()))
         exchanges = tuple(self._exchanges[number] for number in order)
@@ -131,6 +129,13 @@ class EpisodeHistory:
             ),
             exchanges=exchanges,
         )
+
+
+def _joined(columns: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """Mask, log-probabilities, versions and turns of all branches."""
+    if not columns:
+        return (_NOTHING,) * 4
+    return tuple(np.concatenate(parts) for parts in list(zip(*columns, strict=True))[1:])
 
 
 def _columns(branch: _Branch) -> tuple[np.ndarray, ...]:

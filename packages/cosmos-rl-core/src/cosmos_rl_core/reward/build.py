@@ -1,4 +1,4 @@
-"""Builds rewards from their names and options, in a run and in worker processes."""
+"""Builds rewards from their names and options, in a run and in worker processes; other plug-ins with `build`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,20 @@ def _refusal(factory: Any, options: Mapping[str, Any], error: Exception, *, wher
     if isinstance(error, ValidationError):
         option_problems = problems(error, tables=known_tables(factory, at="options"), at="options")
         return f"{where}: {', and '.join(map(str, option_problems))}"
-    return f"{where} does not take options {dict(options)}: {error}"
+    return f"{where} does not take options {dict(options)}: {error}{_known_options(factory, options)}"
+
+
+def _known_options(factory: Any, options: Mapping[str, Any]) -> str:
+    """The options of a factory, for a message, if these do not fit its signature."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # of C
+        return ""
+    try:
+        signature.bind(**options)
+    except TypeError:
+        return f"; known options: {', '.join(signature.parameters) or 'none'}"
+    return ""
 
 
 def _of_domain(name: str, reward: str) -> Callable[..., Any]:

@@ -33,13 +33,13 @@ from cosmos_rl_core.types import ToolCall, Turn
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.spans import Template, encode_pieces
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View
+from cosmos_rl_llm.tools.calls import CallFormat, find_call_format
 
 _MARK = "Zq7xMark"
 """A turn of the model in a rendered chat: no template writes it."""
 _NEXT = "Vw3xNext"
 """A message after it."""
 _THOUGHT = re.compile(r"[<\[◁](think|thinking|thought|reasoning)[>\]▷]\s*\Z", re.IGNORECASE)
-_REASONING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +80,15 @@ class ChatContinuation:
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._tokenizer = chat.tokenizer
+        self._call_format = find_call_format(chat.tokenizer)
         self._closings: dict[tuple[str, bool], _Closing] = {}
         if not self._is_plain:
             self._prove()
 
     @property
-    def chat(self) -> Chat:
-        """Encodes and decodes."""
-        return self._chat
+    def call_format(self) -> CallFormat:
+        """How the model writes calls."""
+        return self._call_format
 
     @property
     def _is_plain(self) -> bool:
@@ -97,7 +98,9 @@ class ChatContinuation:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), where: str = ""
     ) -> ChatOpening:
         """Return the tokens of a chat with the opening of the model's turn. Raises PromptError and MediaError."""
-        row: dict[str, Any] = {"prompt": _joined(messages) if self._is_plain else list(messages)}
+        row: dict[str, Any] = {
+            "prompt": _joined(messages) if self._is_plain else self._call_format.for_template(messages)
+        }
         if not row["prompt"]:
             raise PromptError(
                 f"{where or 'an episode'}: it begins with no message; give the row a prompt, or let reset return one"
@@ -119,19 +122,15 @@ class ChatContinuation:
             raise PromptError("the environment answered nothing, and did not end the episode; nothing asks for a turn")
         stop = int(turn.terms[-1]) if len(turn.terms) and int(turn.terms[-1]) in self._chat.end_ids else None
         closing = self._closing(str(messages[0]["role"]), bool(turn.calls))
-        rest = self._after_mark([*self._dummy(turn), *messages]).removeprefix(closing.before)
+        rest = self._after_mark([*self._dummy(turn, messages), *messages]).removeprefix(closing.before)
         if stop is not None and (stop == closing.token or closing.token not in self._role_markers):
             rest = rest.removeprefix(closing.text)
         return np.array(encode_pieces(self._tokenizer, [_MARK, rest])[1], dtype=np.int32)
 
     def parse(self, turn: Turn, *, tools: Sequence[Mapping[str, Any]] = ()) -> Turn:
-        """Return the turn with its text and thoughts."""
-        text = self._chat.decode(turn.terms)
-        if "</think>" not in text:
-            return replace(turn, text=text)
-        thought = _REASONING.match(text)
-        assert thought is not None, "the text has the end of a thought"
-        return replace(turn, text=text[thought.end() :], reasoning=thought[1].strip())
+        """Return the turn with its text, thoughts and calls."""
+        parsed = self._call_format.parse(self._chat.decode_prompt(turn.terms), tools)
+        return replace(turn, text=parsed.text, reasoning=parsed.reasoning, calls=parsed.calls, problem=parsed.problem)
 
     def arrays(self, branches: Sequence[tuple[Opening, np.ndarray]]) -> Mapping[str, np.ndarray]:
         """Return `prompt_tokens` and `tokens`; of several branches those of the first, and the lengths of all."""
@@ -149,16 +148,19 @@ class ChatContinuation:
     # The template.
 
     def _render(self, messages: Sequence[Message]) -> str:
-        return Template(tokenizer=self._tokenizer, where="an episode").render(messages, opens=True)
+        shown = self._call_format.for_template(messages)
+        return Template(tokenizer=self._tokenizer, where="an episode").render(shown, opens=True)
 
-    def _dummy(self, turn: Turn | None) -> list[Message]:
+    def _dummy(self, turn: Turn | None, answers: Sequence[Message]) -> list[Message]:
         """A chat that ends with the marker as the model's turn; with the turn's calls, which tools' answers name."""
         asked: Message = {"role": "user", "content": "ask"}
         if turn is None or not turn.calls:
             return [asked, {"role": "assistant", "content": _MARK}]
+        ids = [str(answer.get("tool_call_id") or "") for answer in answers if answer["role"] == "tool"]
+        ids += [call.id for call in turn.calls[len(ids) :]]
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {"value": _MARK}}}
-            for call in turn.calls
+            {"id": own, "type": "function", "function": {"name": call.name, "arguments": {"value": _MARK}}}
+            for call, own in zip(turn.calls, ids)
         ]
         return [asked, {"role": "assistant", "content": "", "tool_calls": calls}]
 
@@ -177,7 +179,7 @@ class ChatContinuation:
             message: Message = {"role": role, "content": _NEXT}
             if role == "tool":
                 message = {**message, "name": _CALLING.calls[0].name, "tool_call_id": _CALLING.calls[0].id}
-            between = self._after_mark([*self._dummy(turn), message]).partition(_NEXT)[0]
+            between = self._after_mark([*self._dummy(turn, [message]), message]).partition(_NEXT)[0]
             self._closings[key] = self._closing_in(between)
         return self._closings[key]
 
@@ -232,7 +234,7 @@ class ChatContinuation:
                 calls=calls,
             )
             closing = self._closing(str(answer["role"]), bool(calls))
-            rest = self._after_mark([*self._dummy(turn), answer])
+            rest = self._after_mark([*self._dummy(turn, [answer]), answer])
             continued = rest.removeprefix(closing.before + closing.text)
         except PromptError as error:
             raise UserError(f"[environment]: {error.reason}; set data.chat_template to one that takes it") from error

@@ -27,7 +27,14 @@ from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.engines.prompts import Response, StopStrings
-from cosmos_rl_llm.engines.torch.cache import ContinuedLayout, DecodeLayout, KeptTerms, SlotCache, bytes_per_term, span_unit
+from cosmos_rl_llm.engines.torch.cache import (
+    ContinuedLayout,
+    DecodeLayout,
+    KeptTerms,
+    SlotCache,
+    bytes_per_term,
+    span_unit,
+)
 from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.output_head import OutputHead

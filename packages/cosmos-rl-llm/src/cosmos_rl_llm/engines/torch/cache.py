@@ -120,7 +120,9 @@ class SlotCache(Cache):
 
     def take(self, slot: int, *, length: int) -> KeptTerms:
         """Return a copy of the first `length` keys and values of a slot."""
-        layers = [pair and (pair[0][slot, :, :length].clone(), pair[1][slot, :, :length].clone()) for pair in self._stores]
+        layers = [
+            pair and (pair[0][slot, :, :length].clone(), pair[1][slot, :, :length].clone()) for pair in self._stores
+        ]
         return KeptTerms(layers, length)
 
     def put(self, slot: int, kept: KeptTerms) -> None:

@@ -1,7 +1,7 @@
 """Histories of the torch engine that grow by turns, and their keys and values while an environment answers.
 
-    turn 0   prompt -> decode                      keys and values of all but the last token are kept
-    turn 1   last token, appended tokens -> decode              in one pass that attends to them
+turn 0   prompt -> decode                      keys and values of all but the last token are kept
+turn 1   last token, appended tokens -> decode              in one pass that attends to them
 """
 
 from __future__ import annotations
