@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from cosmos_rl_core.episodes.agent_rollout import AgentRollout
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.processes import ChildProcess, OrphanGuard, environment, last_lines
 from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE
+from cosmos_rl_core.wire.tls import TLS_VARIABLE
 
 LINGER_S = 5.0
 """Maximum seconds that a program runs after it has ended its rollout."""
@@ -44,7 +47,8 @@ class AgentCommand:
             self._guard = OrphanGuard()
         with tempfile.TemporaryDirectory(prefix="cosmos-rl-agent-") as folder, tempfile.TemporaryFile() as log:
             variables = environment() | self._variables(rollout, base_url, Path(folder))
-            variables.pop(TOKEN_VARIABLE, None)
+            for secret in (TOKEN_VARIABLE, TLS_VARIABLE):
+                variables.pop(secret, None)
             try:
                 child = ChildProcess(self._words, environment=variables, output=log)
             except OSError as error:
@@ -85,7 +89,10 @@ class AgentCommand:
             path = folder / "row.json"
             path.write_text(row)
             of_row = {"COSMOS_RL_ROW_FILE": str(path)}
+        host = urlsplit(base_url).hostname or ""
+        direct = {name: ",".join(filter(None, [os.environ.get(name), host])) for name in ("no_proxy", "NO_PROXY")}
         return {
+            **direct,
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": rollout.key,
             "COSMOS_RL_ROLLOUT": rollout.id,
