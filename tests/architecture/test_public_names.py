@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "cosmos_rl_core": (
-        "Algorithm AlgorithmConfig Check Domain DomainBase ENGINE_CHECKS EngineRequest Episode Evaluated Generated "
-        "Instances LossTerm Microbatch ModelSetup Objective Options Policy PolicyBase PolicyOutputs Prompt PromptError "
+        "Algorithm AlgorithmConfig Check Domain DomainBase ENGINE_CHECKS EngineRequest Environment Episode Evaluated "
+        "Exchange Generated Instances LossTerm Microbatch ModelSetup Objective Observation Options Policy PolicyBase PolicyOutputs Prompt PromptError "
         "Recorder Request RewardFn Rollout RolloutEngine RolloutGroup RunConfig RunResult SampleError Sampling "
-        "SamplingSection Share TermBatch ThreadedEngine TrainBatch UserError WeightSpec WeightSync WorkerFailed "
+        "SamplingSection Share TermBatch ThreadedEngine ToolCall TrainBatch Turn UserError WeightSpec WeightSync WorkerFailed "
         "accumulate check_reward engine_options evaluate generate load_config run"
     ),
     "cosmos_rl_transfer": (
@@ -26,7 +26,7 @@ PUBLIC = {
     ),
     "cosmos_rl_llm": "Chat LLM LLMDomain write_sums write_tiny_model",
     "cosmos_rl_vla": (
-        "BatchSimulator DemoWriter Demonstration Manner Observation SimSpec Simulator SimulatorError SimulatorLimits "
+        "BatchSimulator DemoWriter Demonstration Manner SimObservation SimSpec Simulator SimulatorError SimulatorLimits "
         "SimulatorPool Stepped VLA VLADomain Worded record"
     ),
     "cosmos_rl_wfm": (

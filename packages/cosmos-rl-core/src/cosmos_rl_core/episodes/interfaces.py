@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment answers."""
+    """The answer of an environment."""
 
     messages: str | Sequence[Message] = ()
     """Appended to the history; a text is one message of the user."""

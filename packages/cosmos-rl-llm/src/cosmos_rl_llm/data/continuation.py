@@ -52,7 +52,7 @@ class ChatOpening(Opening):
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """How a template ends a turn of the model before a message of some role."""
+    """The end of a turn of the model, as a template writes it before a message of some role."""
 
     before: str = ""
     """Rest of the turn after the marker, such as the end of a call."""
@@ -88,7 +88,7 @@ class ChatContinuation:
 
     @property
     def call_format(self) -> CallFormat:
-        """How the model writes calls."""
+        """The format in which the model writes calls."""
         return self._call_format
 
     @property
@@ -173,7 +173,7 @@ class ChatContinuation:
         return text[place + len(_MARK) :]
 
     def _closing(self, turn: Turn | None, answers: Sequence[Message]) -> _Closing:
-        """How the template ends a turn before these messages: what it writes between the marker and the first."""
+        """The end of a turn before these messages: what the template writes between the marker and the first."""
         first, *others = answers
         chat = [*self._dummy(turn, answers), {**first, "content": _NEXT}, *others]
         return self._closing_in(self._after_mark(chat).partition(_NEXT)[0])

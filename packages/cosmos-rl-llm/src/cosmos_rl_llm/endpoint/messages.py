@@ -250,9 +250,7 @@ def _text(content: str | list[Part] | None, number: int) -> str:
         return content or ""
     for part in content:
         if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise bad(
-                f"messages[{number}] has a part of type {part.type!r}; only text is read", "unsupported_part"
-            )
+            raise bad(f"messages[{number}] has a part of type {part.type!r}; only text is read", "unsupported_part")
     return "".join(part.text or part.refusal for part in content)
 
 
