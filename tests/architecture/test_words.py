@@ -31,6 +31,7 @@ def forbidden_words(path: Path) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
         if '"anchor": "data_regularization"' in line:  # a key of an earlier version, which an error names
             continue
+        line = line.replace('"start_anchor_pattern"', "")  # a key of transformers
         for found in FORBIDDEN.finditer(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", line)):
             yield f"{path.relative_to(ROOT)}:{number}: {found[0]}"
 

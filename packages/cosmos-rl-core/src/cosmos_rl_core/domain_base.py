@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.algorithms.config import TeacherSection
+    from cosmos_rl_core.episodes.agents import AgentGenerator
+    from cosmos_rl_core.episodes.interfaces import Continuation
     from cosmos_rl_core.interfaces import Recorder, RewardFn, Teacher
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.plan.estimate import MemoryEstimate
@@ -163,6 +165,22 @@ class DomainBase(Domain):
         from cosmos_rl_core.observe.gallery import Gallery
 
         return Gallery(directory, groups_per_step=groups, every_steps=every, name=name)
+
+    def build_continuation(self, model: Any, *, data: Any) -> Continuation:
+        """Return what turns the messages of [environment] into terms, in a rollout replica and in checks.
+
+        Raises UserError for a domain without episodes of turns, and for a model that cannot continue a history.
+        """
+        raise UserError(f"[environment]: the {self.name} domain has no episodes of turns; remove the section")
+
+    def build_endpoint(
+        self, model: Any, agents: AgentGenerator, *, token: str, log: Callable[[str], None]
+    ) -> Callable[..., Any]:
+        """Return the ASGI app by which agents ask the model, over the continuation of `build_continuation`.
+
+        token: of requests for rows. Raises UserError without the packages that it needs.
+        """
+        raise UserError(f"[agent]: the {self.name} domain has no endpoint; remove the section")
 
     # -- engines, whose `options` are [rollout.options]
 

@@ -29,6 +29,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Sampling
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, LLMTorchOptions
 from cosmos_rl_llm.data.chat import Chat, find_end_ids, set_chat_template
+from cosmos_rl_llm.data.continuation import ChatContinuation
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, no_pictures
@@ -168,6 +169,11 @@ def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: Vl
     phase("starting vLLM")
     llm = start(source, options=options, dtype=model.dtype, max_length=chat.max_length, pictures=pictures)
     return VllmEngine(llm, chat, recompute_kv=options.recompute_kv)
+
+
+def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:
+    """Load the tokenizer, and prove that its chat template can be continued turn by turn."""
+    return ChatContinuation(load_chat(checkpoint_of(model), data, max_length=model.max_length))
 
 
 def load_chat(source: str, data: LLMDataConfig, *, max_length: int | None) -> Chat:

@@ -114,7 +114,8 @@ class LLMDataConfig(Strict):
     subset: str | None = None
     """The configuration name of a datasets id, such as "main" for openai/gsm8k."""
     prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages {"role": ..., "content": ...}."""
+    """Column with the prompt: a string, or a list of chat messages {"role": ..., "content": ...}. "": rows have none,
+    and the environment of [environment] begins each episode."""
     prompt_template: str | None = None
     """Builds the prompt from columns instead: "{question}\\nGive the final number after ####."."""
     system_prompt: str | None = None
@@ -219,6 +220,9 @@ class LLMTorchOptions(Strict):
     """Maximum number of concurrent sequences; others wait for a free slot."""
     cache_bytes: int = Field(default=4 * 1024**3, ge=1)
     """Maximum memory for the keys and values of running sequences."""
+    episode_cache_bytes: int = Field(default=4 * 1024**3, ge=0)
+    """Maximum memory for the keys and values of episodes that wait for their environment. Beyond it those that have
+    waited longest are dropped, and computed again for the next turn."""
     record_routes: bool = False
     """Record the experts of each token, and replay them in training (mixtures of experts only)."""
     batch_invariant: bool = False

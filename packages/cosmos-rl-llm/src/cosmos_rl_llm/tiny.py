@@ -13,7 +13,7 @@ from pathlib import Path
 from cosmos_rl_core.imports import quiet_torchao
 
 CHARACTERS = "0123456789+="
-"""The tokenizer's characters, one token each, in addition to <pad>, <eos> and <unk>."""
+"""The tokenizer's characters unless others are named, one token each, in addition to <pad>, <eos> and <unk>."""
 
 
 def write_sums(directory: str | Path, *, below: int = 100, held_out: int = 200, seed: int = 0) -> tuple[Path, Path]:
@@ -35,6 +35,7 @@ def write_sums(directory: str | Path, *, below: int = 100, held_out: int = 200, 
 def write_tiny_model(
     directory: str | Path,
     *,
+    characters: str = CHARACTERS,
     num_layers: int = 4,
     hidden_size: int = 128,
     initializer_range: float = 0.02,
@@ -51,9 +52,9 @@ def write_tiny_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # there is only one shard
-    write_tokenizer(directory)
+    write_tokenizer(directory, characters)
     config = Qwen3Config(
-        vocab_size=3 + len(CHARACTERS),
+        vocab_size=3 + len(characters),
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
@@ -71,12 +72,12 @@ def write_tiny_model(
     return Path(directory)
 
 
-def write_tokenizer(directory: str | Path) -> None:
+def write_tokenizer(directory: str | Path, characters: str = CHARACTERS) -> None:
     """Write a tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -21,7 +21,7 @@ from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError, closest
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
-from cosmos_rl_core.recipe.sections import AUTO
+from cosmos_rl_core.recipe.sections import AUTO, RewardFunctionSection
 from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import (
     AnyModel,
@@ -437,12 +437,19 @@ def _value_at(raw: Mapping[str, Any], at: str) -> Any:
 
 
 def _with_parts(config: RunConfig, parts: Mapping[str, BaseModel]) -> RunConfig:
-    """Insert the sections that the domain validated. Rows that are held out have the keys of [data]."""
+    """Insert the sections that the domain validated. Rows that are held out have the keys of [data].
+
+    Without rewards of the recipe's own those of its [environment] or [agent] are trained on.
+    """
+    reward = config.reward
+    if config.has_episodes and not reward.functions and not config.is_sft:
+        reward = reward.model_copy(update={"functions": (RewardFunctionSection(name="environment"),)})
     evaluated = parts.get("eval.data") or (None if config.eval.held_out is None else parts.get("data"))
     return config.model_copy(
         update={
             "model": parts.get("model"),
             "data": parts.get("data"),
+            "reward": reward,
             "eval": config.eval.model_copy(update={"data": evaluated, "loss_data": parts.get("eval.loss_data")}),
             "data_regularization": config.data_regularization.model_copy(
                 update={"data": parts.get("data_regularization.data")}

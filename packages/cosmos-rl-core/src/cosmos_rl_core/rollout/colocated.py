@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from cosmos_rl_core.episodes.interfaces import HoldsSessions, Opening, Session
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpu_time import RolloutGpuTime
 from cosmos_rl_core.interfaces import Sleeps
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.types import Prompt, Rollout
+from cosmos_rl_core.types import Prompt, Rollout, Sampling, Turn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +63,12 @@ class ColocatedEngine:
     ) -> tuple[str, list[Rollout]]:
         async with self._awake():
             return await self._engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+
+    def open(self, opening: Opening) -> _AwakeSession:
+        """Begin a history (`episodes.interfaces.HoldsSessions`): the engine is awake while it draws a turn."""
+        if not isinstance(self._engine, HoldsSessions):
+            raise UserError("[environment]: this engine has no sessions for episodes of turns")
+        return _AwakeSession(self._engine.open(opening), self._awake)
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         async with self._awake():
@@ -115,3 +125,18 @@ class ColocatedEngine:
                 self._is_awake.set()
         finally:
             self._waking = None
+
+
+class _AwakeSession:
+    """A session of an engine that may sleep between two turns, and forget keys and values."""
+
+    def __init__(self, session: Session, awake: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        self._session, self._awake = session, awake
+        self.limit = session.limit
+
+    async def extend(self, terms: np.ndarray, *, sampling: Sampling, seed: int) -> Turn:
+        async with self._awake():
+            return await self._session.extend(terms, sampling=sampling, seed=seed)
+
+    def close(self) -> None:
+        self._session.close()

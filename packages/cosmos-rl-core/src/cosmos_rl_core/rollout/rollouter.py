@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,14 @@ FILTERED = "filtered:zero_variance"
 """Reason of a group that was left out for equal rewards; reasons with "filtered:" are not counted as failures."""
 COMPARED = 4
 """Rollouts of the long prompt: several, since one may end at once."""
+
+
+class Generates(Protocol):
+    """What generates the rollouts of a prompt: an engine, or episodes over one."""
+
+    async def generate(
+        self, prompt: Prompt, *, num_samples: int, sampling: Any, seed: int
+    ) -> tuple[str, list[Rollout]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +59,18 @@ class Rollouter:
         rubric: Rubric,
         rules: GroupRules,
         requests: Requests,
+        episodes: Generates | None = None,
         recorders: tuple[Recorder | None, Recorder | None] = (None, None),
         timeline: Timeline | None = None,
         show: Callable[[RolloutGroup], RolloutGroup] = lambda group: group,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """recorders: of training and of evaluation samples. show: adds the prompt's media. log: receives the reason if
-        no rollouts can be compared.
+        """episodes: generates the rollouts in place of the engine. recorders: of training and of evaluation samples.
+        show: adds the prompt's media. log: receives the reason if no rollouts can be compared.
         """
         self.engine = engine
+        self.source: Generates = episodes or engine
+        """Generates the rollouts."""
         self._rubric = rubric
         self._rules = rules
         self._requests = requests
@@ -122,7 +133,7 @@ class Rollouter:
     async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Any, stream: int) -> RolloutGroup:
         seed = request_seed(self._requests.seed, stream=stream, sample_id=prompt.sample_id)
         with self._timeline.span("generate", sample=prompt.sample_id):
-            text, rollouts = await self.engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+            text, rollouts = await self.source.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
         with self._timeline.span("score", sample=prompt.sample_id):
             group = self._show(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
             return await self._rubric.score(group)

@@ -255,6 +255,8 @@ def _prompt(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str
     """A string for plain text, otherwise messages with the system prompt in front."""
     if config.prompt_template is not None:
         key, value = "data.prompt_template", _fill(config.prompt_template, row, where=where)
+    elif not config.prompt_column:
+        return "" if config.chat_template == PLAIN_TEXT else _with_system_prompt([], config)
     else:
         key = "data.prompt_column"
         value = _column(row, config.prompt_column, where=where, key=key)
@@ -285,7 +287,7 @@ def _chat(row: Mapping[str, Any], *, where: str, config: LLMDataConfig, column: 
 
 
 def _with_system_prompt(messages: list[dict[str, Any]], config: LLMDataConfig) -> list[dict[str, Any]]:
-    if config.system_prompt is None or messages[0]["role"] == "system":
+    if config.system_prompt is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": config.system_prompt}, *messages]
 

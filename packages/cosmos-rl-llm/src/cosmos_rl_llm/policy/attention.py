@@ -94,6 +94,21 @@ def two_way_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scorin
     return _plain_attention(query, key, value, scoring, seen)
 
 
+def continued_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """query [B, heads, n, D], key [B, kv_heads, m, D], value [B, kv_heads, m, D'] -> [B, heads, n, D'].
+
+    The queries are the last n of m tokens. Each attends to itself and the tokens before it that the window leaves.
+    """
+    new, total = query.shape[2], key.shape[2]
+    # Query i is token total - new + i: the diagonal of the mask is moved to the right by the earlier tokens.
+    seen = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
+    if scoring.window is not None:
+        seen = seen.triu(total - new + 1 - scoring.window)
+    if scoring.softcap is None and scoring.sinks is None:
+        return _fused_attention(query, key, value, seen, scoring.scale)
+    return _plain_attention(query, key, value, scoring, seen)
+
+
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, *, causal: bool = True
 ) -> Tensor:

@@ -51,6 +51,8 @@ def reward_problems(
 
     functions: by label, in place of those that the recipe names.
     """
+    if config.has_episodes:
+        rows = ()  # of an episode's turns there is no specimen
     group = None
     if rows and (specimen := domain.specimen(config, rows[0], origin=f"{origin}:1")) is not None:
         group = with_prompt_media(config, domain, specimen)

@@ -27,7 +27,14 @@ from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.engines.prompts import Response, StopStrings
-from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, bytes_per_term, span_unit
+from cosmos_rl_llm.engines.torch.cache import (
+    ContinuedLayout,
+    DecodeLayout,
+    KeptTerms,
+    SlotCache,
+    bytes_per_term,
+    span_unit,
+)
 from cosmos_rl_llm.engines.torch.sampling import Sampler, penalise, uniforms
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View, VisionFamily, positions_of
 from cosmos_rl_llm.model.output_head import OutputHead
@@ -51,8 +58,17 @@ class GenerationRequest(EngineRequest):
     view: View = EMPTY_VIEW
     """Pictures and videos of the prompt."""
     stops: StopStrings | None = None
+    keeps: bool = False
+    """Whether keys and values are kept for a continuation. For one sample alone."""
+    kept: KeptTerms | None = None
+    """Those of the prompt's first tokens, from an earlier request; at the end those of this one, if it keeps them."""
     sequences: list[RunningSequence] = field(default_factory=list)
     """Its sequences in order of sample number, once admitted."""
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of the prompt whose keys and values are known."""
+        return 0 if self.kept is None else self.kept.length
 
     @property
     def num_terms(self) -> int:
@@ -137,7 +153,10 @@ class RunningBatch:
         return rows <= self.samples_at_a_time(max(request.num_terms for request in running))
 
     def admit(self, requests: Sequence[GenerationRequest], *, version: int) -> list[GenerationRequest]:
-        """Prefill the prompts in one pass, sample each sequence's first term, and return finished requests."""
+        """Prefill the prompts in one pass, sample each sequence's first term, and return finished requests.
+
+        Of prompts whose first tokens are known only the others are computed: either all requests have such, or none.
+        """
         first = len(self.sequences)
         for request in requests:
             self._add(request)
@@ -145,9 +164,10 @@ class RunningBatch:
             slots=max(len(self.sequences), self._min_rows),
             capacity=self._whole_spans(max(sequence.request.num_terms for sequence in self.sequences)),
         )
-        lengths = [len(request.prompt_tokens) for request in requests]
+        lengths = [len(request.prompt_tokens) - request.num_kept for request in requests]
         self._begin_prefill(requests, lengths, first)
-        hidden = self._prefill(requests, lengths)
+        continues = requests[0].kept is not None
+        hidden = self._continue(requests, lengths, first) if continues else self._prefill(requests, lengths)
         self._note_routes(lengths, [request.sequences for request in requests])
         new = slice(first, len(self.sequences))
         owner = np.arange(len(requests)).repeat([request.num_samples for request in requests])
@@ -202,9 +222,28 @@ class RunningBatch:
         for request, length in zip(requests, lengths):
             source.append(np.tile(np.arange(start, start + length), request.num_samples))
             slots.append(np.repeat(np.arange(slot, slot + request.num_samples), length))
-            places.append(np.tile(np.arange(length), request.num_samples))
+            places.append(np.tile(np.arange(length) + request.num_kept, request.num_samples))
             start, slot = start + length, slot + request.num_samples
-        self._cache.begin_prefill(*self._sent(*(np.concatenate(column) for column in columns)))
+        begin = self._cache.begin_prefill if requests[0].kept is None else self._cache.begin_continuation
+        begin(*self._sent(*(np.concatenate(column) for column in columns)))
+
+    def _continue(self, requests: Sequence[GenerationRequest], lengths: Sequence[int], slot: int) -> Tensor:
+        """Last hidden states [1, L, hidden] of the requests' tokens whose keys and values are not known."""
+        kept = [request.kept for request in requests if request.kept is not None]
+        for number, terms in enumerate(kept):
+            self._cache.put(slot + number, terms)
+        layout = ContinuedLayout(
+            slots=tuple(range(slot, slot + len(kept))),
+            starts=tuple(terms.length for terms in kept),
+            lengths=tuple(lengths),
+        )
+        totals = [len(request.prompt_tokens) for request in requests]
+        new = np.concatenate([np.arange(total) >= total - length for total, length in zip(totals, lengths)])
+        tokens = np.concatenate([request.prompt_tokens for request in requests])[new].astype(np.int64)
+        positions = positions_of([request.view for request in requests], totals)[..., new]
+        row = torch.from_numpy(tokens)[None], torch.from_numpy(positions)[..., None, :]
+        tokens_sent, positions_sent = to_device(row, self._model.device)
+        return self._forward(tokens_sent, positions_sent, layout, lengths=np.repeat(totals, lengths)[None])
 
     def _prefill(self, requests: Sequence[GenerationRequest], lengths: Sequence[int]) -> Tensor:
         """Last hidden states [1, L, hidden] of the requests' prompts."""
@@ -277,11 +316,15 @@ class RunningBatch:
         self._token[rows] = tokens
         self._place[rows] += 1
         self._term[rows] += 1
-        for sequence, token, logprob in zip(self.sequences[rows], self._token[rows].tolist(), logprobs.tolist()):
+        numbered = enumerate(self.sequences[rows], start=rows.start)
+        for (row, sequence), token, logprob in zip(numbered, self._token[rows].tolist(), logprobs.tolist()):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
             sequence.finish_reason = self._finish_reason(sequence, token)
+            if sequence.finish_reason is not None and sequence.request.keeps:
+                # The last term was not an input yet: its keys and values come with the continuation.
+                sequence.request.kept = self._cache.take(row, length=int(self._place[row]))
         ended = dict.fromkeys(s.request for s in self.sequences[rows] if s.finish_reason is not None)
         self._compact()
         return [request for request in ended if request.finished]

@@ -2,6 +2,7 @@
 
     keys[layer]   [slots, kv_heads, capacity, head_dim]      values alike
     prefill       a packed row of prompts; each prompt's rows are copied to the slots of all its samples
+    continuation  a packed row of new tokens, which attend to the slot's earlier ones too
     decode step   row i writes at (i, place[i]) and attends to (i, 0 .. place[i])
 
 The last slot in use replaces a finished sequence, so a step computes only running ones. Slots and capacity grow by
@@ -18,13 +19,26 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from cosmos_rl_llm.policy.attention import Scoring
+from cosmos_rl_llm.policy.attention import Scoring, continued_attention
 from cosmos_rl_llm.policy.packing import SequenceLayout
 
 _VECTORS = 32
 """Positions that fill whole vectors of any CPU."""
 _FEWEST_PRODUCTS = 400
 """Below this torch multiplies batches of matrices on the CPU in its own loop (`bmm_out_or_baddbmm_`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTerms:
+    """Keys and values of a sequence outside of the slots."""
+
+    layers: list[tuple[Tensor, Tensor] | None]
+    """[kv_heads, length, head_dim] each; None for a layer that caches none."""
+    length: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(states.nbytes for pair in self.layers for states in pair or ())
 
 
 class SlotCache(Cache):
@@ -38,6 +52,7 @@ class SlotCache(Cache):
         self.capacity = 0
         self._stores: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         self._source: Tensor | None = None
+        self._continues = False
         self._slot = self._place = torch.empty(0, dtype=torch.int64)
         self._span = 0
         self._targets: dict[int, Tensor] = {}
@@ -61,11 +76,17 @@ class SlotCache(Cache):
 
     def begin_prefill(self, source: Tensor, slot: Tensor, place: Tensor) -> None:
         """Copy packed rows `source` [m] of the next pass to (`slot` [m], `place` [m])."""
-        self._source, self._slot, self._place = source, slot, place
+        self._source, self._slot, self._place, self._continues = source, slot, place, False
         self._targets.clear()
+
+    def begin_continuation(self, source: Tensor, slot: Tensor, place: Tensor) -> None:
+        """As `begin_prefill`, for rows that attend to their slots, which have the keys and values of earlier tokens."""
+        self.begin_prefill(source, slot, place)
+        self._continues = True
 
     def begin_decode(self, place: Tensor, *, span: int) -> None:
         """Row i of the next pass is written to slot i at position `place` [n]; `span` positions are read."""
+        self._continues = False
         self._source, self._slot, self._place = None, torch.arange(len(place), device=place.device), place
         self._span = span
         self._targets.clear()
@@ -80,6 +101,8 @@ class SlotCache(Cache):
             self._stores[layer_idx] = stores
         for store, states in zip(stores, (key_states, value_states)):
             self._write(store, states)
+        if self._continues:
+            return stores
         if self._source is not None:  # a prefill attends to its own packed row, not to the slots
             return key_states, value_states
         rows = key_states.shape[0]
@@ -94,6 +117,23 @@ class SlotCache(Cache):
         for pair in self._stores:
             for store in pair or ():
                 store[target] = store[source]
+
+    def take(self, slot: int, *, length: int) -> KeptTerms:
+        """Return a copy of the first `length` keys and values of a slot."""
+        layers = [
+            pair and (pair[0][slot, :, :length].clone(), pair[1][slot, :, :length].clone()) for pair in self._stores
+        ]
+        return KeptTerms(layers, length)
+
+    def put(self, slot: int, kept: KeptTerms) -> None:
+        """Copy keys and values to the beginning of a slot."""
+        for layer, pair in enumerate(kept.layers):
+            if pair is None:
+                continue
+            stores = self._stores[layer] or (self._empty(pair[0][None]), self._empty(pair[1][None]))
+            self._stores[layer] = stores  # new ones, if the memory was freed since
+            for store, states in zip(stores, pair):
+                store[slot, :, : kept.length] = states
 
     def _write(self, store: Tensor, states: Tensor) -> None:
         # A prompt's rows go to the slots of all its samples: `_source` repeats them once for each.
@@ -120,6 +160,26 @@ class SlotCache(Cache):
         new = self._empty(old)
         new[: old.shape[0], :, : old.shape[2]] = old[: self.slots, :, : self.capacity]
         return new
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuedLayout(SequenceLayout):
+    """New tokens of several sequences in one row; each attends to the earlier ones of its slot up to itself."""
+
+    slots: tuple[int, ...]
+    starts: tuple[int, ...]
+    """Positions of each sequence's first new token in its slot."""
+    lengths: tuple[int, ...]
+    """New tokens of each."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        # Few sequences are continued in one pass, each by more than a token: a call for each of them.
+        outputs, begin = [], 0
+        for slot, start, length in zip(self.slots, self.starts, self.lengths, strict=True):
+            keys, values = (store[slot : slot + 1, :, : start + length] for store in (key, value))
+            outputs.append(continued_attention(query[:, :, begin : begin + length], keys, values, scoring))
+            begin += length
+        return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cosmos_rl_core.episodes.interfaces import Opening
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.device import exact_products
 from cosmos_rl_core.parallel.offload.swap import Swap, tensors_of
@@ -22,7 +23,8 @@ from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.engines.prompts import StopStrings, check_length, encode, name_of
-from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch
+from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch, RunningSequence
+from cosmos_rl_llm.engines.torch.session import History, TorchSession, WaitingTerms
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights, trained_weights
 from cosmos_rl_llm.model.rope import original_length
 from cosmos_rl_llm.policy.experts import is_experts
@@ -117,6 +119,8 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         self._one_prompt_a_pass = options.batch_invariant
         vision = None if chat.vision is None else chat.vision.family
         self._batch = RunningBatch(model, options, stop_ids=chat.end_ids, vision=vision)
+        self._waiting_terms = WaitingTerms(0 if options.batch_invariant else options.episode_cache_bytes)
+        self._records_routes = options.record_routes
 
     @property
     def progress(self) -> int:
@@ -161,6 +165,46 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         finished = [sequence for request in requests for sequence in request.sequences]
         return self._chat.decode_prompt(tokens.tolist()), [sequence.rollout() for sequence in finished]
 
+    def open(self, opening: Opening) -> TorchSession:
+        """Begin a history that grows by turns, whose keys and values are kept between them (`episodes.interfaces`).
+
+        With `options.batch_invariant` they are computed again for each turn: keys and values of a prompt that is read
+        at once differ in the last bits from those of tokens that were decoded one by one, and which of them are still
+        there would depend on the other episodes.
+        """
+        if self._records_routes:
+            raise UserError("rollout.options.record_routes: the experts of episodes are not recorded; set it to false")
+        return TorchSession(self, opening)
+
+    async def draw(self, history: History, *, sampling: Sampling, seed: int) -> RunningSequence:
+        """Sample one sequence after a history, and keep its keys and values for the next. Raises PromptError."""
+        prompt = Prompt(sample_id=0, row={}, origin="an episode")
+        self._samples_at_a_time(prompt, history.tokens, sampling)
+        request = GenerationRequest(
+            prompt_tokens=history.tokens,
+            num_samples=1,
+            first_sample=0,
+            sampling=sampling,
+            seed=seed,
+            view=history.view,
+            stops=StopStrings(self._chat, sampling.stop),
+            keeps=self._waiting_terms.limit > 0,
+            kept=self._waiting_terms.take(history),
+        )
+        await self._ask(request)
+        if request.kept is not None:
+            self._waiting_terms.put(history, request.kept)
+        return request.sequences[0]
+
+    def forget(self, history: History) -> None:
+        """Free the keys and values of a history."""
+        self._waiting_terms.take(history)
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum tokens of a history."""
+        return self._max_length
+
     def _samples_at_a_time(self, prompt: Prompt, tokens: np.ndarray, sampling: Sampling) -> int:
         """Number of concurrent samples of a prompt. Raises PromptError if not even one fits."""
         where, length, most = name_of(prompt), len(tokens), sampling.max_terms
@@ -188,6 +232,7 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
 
     def _sleep(self) -> None:
         self._batch.free()
+        self._waiting_terms.free()
         self._swap.out()
 
     def _is_busy(self) -> bool:
@@ -208,8 +253,9 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         chosen: list[GenerationRequest] = []
         prefill = 0
         while self._waiting and self._batch.fits([*chosen, self._waiting[0]]):
-            prefill += len(self._waiting[0].prompt_tokens)
-            if chosen and (self._one_prompt_a_pass or prefill > PREFILL_TERMS):
+            prefill += len(self._waiting[0].prompt_tokens) - self._waiting[0].num_kept
+            unlike = bool(chosen) and (chosen[0].kept is None) != (self._waiting[0].kept is None)
+            if chosen and (self._one_prompt_a_pass or prefill > PREFILL_TERMS or unlike):
                 break
             chosen.append(self._waiting.popleft())
         if chosen:
