@@ -69,6 +69,8 @@ _CALLING = Turn(
     calls=(ToolCall(name="add", arguments={"value": _MARK}, id="call12345"),),
 )
 """A turn with a call, by which templates are tried. Mistral's take ids of nine letters or digits alone."""
+_ANSWERS = {"name": _CALLING.calls[0].name, "tool_call_id": _CALLING.calls[0].id}
+"""Keys of a tool's answer to it."""
 
 
 class ChatContinuation:
@@ -81,7 +83,6 @@ class ChatContinuation:
         self._chat = chat
         self._tokenizer = chat.tokenizer
         self._call_format = find_call_format(chat.tokenizer)
-        self._closings: dict[tuple[str, bool], _Closing] = {}
         if not self._is_plain:
             self._prove()
 
@@ -121,7 +122,7 @@ class ChatContinuation:
         if not messages:
             raise PromptError("the environment answered nothing, and did not end the episode; nothing asks for a turn")
         stop = int(turn.terms[-1]) if len(turn.terms) and int(turn.terms[-1]) in self._chat.end_ids else None
-        closing = self._closing(str(messages[0]["role"]), bool(turn.calls))
+        closing = self._closing(turn, messages)
         rest = self._after_mark([*self._dummy(turn, messages), *messages]).removeprefix(closing.before)
         if stop is not None and (stop == closing.token or closing.token not in self._role_markers):
             rest = rest.removeprefix(closing.text)
@@ -171,17 +172,11 @@ class ChatContinuation:
             raise PromptError("the chat template does not write what the assistant said")
         return text[place + len(_MARK) :]
 
-    def _closing(self, role: str, calls: bool) -> _Closing:
-        """How the model's turn ends before a message of `role`. calls: of a turn with calls."""
-        key = role, calls
-        if key not in self._closings:
-            turn = _CALLING if calls else None
-            message: Message = {"role": role, "content": _NEXT}
-            if role == "tool":
-                message = {**message, "name": _CALLING.calls[0].name, "tool_call_id": _CALLING.calls[0].id}
-            between = self._after_mark([*self._dummy(turn, [message]), message]).partition(_NEXT)[0]
-            self._closings[key] = self._closing_in(between)
-        return self._closings[key]
+    def _closing(self, turn: Turn | None, answers: Sequence[Message]) -> _Closing:
+        """How the template ends a turn before these messages: what it writes between the marker and the first."""
+        first, *others = answers
+        chat = [*self._dummy(turn, answers), {**first, "content": _NEXT}, *others]
+        return self._closing_in(self._after_mark(chat).partition(_NEXT)[0])
 
     def _closing_in(self, between: str) -> _Closing:
         tokens = encode_pieces(self._tokenizer, [_MARK, between])[1]
@@ -201,7 +196,7 @@ class ChatContinuation:
         tokens = set()
         for role in ("user", "tool"):
             try:
-                tokens.add(self._closing(role, False).token)
+                tokens.add(self._closing(None, [{"role": role, "content": "", **_ANSWERS}]).token)
             except PromptError:  # a template without tools
                 continue
         return frozenset(token for token in tokens if token is not None) if len(tokens) > 1 else frozenset()
@@ -216,9 +211,10 @@ class ChatContinuation:
         self._prove_chat([first, said, second])
         self._prove_chat([first, said, second, {**said, "content": "Three."}, third])
         if "tools" in str(self._tokenizer.chat_template):
-            function = {"name": _CALLING.calls[0].name, "arguments": dict(_CALLING.calls[0].arguments)}
-            call = {"id": _CALLING.calls[0].id, "type": "function", "function": function}
-            answer = {"role": "tool", "content": "2", "name": function["name"], "tool_call_id": call["id"]}
+            called = _CALLING.calls[0]
+            function = {"name": called.name, "arguments": dict(called.arguments)}
+            call = {"id": called.id, "type": "function", "function": function}
+            answer = {"role": "tool", "content": "2", **_ANSWERS}
             self._prove_chat([first, {"role": "assistant", "content": "", "tool_calls": [call]}, answer])
 
     def _prove_chat(self, messages: Sequence[Message]) -> None:
@@ -233,7 +229,7 @@ class ChatContinuation:
                 finish_reason="stop",
                 calls=calls,
             )
-            closing = self._closing(str(answer["role"]), bool(calls))
+            closing = self._closing(turn, [answer])
             rest = self._after_mark([*self._dummy(turn, [answer]), answer])
             continued = rest.removeprefix(closing.before + closing.text)
         except PromptError as error:
