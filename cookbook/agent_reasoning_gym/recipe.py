@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path("runs/agent_reasoning_gym"))
     parser.add_argument(
-        "--python", type=Path, help="an interpreter with reasoning-gym; by default one is made in --dir"
+        "--python", type=Path, help="one with reasoning-gym; by default it is made in --dir"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
