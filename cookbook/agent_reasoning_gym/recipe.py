@@ -37,9 +37,7 @@ def interpreter(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path("runs/agent_reasoning_gym"))
-    parser.add_argument(
-        "--python", type=Path, help="one with reasoning-gym; by default it is made in --dir"
-    )
+    parser.add_argument("--python", type=Path, help="one with reasoning-gym; by default it is made in --dir")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_args()
@@ -66,7 +64,7 @@ def main() -> None:
     assert warm.checkpoint is not None
     overrides = [f"run.output_dir={directory / 'run'}", f"model.path={warm.checkpoint / 'policy'}"]
     overrides += [f"run.seed={arguments.seed}", f"environment.python={python}", *arguments.overrides]
-    run(HERE / "run.toml", overrides, overwrite=True)
+    run(HERE / "run.toml", overrides, overwrite=True, python_path=[str(HERE)])  # the folder of questions.py
     print(f"\nlook at the episodes in a browser:  .venv/bin/cosmos-rl dashboard {directory / 'run'}")
 
 
