@@ -13,11 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "cosmos_rl_core": (
-        "Algorithm AlgorithmConfig Check Domain DomainBase ENGINE_CHECKS EngineRequest Environment Episode Evaluated "
-        "Exchange Generated Instances LossTerm Microbatch ModelSetup Objective Observation Options Policy PolicyBase PolicyOutputs Prompt PromptError "
-        "Recorder Request RewardFn Rollout RolloutEngine RolloutGroup RunConfig RunResult SampleError Sampling "
-        "SamplingSection Share TermBatch ThreadedEngine ToolCall TrainBatch Turn UserError WeightSpec WeightSync WorkerFailed "
-        "accumulate check_reward engine_options evaluate generate load_config run"
+        "Algorithm AlgorithmConfig Check Domain DomainBase ENGINE_CHECKS ENVIRONMENT_CHECKS EngineRequest Environment "
+        "Episode Evaluated Exchange Generated Instances LossTerm Microbatch ModelSetup Objective Observation Options "
+        "Policy PolicyBase PolicyOutputs Prompt PromptError Recorder Request RewardFn Rollout RolloutEngine "
+        "RolloutGroup RunConfig RunResult SampleError Sampling SamplingSection Share TermBatch ThreadedEngine ToolCall "
+        "TrainBatch Turn UserError WeightSpec WeightSync WorkerFailed accumulate check_environment check_reward "
+        "engine_options evaluate generate load_config run"
     ),
     "cosmos_rl_transfer": (
         "AuthenticationError Box LayoutError Manifest PeerLost Publisher ReplicaMember ReplicaSubscriber "
