@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.types import Prompt, Rollout, Sampling
+from cosmos_rl_core.types import Prompt, Rollout, Sampling, Turn
 from cosmos_rl_llm.data.chat import Chat, Encoded
+from cosmos_rl_llm.data.continuation import ChatOpening
 from cosmos_rl_llm.engines.prompts import Response, StopStrings, check_length, encode, name_of
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
-from cosmos_rl_llm.engines.vllm.session import VllmSession
+from cosmos_rl_llm.media.item import EMPTY_VIEW
 from cosmos_rl_llm.model.output_head import NEVER
 
 if TYPE_CHECKING:
@@ -348,6 +349,43 @@ class VllmEngine:
             return await task
         finally:
             task.cancel()
+
+
+class VllmSession:
+    """Implements `episodes.interfaces.Session`: each turn is a request with all tokens so far, as they were sampled.
+
+    vLLM's prefix cache has keys and values of earlier turns while an environment answers, as long as it has room. After
+    a switch of weights they stay in use, as they do inside of a sequence; with `recompute_kv` the next turn computes
+    them again.
+    """
+
+    def __init__(self, engine: VllmEngine, opening: Opening, *, keeps_salt: bool) -> None:
+        """keeps_salt: whether all turns read keys and values under the version of the first."""
+        self._engine = engine
+        self._history = opening.terms
+        self._view = opening.view if isinstance(opening, ChatOpening) else EMPTY_VIEW
+        self._keeps_salt = keeps_salt
+        self._salt: int | None = None
+        self.limit: int | None = engine.max_length
+
+    async def extend(self, terms: np.ndarray, *, sampling: Sampling, seed: int) -> Turn:
+        self._history = np.concatenate([self._history, terms]).astype(np.int32)
+        if self._salt is None or not self._keeps_salt:
+            self._salt = self._engine.version
+        encoded = Encoded(text="", tokens=self._history, view=self._view)
+        sequence = await self._engine.draw(encoded, salt=self._salt, sampling=sampling, seed=seed)
+        assert sequence.finish_reason is not None, "the request has ended"
+        sampled = np.array(sequence.tokens, dtype=np.int32)
+        self._history = np.concatenate([self._history, sampled])
+        return Turn(
+            terms=sampled,
+            logprobs=np.array(sequence.logprobs, dtype=np.float32),
+            versions=np.array(sequence.versions[: len(sampled)], dtype=np.int32),
+            finish_reason=sequence.finish_reason,
+        )
+
+    def close(self) -> None:
+        """Nothing is reserved: vLLM's cache drops blocks that nothing has read for longest."""
 
 
 def refusal(report: str) -> str | None:
