@@ -10,7 +10,7 @@ from cosmos_rl_core.control import protocol
 from cosmos_rl_core.rollout.spool import store
 from cosmos_rl_core.wire import handshake, payload
 
-DIGEST_OF = {8: "5779ffaf20b91ffd"}
+DIGEST_OF = {9: "130e35c90897e710"}
 """Digest of the messages of a version. After a change of one raise PROTOCOL_VERSION, and replace this entry."""
 
 

@@ -13,6 +13,8 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource, UsableRows
 from cosmos_rl_core.domain_base import DomainBase
+from cosmos_rl_core.episodes.agent_config import AgentSection
+from cosmos_rl_core.episodes.agents import AgentGenerator
 from cosmos_rl_core.episodes.build import build_environments
 from cosmos_rl_core.episodes.engine import EpisodeGenerator
 from cosmos_rl_core.episodes.interfaces import HoldsSessions
@@ -233,7 +235,7 @@ def build_rollouter(
             seed=config.run.seed,
             long=build_long_prompt(config, domain, log=log),
         ),
-        episodes=build_episodes(config, domain, engine),
+        episodes=build_episodes(config, domain, engine, report=report),
         recorders=recorders,
         timeline=timeline,
         show=partial(with_prompt_media, config, domain),
@@ -241,14 +243,26 @@ def build_rollouter(
     )
 
 
-def build_episodes(config: RunConfig, domain: DomainBase, engine: RolloutEngine) -> EpisodeGenerator | None:
-    """The generator of episodes over an engine; None without [environment]. Raises UserError."""
-    section = config.environment
+def build_episodes(
+    config: RunConfig,
+    domain: DomainBase,
+    engine: RolloutEngine,
+    *,
+    report: Callable[[str, str], None] | None = None,
+) -> EpisodeGenerator | AgentGenerator | None:
+    """The generator of episodes over an engine; None without [environment] and [agent]. Raises UserError."""
+    section = config.agent or config.environment
     if section is None:
         return None
     if not isinstance(engine, HoldsSessions):
-        raise UserError(f"[environment]: the engine {config.rollout.engine!r} has no sessions for episodes of turns")
+        name = "environment" if config.agent is None else "agent"
+        raise UserError(f"[{name}]: the engine {config.rollout.engine!r} has no sessions for episodes of turns")
     continuation = domain.build_continuation(config.model, data=config.data)
+    if isinstance(section, AgentSection):
+        given = any(function.name == "environment" for function in config.reward.functions)
+        return AgentGenerator(
+            engine, continuation, section, needs_reward=given, report=report or (lambda text, detail: None)
+        )
     return EpisodeGenerator(engine, continuation, build_environments(section), section)
 
 

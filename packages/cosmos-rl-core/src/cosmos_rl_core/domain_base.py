@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.algorithms.config import TeacherSection
+    from cosmos_rl_core.episodes.agents import AgentGenerator
     from cosmos_rl_core.episodes.interfaces import Continuation
     from cosmos_rl_core.interfaces import Recorder, RewardFn, Teacher
     from cosmos_rl_core.parallel.setup import ModelSetup
@@ -171,6 +172,15 @@ class DomainBase(Domain):
         Raises UserError for a domain without episodes of turns, and for a model that cannot continue a history.
         """
         raise UserError(f"[environment]: the {self.name} domain has no episodes of turns; remove the section")
+
+    def build_endpoint(
+        self, model: Any, agents: AgentGenerator, *, token: str, log: Callable[[str], None]
+    ) -> Callable[..., Any]:
+        """Return the ASGI app by which agents ask the model, over the continuation of `build_continuation`.
+
+        token: of requests for rows. Raises UserError without the packages that it needs.
+        """
+        raise UserError(f"[agent]: the {self.name} domain has no endpoint; remove the section")
 
     # -- engines, whose `options` are [rollout.options]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.algorithms.config import TeacherSection
+    from cosmos_rl_core.episodes.agents import AgentGenerator
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.plan.estimate import MemoryEstimate
     from cosmos_rl_core.plan.shape import ModelShape
@@ -152,6 +153,16 @@ class LLMDomain(DomainBase):
     def build_continuation(self, model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:
         """The model's chat template, or plain text."""
         return _builders().build_continuation(model, data=data)
+
+    def build_endpoint(
+        self, model: LLMModelConfig, agents: AgentGenerator, *, token: str, log: Callable[[str], None]
+    ) -> Callable[..., Any]:
+        """OpenAI's interfaces."""
+        from cosmos_rl_llm.endpoint.app import AgentApp
+
+        continuation = cast("ChatContinuation", agents.continuation)
+        decode = continuation.chat.decode_prompt
+        return AgentApp(agents, decode=decode, model=Path(model.path).name, token=token, log=log).asgi
 
     def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:
         """vLLM on GPUs, where it is installed for them and takes the recipe."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from cosmos_rl_core.ops.migrate.common import POLICY, is_supervised
 from cosmos_rl_core.ops.migrate.migration import DEFAULT, FILL_IN, Migration
 
@@ -123,7 +125,8 @@ def _episodes(old: Migration, *, length: int) -> None:
     old.put("environment.max_turns", turns)
     old.put("environment.max_turn_tokens", answer)
     old.put("rollout.sampling.max_tokens", min(length, turns * answer), "of all turns and what is said between them")
-    old.put("data.chat_template", old.take(f"{section}.custom_chat_template_path"))
+    if template := old.take(f"{section}.custom_chat_template_path"):
+        old.put("data.chat_template", str(Path(template).with_suffix(".jinja")), f"copy {template} to this file")
     old.ignore(f"{section}.*", because="turns follow each other as the chat template writes them")
 
 

@@ -54,8 +54,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Problem]:
     """Yield problems of model, tokenizer, engine and rows."""
-    if not config.data.prompt_column and config.environment is None:
-        wrong = "leaves the rows without a prompt, and there is no [environment] that begins an episode"
+    if not config.data.prompt_column and not config.has_episodes:
+        wrong = "leaves the rows without a prompt, and there is no [environment] or [agent] that begins an episode"
         yield Problem(key="data.prompt_column", given='""', wrong=wrong, suggestion="name the column of the prompts")
     rows, held_out = ([row for row in part if row.get("prompt") != []] for part in (rows, held_out))
     directory = model_folder(config.model.path, config.model.revision)

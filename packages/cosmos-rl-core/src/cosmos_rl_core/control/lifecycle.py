@@ -351,9 +351,18 @@ class Lifecycle:
             start = describe(peer.phases.so_far(now))
             self.observer.note(f"{peer.name} is ready after {start}" if start else f"{peer.name} is ready")
             self._note_shared_gpu(peer, message.gpu)
+            if message.endpoint:
+                self._note_endpoint(peer.name, message.endpoint)
         self.durable.feed(peer.event(message))
         peer.ready(message, now=now)
         self.peers.announce(ledger, ready=peer)
+
+    def _note_endpoint(self, name: str, url: str) -> None:
+        """Report where agents ask a replica, and write it where they look for it."""
+        self.observer.note(f"{name}: agents ask {url}")
+        folder = self.recovery.job.run_dir / "endpoints"
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{url}\n")
 
     def _note_shared_gpu(self, peer: WorkerPeer, gpu: str) -> None:
         """Workers that are started by hand on one machine all take its first GPU."""

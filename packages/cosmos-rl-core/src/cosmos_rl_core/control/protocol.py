@@ -100,6 +100,8 @@ class Ready(Message, frozen=True):
     gpu: str = ""
     """Identity of a GPU that no other worker should use: of rank 0, if there are several. Empty on a CPU, and where the
     recipe shares GPUs."""
+    endpoint: str = ""
+    """Rollout: base URL of its endpoint for agents; empty without [agent]."""
 
 
 class Heartbeat(Message, frozen=True):

@@ -26,6 +26,7 @@ from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.control.status import status_of
+from cosmos_rl_core.episodes.agents import endpoint_token
 from cosmos_rl_core.errors import OutOfMemory, UserError, one_line_errors
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.launch.beginning import Beginning
@@ -52,6 +53,7 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RunSection
 from cosmos_rl_core.wire.advertised import controller_address
 from cosmos_rl_core.wire.channel import ChannelServer, Connection, OnConnect, serve
+from cosmos_rl_core.wire.handshake import keep_secret
 from cosmos_rl_core.wire.listening import (
     Address,
     descriptor_shortage,
@@ -227,6 +229,8 @@ class _Run:
         with self._observer, contextlib.closing(self._journal):
             resumed = self._beginning.notes(self._max_steps)
             self._secrets = self._beginning.secrets(self._directory)
+            if self._config.agent is not None:
+                keep_secret(self._directory / "agent_token", endpoint_token(self._secrets.token))
             left_over = assemble.left_over(self._config, len(self._source))
             encrypted = describe_encryption(self._secrets, self._config.tls, bind=self._config.run.bind)
             for text in (*warnings_for(self._config), *notes, *resumed, *left_over, *filter(None, [encrypted])):

@@ -439,10 +439,10 @@ def _value_at(raw: Mapping[str, Any], at: str) -> Any:
 def _with_parts(config: RunConfig, parts: Mapping[str, BaseModel]) -> RunConfig:
     """Insert the sections that the domain validated. Rows that are held out have the keys of [data].
 
-    Without rewards of the recipe's own those of its [environment] are trained on.
+    Without rewards of the recipe's own those of its [environment] or [agent] are trained on.
     """
     reward = config.reward
-    if config.environment is not None and not reward.functions and not config.is_sft:
+    if config.has_episodes and not reward.functions and not config.is_sft:
         reward = reward.model_copy(update={"functions": (RewardFunctionSection(name="environment"),)})
     evaluated = parts.get("eval.data") or (None if config.eval.held_out is None else parts.get("data"))
     return config.model_copy(

@@ -9,6 +9,7 @@ from typing import Any
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
 from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.episodes.agent_config import AgentSection
 from cosmos_rl_core.episodes.config import EnvironmentSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.monitor.config import DIVERSITY, MonitorConfig
@@ -31,7 +32,7 @@ from cosmos_rl_core.settings.base import Problem, Strict
 from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_core.weight_sync import BETWEEN_GPUS, SyncSection
 
-RL_ONLY = ("rollout", "environment", "reward", "data_regularization", "sync", "monitor")
+RL_ONLY = ("rollout", "environment", "agent", "reward", "data_regularization", "sync", "monitor")
 """Sections that do not apply to supervised fine-tuning."""
 
 
@@ -49,6 +50,7 @@ class RunConfig(Strict):
     policy: PolicySection = PolicySection()
     rollout: RolloutSection = RolloutSection()
     environment: EnvironmentSection | None = None
+    agent: AgentSection | None = None
     reward: RewardSection = RewardSection()
     data_regularization: DataRegularizationSection = DataRegularizationSection()
     sync: SyncSection = SyncSection()
@@ -81,6 +83,11 @@ class RunConfig(Strict):
     def evaluated(self, rows: Sequence[Any]) -> Sequence[Any]:
         """Return those of the rows of [eval.data] that are evaluated."""
         return self.eval.first(rows[: self.num_held_out(rows) or len(rows)])
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether rollouts have turns, with an environment or an agent that gives rewards."""
+        return self.environment is not None or self.agent is not None
 
     @property
     def is_taught_alone(self) -> bool:
@@ -123,6 +130,17 @@ def conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyCo
     yield from _sft_conflicts(config, sections=sections) if config.is_sft else _rl_conflicts(config)
     yield from _length_conflicts(config)
     yield from _autoscale_conflicts(config)
+    if config.agent is not None and config.environment is not None:
+        yield KeyConflict(
+            key="agent", other="environment", wrong="plays the rollouts, as does", suggestion="remove one"
+        )
+    if config.agent is not None and config.agent.port and config.rollout.replicas > 1:
+        yield KeyConflict(
+            key="agent.port",
+            other="rollout.replicas",
+            wrong="is the port of one replica, and there are others with",
+            suggestion="set it to 0: each takes a free one, which the run prints",
+        )
     yield from _tls_conflicts(config)
     yield from _sync_conflicts(config)
     yield from _colocate_conflicts(config)

@@ -69,7 +69,8 @@ class Rollouter:
         show: adds the prompt's media. log: receives the reason if no rollouts can be compared.
         """
         self.engine = engine
-        self._source: Generates = episodes or engine
+        self.source: Generates = episodes or engine
+        """Generates the rollouts."""
         self._rubric = rubric
         self._rules = rules
         self._requests = requests
@@ -132,7 +133,7 @@ class Rollouter:
     async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Any, stream: int) -> RolloutGroup:
         seed = request_seed(self._requests.seed, stream=stream, sample_id=prompt.sample_id)
         with self._timeline.span("generate", sample=prompt.sample_id):
-            text, rollouts = await self._source.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+            text, rollouts = await self.source.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
         with self._timeline.span("score", sample=prompt.sample_id):
             group = self._show(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
             return await self._rubric.score(group)

@@ -10,12 +10,20 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
-from cosmos_rl_core.wire.listening import SeldomFilter, SeldomLog, UnauthenticatedConnections, accept_forever
+from cosmos_rl_core.wire.listening import (
+    Address,
+    SeldomFilter,
+    SeldomLog,
+    UnauthenticatedConnections,
+    accept_forever,
+    bound_address,
+    listen,
+)
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -81,7 +89,7 @@ class HttpServer(uvicorn.Server):
         for sock in sockets or ():
             sock.setblocking(False)
             accepting = accept_forever(sock, self._admit, complain=self._complain)
-            self._accepting.append(asyncio.create_task(accepting, name="accept rewards"))
+            self._accepting.append(asyncio.create_task(accepting, name="accept HTTP"))
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -119,3 +127,18 @@ class HttpServer(uvicorn.Server):
             elif self._idle.age(connection) > (KEEP_ALIVE_S + self._head_s if has_requested else self._head_s):
                 self._idle.leave(connection)
                 connection.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, address: Address, *, allow_remote: bool, log: Callable[[str], None]) -> AsyncIterator[str]:
+    """Serve an ASGI app until the end of the context, and return its URL. Raises as `listening.listen`."""
+    with listen(address, allow_remote=allow_remote) as listener:
+        # asyncio does this only for its own sockets; without it the two parts of a response are 40 ms apart
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server = HttpServer(app, most_idle=MOST_IDLE, log=log, grace_s=1)
+        work = asyncio.create_task(server.serve(sockets=[listener]), name="serve HTTP")
+        try:
+            yield str(bound_address(listener, requested=address)).replace("tcp://", "http://")
+        finally:
+            server.should_exit = True
+            await work

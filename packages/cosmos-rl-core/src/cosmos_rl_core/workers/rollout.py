@@ -8,8 +8,10 @@ from functools import partial
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.episodes.agents import AgentGenerator, endpoint_token
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.gpu_time import RolloutGpuTime
+from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.interfaces import RolloutEngine, Sleeps
 from cosmos_rl_core.monitor.data_rewards import score_real_rows
 from cosmos_rl_core.observe.startup import GPU, REWARDS, phase
@@ -22,7 +24,7 @@ from cosmos_rl_core.rollout.spool.store import Spool, serve_spool, spool_root
 from cosmos_rl_core.rollout.worker import RolloutWorker
 from cosmos_rl_core.weight_sync import OwnsSubscriber, WeightSubscriber
 from cosmos_rl_core.wire.channel import ChannelServer
-from cosmos_rl_core.wire.listening import SeldomLog, is_loopback
+from cosmos_rl_core.wire.listening import Address, SeldomLog, is_loopback
 from cosmos_rl_core.workers.client import ControllerClient, RemoteLeases
 from cosmos_rl_core.workers.context import Assignment
 
@@ -70,7 +72,8 @@ class RolloutRole:
                 server = await self._serve(spool)
                 parts.push_async_callback(server.close)
                 read_at = server.address
-            await self._client.connection.send(p.Ready(address=read_at, gpu=at.own_gpu()))
+            endpoint = await self._endpoint(rollouter, parts)
+            await self._client.connection.send(p.Ready(address=read_at, gpu=at.own_gpu(), endpoint=endpoint))
             at.context.log("ready")
             await self._score_real_rows(rollouter)
             leases = RemoteLeases(self._client, spool, shared_by=partial(self._share, spool))
@@ -186,6 +189,25 @@ class RolloutRole:
         return await serve_spool(
             spool, bind=bind, token=context.token, name=context.name, allow_remote=remote, tls=self._at.data_tls
         )
+
+    async def _endpoint(self, rollouter: Rollouter, parts: AsyncExitStack) -> str:
+        """Serve the endpoint of [agent] and return its base URL; empty without the section."""
+        at, agents = self._at, rollouter.source
+        if not isinstance(agents, AgentGenerator):
+            return ""
+        try:
+            from cosmos_rl_core.wire.http_server import serving
+
+            token, log = endpoint_token(at.context.token), at.context.log
+            app = at.domain.build_endpoint(at.config.model, agents, token=token, log=log)
+        except ImportError as error:
+            raise UserError(f"[agent] needs {error.name}: {pip_install('cosmos-rl-llm[agents]')}") from error
+        parts.callback(agents.close)
+        host = at.context.address or at.config.run.bind
+        address = Address(host=host, port=at.config.agent.port if at.config.agent else 0)
+        url = await parts.enter_async_context(serving(app, address, allow_remote=not is_loopback(host), log=log))
+        agents.base_url = f"{url}/v1"
+        return agents.base_url
 
     def _build_engine(self) -> RolloutEngine:
         self._at.prepare_torch()

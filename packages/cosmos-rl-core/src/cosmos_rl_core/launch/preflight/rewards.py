@@ -51,7 +51,7 @@ def reward_problems(
 
     functions: by label, in place of those that the recipe names.
     """
-    if config.environment is not None:
+    if config.has_episodes:
         rows = ()  # of an episode's turns there is no specimen
     group = None
     if rows and (specimen := domain.specimen(config, rows[0], origin=f"{origin}:1")) is not None:

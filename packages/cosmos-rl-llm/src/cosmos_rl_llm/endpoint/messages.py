@@ -1,0 +1,265 @@
+"""Requests of clients, checked and converted to what a continuation reads.
+
+Messages of both interfaces become chat messages: {"role", "content": text, "tool_calls": [arguments as objects]}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import msgspec
+
+from cosmos_rl_core.episodes.agent_rollout import Refused
+from cosmos_rl_core.types import Sampling
+
+T = TypeVar("T")
+Chat = list[dict[str, Any]]
+
+_HARMLESS = (
+    *("include", "messages", "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "reasoning"),
+    *("safety_identifier", "service_tier", "store", "stream_options", "text", "truncation", "user"),
+)
+"""Fields that are read elsewhere, or that do not change what a model draws."""
+
+
+class Part(msgspec.Struct):
+    """A part of a content."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class Function(msgspec.Struct):
+    """A function that is called."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class Called(msgspec.Struct):
+    """A call of an assistant's message."""
+
+    function: Function
+    id: str = ""
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[Called] | None = None
+    tool_call_id: str = ""
+    name: str | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """A tool that has to be called."""
+
+    type: str
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """Fields of both interfaces."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | ToolChoice | None = None
+    stream: bool | None = None
+    top_logprobs: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    return_token_ids: bool | None = None
+    """Whether answers have the tokens of their prompts; not set: they have."""
+
+
+class ChatRequest(Common, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    n: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream_options: dict[str, Any] | None = None
+
+
+class Item(msgspec.Struct):
+    """An item of a response's input."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: str | list[Any] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: str | list[Part] = ""
+
+
+class ResponseRequest(Common, kw_only=True):
+    """The body of POST /v1/responses."""
+
+    input: str | list[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    include: list[str] | None = None
+
+
+def bad(message: str, code: str = "invalid_request") -> Refused:
+    """A request that is wrong."""
+    return Refused(400, code, message)
+
+
+def read(body: bytes, kind: type[T]) -> tuple[T, Mapping[str, Any]]:
+    """Return a request and its fields as they were sent. Raises Refused."""
+    try:
+        fields = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:  # a ValidationError is one too
+        raise bad(f"the body is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise bad(f"the body is {type(fields).__name__}; send a JSON object")
+    try:
+        return msgspec.convert(fields, kind), cast("dict[str, Any]", fields)
+    except msgspec.ValidationError as error:
+        raise bad(f"{error}; see docs/endpoint.md for what is read") from error
+
+
+def ignored(request: Common, fields: Mapping[str, Any], sampling: Sampling) -> list[str]:
+    """Return the fields that a client set and that are not used: the recipe decides how tokens are sampled."""
+    same = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    used = set(request.__struct_fields__) - {"temperature", "top_p", "top_logprobs", "tool_choice"}
+    names = [
+        name
+        for name, value in fields.items()
+        if value not in (None, 0, [], {}) and name not in used and name not in _HARMLESS and value != same.get(name)
+    ]
+    format_of = fields.get("response_format") or {}
+    plain = request.tool_choice in (None, "auto", "none")
+    return [
+        name
+        for name in names
+        if not (name == "response_format" and format_of.get("type") == "text") and not (name == "tool_choice" and plain)
+    ]
+
+
+def stops(request: ChatRequest, sampling: Sampling) -> None:
+    """Raise Refused for stop strings that the engine does not stop at, and for several answers at once."""
+    if request.n not in (None, 1):
+        raise bad(f"n = {request.n}: one answer is drawn for a call; call {request.n} times", "unsupported_n")
+    asked = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if unknown := [text for text in asked if text not in sampling.stop]:
+        raise bad(f"stop = {unknown}: name them in [rollout.sampling] stop of the recipe", "unsupported_stop")
+
+
+def tools_of(request: Common) -> list[dict[str, Any]]:
+    """Return the functions that the model may call, as chat templates take them. Raises Refused."""
+    if request.tool_choice == "none":
+        return []
+    tools = []
+    for tool in request.tools or ():
+        if tool.get("type") != "function":
+            raise bad(f"a tool of type {tool.get('type')!r}: only functions can be called", "unsupported_tool")
+        function = tool.get("function") or {key: value for key, value in tool.items() if key not in ("type", "strict")}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise bad("a tool has no name", "invalid_tool")
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def chat_of(messages: Sequence[ChatMessage]) -> Chat:
+    """Return the messages of a chat completion. Raises Refused."""
+    return _complete(_chat_message(message, number) for number, message in enumerate(messages))
+
+
+def chat_of_items(request: ResponseRequest, before: Sequence[Mapping[str, Any]]) -> Chat:
+    """Return the messages of a response, after those of the response that it continues. Raises Refused."""
+    chat: Chat = [dict(message) for message in before]
+    if request.instructions:  # those of an earlier response do not count for this one
+        chat = [{"role": "system", "content": request.instructions}, *chat]
+    if isinstance(request.input, str):
+        chat.append({"role": "user", "content": request.input})
+        return _complete(iter(chat))
+    for number, item in enumerate(request.input):
+        last = chat[-1] if chat else None
+        if item.type == "reasoning":  # the model's thoughts stay in its history as it drew them
+            continue
+        if item.type == "function_call":
+            call = {"id": item.call_id, "type": "function", "function": _function(item.name, item.arguments, number)}
+            if last is None or last["role"] != "assistant":
+                chat.append(last := {"role": "assistant", "content": ""})
+            last.setdefault("tool_calls", []).append(call)
+        elif item.type == "function_call_output":
+            chat.append({"role": "tool", "content": _text(item.output, number), "tool_call_id": item.call_id})
+        elif item.type == "message":
+            parts = item.content if not isinstance(item.content, list) else _parts(item.content, number)
+            chat.append({"role": _role(item.role), "content": _text(parts, number)})
+        else:
+            raise bad(f"input[{number}] is of type {item.type!r}, which is not read", "unsupported_item")
+    return _complete(iter(chat))
+
+
+def _parts(content: list[Any], number: int) -> list[Part]:
+    try:
+        return msgspec.convert(content, list[Part])
+    except msgspec.ValidationError as error:
+        raise bad(f"input[{number}]: {error}") from error
+
+
+def _complete(messages: Iterator[dict[str, Any]]) -> Chat:
+    """Return the chat with the names of the tools that answer. Raises Refused for one that nobody has to answer."""
+    chat = list(messages)
+    names: dict[str, str] = {}
+    for number, message in enumerate(chat):
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
+        if message["role"] == "tool" and (call := message["tool_call_id"]) in names:
+            message.setdefault("name", names[call])
+        elif message["role"] == "tool":
+            raise bad(f"messages[{number}] answers the call {call!r}, which no message before it makes", "unknown_call")
+    if not chat:
+        raise bad("there are no messages; send at least one")
+    if chat[-1]["role"] == "assistant":
+        raise bad("the last message is the assistant's; send one that it has to answer")
+    return chat
+
+
+def _chat_message(message: ChatMessage, number: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"role": _role(message.role), "content": _text(message.content, number)}
+    if message.tool_calls:
+        result["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": _function(c.function.name, c.function.arguments, number)}
+            for c in message.tool_calls
+        ]
+    if message.role == "tool":
+        result["tool_call_id"] = message.tool_call_id
+        if message.name:
+            result["name"] = message.name
+    return result
+
+
+def _role(role: str) -> str:
+    return "system" if role == "developer" else role
+
+
+def _text(content: str | list[Part] | None, number: int) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text", "refusal"):
+            raise bad(
+                f"messages[{number}] has a part of type {part.type!r}; only text is read", "unsupported_part"
+            )
+    return "".join(part.text or part.refusal for part in content)
+
+
+def _function(name: str, arguments: str | dict[str, Any], number: int) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise bad(f"messages[{number}]: the arguments of {name} are not JSON: {error}") from error
+    return {"name": name, "arguments": arguments}
