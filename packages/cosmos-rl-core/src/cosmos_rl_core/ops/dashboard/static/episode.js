@@ -1,9 +1,14 @@
 // An episode in turns: what the model said and called, and what the environment answered, one under another.
 import { el, number, seconds } from './dom.js'
 
-const LONG = 600, LINES = 12, BEGINNING = 160
+const LONG = 600, LINES = 12, BEGINNING = 160, MANY = 8, EDGE = 3
 
-export const episode = exchanges => el('ol', { class: 'episode', 'aria-label': `${exchanges.length} turns` }, exchanges.map((exchange, i) => turn(exchange, i, exchanges)))
+// The first and the last turns of many, with those in between folded.
+export function episode(exchanges) {
+  const turns = exchanges.map((exchange, i) => turn(exchange, i, exchanges)), between = turns.length > MANY ? turns.splice(EDGE, turns.length - 2 * EDGE) : []
+  if (between.length) turns.splice(EDGE, 0, el('li', {}, el('details', {}, el('summary', { class: 'dim' }, `${between.length} more turns`), el('ol', { class: 'episode' }, between))))
+  return el('ol', { class: 'episode', 'aria-label': `${exchanges.length} ${exchanges.length === 1 ? 'turn' : 'turns'}` }, turns)
+}
 
 // What two episodes have to have in common to be shown as one.
 export const said = exchanges => JSON.stringify((exchanges ?? []).map(({ model_s, environment_s, ...rest }) => rest))

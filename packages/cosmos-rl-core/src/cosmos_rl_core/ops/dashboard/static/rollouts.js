@@ -60,7 +60,8 @@ export async function rollouts(view, [id], state) {
     const equal = new Map(), shown = videos.get(kind === 'eval' ? `${step}/${group.sample}` : `${group.sample}`)
     for (const rollout of group.rollouts) {
       const key = `${rollout.response}\n${rollout.reward}\n${rollout.shown}\n${said(rollout.exchanges)}`
-      equal.has(key) && !rollout.terms ? equal.get(key).count++ : equal.set(rollout.terms ? rollout : key, { rollout, count: 1 })
+      const alone = rollout.terms && !rollout.exchanges  // its tokens are shown
+      equal.has(key) && !alone ? equal.get(key).count++ : equal.set(alone ? rollout : key, { rollout, count: 1 })
     }
     return el('article', { class: 'card group', 'aria-label': `Group of sample ${group.sample}` },
       el('div', { class: 'row' },
