@@ -36,7 +36,7 @@ class Observation:
     history: Sequence[Message] | None = None
     """Replaces the whole history, as after a compaction: the next turn begins a branch. `messages` are then unused."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Reported as means over episodes, under environment/."""
+    """Reported as means over the episodes that have them, under environment/; those of several turns are added up."""
 
     @property
     def as_messages(self) -> list[Message]:
