@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import nn
 
 from cosmos_rl_core.algorithms.advantages import build_step_advantages, critic_metrics, generalized
@@ -19,7 +20,7 @@ from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.train.batcher import deal_minibatches
 from cosmos_rl_core.train.optim import build_optimizer
-from cosmos_rl_core.types import Episode, PolicyOutputs, Prompt, Rollout, RolloutGroup, TermBatch, TrainBatch
+from cosmos_rl_core.types import Episode, Exchange, PolicyOutputs, Prompt, Rollout, RolloutGroup, TermBatch, TrainBatch
 
 
 def array(*values):
@@ -159,6 +160,30 @@ def test_every_step_is_dealt_into_exactly_one_minibatch(lengths, count, seed):
             total[group.prompt.sample_id] += group.rollouts[0].loss_mask
     assert all((counts == 1).all() for counts in total.values())
     assert max(sizes) - min(sizes) <= 1 and len(dealt) == count
+
+
+def test_episodes_in_turns_are_dealt_whole():
+    turns = (Exchange(text="one"), Exchange(text="two"))
+    groups = [group_of(replace(episode_rollout([0, 1], [0, 0, 0]), exchanges=turns), sample_id=i) for i in range(4)]
+    dealt = deal_minibatches(groups, count=2, random=np.random.default_rng(0))
+    assert [len(minibatch) for minibatch in dealt] == [2, 2]
+    assert sorted(group.prompt.sample_id for minibatch in dealt for group in minibatch) == [0, 1, 2, 3]
+    assert all(group.rollouts[0].loss_mask.all() for minibatch in dealt for group in minibatch)
+
+
+def test_without_a_critic_the_objective_has_no_value_term():
+    terms = TermBatch(
+        rollout_logprobs=torch.zeros(2),
+        advantages=torch.tensor([1.0, -1.0]),
+        loss_mask=torch.ones(2),
+        rollout_index=torch.zeros(2, dtype=torch.int64),
+        num_rollouts=1,
+    )
+    objective = build_objective(AlgorithmConfig(name="ppo", value_coef=0), max_terms=2)
+    losses, metrics = objective(PolicyOutputs(logprobs=torch.zeros(2)), terms)
+    assert [loss.name for loss in losses] == ["policy"] and "value" not in metrics
+    with pytest.raises(ValidationError, match="value_coef = 0 is for models without a critic"):
+        AlgorithmConfig(name="ppo", value_coef=0, critic_warmup_steps=3)
 
 
 def test_more_minibatches_than_there_is_to_deal_name_the_key():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.algorithms.rules import mask_prefixes
-from cosmos_rl_core.types import FinishReason, PolicyOutputs, Prompt, Rollout, RolloutGroup, Share
+from cosmos_rl_core.types import Episode, FinishReason, PolicyOutputs, Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.media.item import MediaItem, View
@@ -56,10 +56,30 @@ def test_microbatches_count_prompts_and_never_cut_a_rollout():
     assert (batch.num_terms, batch.num_rollouts) == (24, 3)
 
 
-def test_masked_terms_are_packed_but_not_counted():
-    batch = collate([make_group(make_rollout([1], [2, 3, 4], mask=[1, 0, 1]))], microbatch_terms=8, share=Share())
-    assert batch.num_terms == 2
-    assert batch.microbatches[0].terms.loss_mask.tolist() == [1, 0, 1]
+def test_masked_tokens_are_read_and_are_no_terms():
+    group = make_group(make_rollout([1], [2, 3, 4], mask=[1, 0, 1]), make_rollout([5], [6, 7], mask=[0, 1]))
+    batch = collate([group], microbatch_terms=8, share=Share())
+    (microbatch,) = batch.microbatches
+    assert microbatch.inputs["tokens"].tolist() == [1, 2, 3, 5, 6]
+    assert microbatch.inputs["logit_index"].tolist() == [0, 2, 4]
+    assert microbatch.inputs["labels"].tolist() == [2, 4, 7]
+    assert microbatch.terms.loss_mask.tolist() == [1, 1, 1]
+    assert microbatch.terms.rollout_logprobs.tolist() == [0, -0.25, -0.125]
+    assert microbatch.terms.rollout_index.tolist() == [0, 0, 1]
+    assert batch.num_terms == 3
+
+
+def test_steps_of_an_episode_have_their_own_advantages():
+    episode = Episode(
+        term_steps=np.array([0, 0, 1, 1], np.int32),
+        values=np.zeros(3, np.float32),
+        rewards=np.zeros(2, np.float32),
+        advantages=np.array([0.5, -2.0], np.float32),
+    )
+    rollout = replace(make_rollout([1], [2, 3, 4, 5], mask=[1, 1, 0, 1]), episode=episode)
+    (microbatch,) = collate([make_group(rollout)], microbatch_terms=8, share=Share()).microbatches
+    assert microbatch.terms.advantages.tolist() == [0.5, 0.5, -2.0]
+    assert microbatch.terms.values is None  # a language model has no critic
 
 
 def test_a_shared_prefix_is_left_out_of_the_loss():
@@ -69,14 +89,15 @@ def test_a_shared_prefix_is_left_out_of_the_loss():
     found = [replace(r, loss_mask=mask, advantage=a) for r, mask, a in zip(found, masks, (1, -1), strict=True)]
     batch = collate([make_group(*found)], microbatch_terms=100, share=Share())
     (microbatch,) = batch.microbatches
-    logprobs = torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7], requires_grad=True)
+    assert microbatch.inputs["labels"].tolist() == [3, 4, 5]
+    logprobs = torch.tensor([-0.1, -0.2, -0.3], requires_grad=True)
     terms = replace(microbatch.terms, rollout_logprobs=logprobs.detach())
     objective = build_objective(AlgorithmConfig(name="dapo"), max_terms=8)
     ([loss], _) = objective(PolicyOutputs(logprobs=logprobs), terms)
     (loss.values * objective.term_weights(terms)).sum().backward()
-    # dapo at ratio 1: the gradient of a term is -advantage where it is trained on, and 0 in the shared prefix
+    # dapo at ratio 1: the gradient of a term is -advantage
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [0, 0, -1, -1, 0, 0, 1]
+    assert logprobs.grad.tolist() == [-1, -1, 1]
     assert objective.normalizer(batch) == 3
 
 

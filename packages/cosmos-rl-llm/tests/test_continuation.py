@@ -56,7 +56,8 @@ ROLE_MARKERS = """[gMASK]<sop>{%- for m in messages %}{%- if m.role == "tool" %}
 """Nothing closes a turn: the model draws the marker of the next role, as GLM does."""
 CHANNELS = """{%- for m in messages %}
 {%- if m.role == "assistant" %}
-{%- if m.tool_calls %}{% set f = m.tool_calls[0].function %}<|start|>assistant to={{ f.name }}<|message|>{{ f.arguments | tojson }}<|call|>
+{%- if m.tool_calls %}
+{%- set f = m.tool_calls[0].function %}<|start|>assistant to={{ f.name }}<|message|>{{ f.arguments | tojson }}<|call|>
 {%- elif loop.last and not add_generation_prompt %}<|start|>assistant<|message|>{{ m.content }}<|return|>
 {%- else %}<|start|>assistant<|message|>{{ m.content }}<|end|>
 {%- endif %}
@@ -67,9 +68,11 @@ CHANNELS = """{%- for m in messages %}
 BRACKETS = """{{ bos_token }}
 {%- for m in messages %}
 {%- if m.role == "user" %}[INST]{{ m.content }}[/INST]
-{%- elif m.role == "tool" %}[TOOL_RESULTS]{"content": {{ m.content | tojson }}, "id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]
+{%- elif m.role == "tool" %}
+{{- "[TOOL_RESULTS]" }}{"content": {{ m.content | tojson }}, "id": "{{ m.tool_call_id }}"}
+{{- "[/TOOL_RESULTS]" }}
 {%- elif m.tool_calls %}[TOOL_CALLS][
-{%- for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}
+{%- for c in m.tool_calls %}{%- set f = c.function %}{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}
 {%- endfor %}]{{ eos_token }}
 {%- else %}{{ m.content }}{{ eos_token }}
 {%- endif %}

@@ -18,6 +18,7 @@ from cosmos_rl_core.ops.clusters.launcher import ClusterRun
 from cosmos_rl_core.recipe.load import dump_resolved, load, load_config
 from cosmos_rl_llm.engines.vllm.choice import choose_engine
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform
+from cosmos_rl_llm.preflight import find_problems
 from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
 RECIPE = """\
@@ -151,6 +152,18 @@ def test_a_recipe_with_problems_is_checked_with_the_engine_it_would_have(file):
     assert wrong.config.rollout.engine == "torch"
     with pytest.raises(UserError, match=r"(?s)2 problems.*group_size.*max_length = 100000: is above"):
         check_in_child(wrong)
+
+
+def test_advantages_of_turns_need_an_environment_and_no_critic(file):
+    with pytest.raises(UserError, match=r"(?s)1 problem\n.*rollouts without \[environment\] have none"):
+        check_in_child(load(file, ['algorithm.name="ppo"', "rollout.sampling.max_tokens=4"]))
+    in_turns = ['algorithm.name="ppo"', 'environment.name="games:Guess"']
+    problems = find_problems(load(file, in_turns).config, [], [])
+    assert [(each.key, each.wrong) for each in problems if each.key.startswith("algorithm")] == [
+        ("algorithm.value_coef", "trains a critic, which language models do not have")
+    ]
+    without_critic = load(file, [*in_turns, "algorithm.value_coef=0"])
+    assert not [each for each in find_problems(without_critic.config, [], []) if each.key.startswith("algorithm")]
 
 
 def test_an_engine_is_not_chosen_by_a_section_that_has_a_problem(file):

@@ -243,6 +243,27 @@ def test_a_teacher_alone(keys, loss):
     assert "reward" not in migrated.recipe
 
 
+@pytest.mark.parametrize(
+    ("keys", "environment", "max_tokens"),
+    [
+        ("enable_tools = true", {"name": "tools", "options": {"functions": ["FILL_IN"]}, "max_turns": 5}, 1024),
+        ("max_assistant_turns = 1", {"name": "FILL_IN", "max_turns": 1}, 512),
+    ],
+)
+def test_episodes_of_several_turns(keys, environment, max_tokens):
+    migrated = migrate(GRPO + f"[rollout.multi_turn_config]\nenable = true\nenable_thinking = false\n{keys}\n")
+    load_config(migrated.recipe)
+    assert migrated.recipe["environment"] == {**environment, "max_turn_tokens": 512}
+    assert migrated.recipe["rollout"]["sampling"]["max_tokens"] == max_tokens
+    assert not any("multi_turn" in key for key in migrated.refused)
+
+
+def test_episodes_that_were_not_enabled_are_left_out():
+    migrated = migrate(GRPO + "[rollout.multi_turn_config]\nenable = false\nmax_assistant_turns = 3\n")
+    assert "environment" not in migrated.recipe
+    assert not any("multi_turn" in key for key in migrated.refused)
+
+
 def test_a_reward_of_a_script_must_be_filled_in():
     migrated = migrate(GRPO.replace('reward_function = "gsm8k"', ""))
     assert migrated.recipe["reward"]["functions"] == [{"name": "FILL_IN:reward"}]

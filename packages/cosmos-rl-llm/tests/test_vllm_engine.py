@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from sent_weights import TOKEN, sent_weights
 from tiny_engine import TokenChat
 
+from cosmos_rl_core.episodes.interfaces import HoldsSessions, Opening
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.rollout.kv_cache import cache_argument
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, is_greedy_at_zero, is_seeded, wakes_as_it_was
@@ -206,6 +208,91 @@ def test_a_stop_string_ends_the_rollout_and_is_cut_from_its_text(llm, runner):
     assert stopped.text == TokenChat().decode(tokens[:5]) + "<"
 
 
+class Requests:
+    """vLLM, and the tokens of each request: those of its prompt, and how many of them were in the cache."""
+
+    def __init__(self, llm):
+        self._llm = llm
+        self.prompts, self.cached = [], []
+
+    def __getattr__(self, name):
+        return getattr(self._llm, name)
+
+    async def generate(self, prompt, *arguments):
+        self.prompts.append(list(prompt["prompt_token_ids"]))
+        self.cached.append(None)
+        async with aclosing(self._llm.generate(prompt, *arguments)) as answers:
+            async for answer in answers:
+                self.cached[-1] = answer.num_cached_tokens
+                yield answer
+
+
+NOTHING = np.zeros(0, np.int32)
+
+
+def opening_of(tokens):
+    return Opening(terms=np.array(tokens, np.int32), text="")
+
+
+@torch.no_grad()
+def continued_logprobs(old, new, history, drawn, *, cached):
+    """Log-probabilities of the drawn tokens, with keys and values of the old model for the first `cached` tokens."""
+    row = torch.from_numpy(np.concatenate([history, drawn])).long()[None]
+    if not cached:
+        return _log_of(new(row).logits[0], drawn)
+    before = old(row[:, :cached], use_cache=True)
+    after = new(row[:, cached:], **{cache_argument(new): before.past_key_values})
+    return _log_of(after.logits[0], drawn)
+
+
+def _log_of(logits, drawn):
+    table = logits[-len(drawn) - 1 : -1].log_softmax(-1)
+    return table.gather(1, torch.from_numpy(drawn).long()[:, None])[:, 0].numpy()
+
+
+def test_a_turn_follows_all_tokens_before_it_and_reads_them_from_the_cache(llm, runner):
+    requests, model = Requests(llm), tiny()
+
+    async def work():
+        engine = engine_of(requests)
+        assert isinstance(engine, HoldsSessions)
+        session = engine.open(opening_of(range(2, 42)))
+        assert session.limit == 256
+        first = await session.extend(NOTHING, sampling=Sampling(max_terms=30), seed=1)
+        second = await session.extend(np.arange(2, 22), sampling=Sampling(max_terms=25), seed=2)
+        third = await session.extend(np.arange(30, 45), sampling=Sampling(max_terms=20), seed=3)
+        with pytest.raises(PromptError, match="an episode: the prompt has 150 tokens"):
+            await session.extend(NOTHING, sampling=Sampling(max_terms=120), seed=4)
+        session.close()
+        return first, second, third
+
+    first, second, third = runner.run(work())
+    histories = [
+        np.arange(2, 42),
+        np.concatenate([np.arange(2, 42), first.terms, np.arange(2, 22)]),
+        np.concatenate([np.arange(2, 42), first.terms, np.arange(2, 22), second.terms, np.arange(30, 45)]),
+    ]
+    assert requests.prompts == [history.tolist() for history in histories]
+    assert requests.cached[1:] == [64, 96]  # of 70 and 115 tokens: whole blocks of 32, without the last token drawn
+    for history, turn in zip(histories, (first, second, third), strict=True):
+        assert turn.finish_reason == "length" and set(turn.versions) == {0}
+        expected = continued_logprobs(model, model, history, turn.terms, cached=0)
+        np.testing.assert_allclose(turn.logprobs, expected, atol=1e-4)
+
+
+def test_a_stop_token_ends_a_turn_and_stays_in_the_history(llm, runner):
+    requests = Requests(llm)
+
+    async def work():
+        session = engine_of(requests, stop_ids=range(2, 60)).open(opening_of([3, 4, 5]))
+        return [await session.extend(NOTHING, sampling=Sampling(max_terms=40), seed=seed) for seed in (1, 2)]
+
+    first, second = runner.run(work())
+    assert first.finish_reason == second.finish_reason == "stop"
+    assert 2 <= first.terms[-1] < 60 and len(first.logprobs) == len(first.versions) == len(first.terms)
+    assert requests.prompts[1] == [3, 4, 5, *first.terms.tolist()]
+
+
 def test_new_weights_arrive_from_a_publisher(llm, runner):
     new = tiny(seed=1)
 
@@ -284,6 +371,45 @@ def test_cancelling_frees_the_sequences(llm, runner):
     cancelled, unfinished, rollouts = runner.run(work())
     assert cancelled and unfinished == 0
     assert len(rollouts) == 1
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_a_history_survives_a_switch_between_its_turns(llm, runner, recompute_kv):
+    old, new = tiny(seed=6), tiny(seed=7)
+    requests = Requests(llm)
+
+    async def work():
+        engine = engine_of(requests, recompute_kv=recompute_kv)
+        model = copy.deepcopy(old)
+        async with sent_weights(engine, model, SETTINGS) as send:
+            await send(4)
+            session = engine.open(opening_of(range(4, 54)))
+            first = await session.extend(NOTHING, sampling=Sampling(max_terms=30), seed=1)
+            model.load_state_dict(new.state_dict())
+            await send(5)
+            return first, await session.extend(np.arange(5, 15), sampling=Sampling(max_terms=30), seed=2)
+
+    first, second = runner.run(work())
+    assert (set(first.versions), set(second.versions)) == ({4}, {5})
+    assert requests.cached[1] == (0 if recompute_kv else 64)
+    history = np.concatenate([np.arange(4, 54), first.terms, np.arange(5, 15)])
+    expected = continued_logprobs(old, new, history, second.terms, cached=requests.cached[1])
+    np.testing.assert_allclose(second.logprobs, expected, atol=1e-3)
+
+
+def test_a_cancelled_turn_frees_its_sequence(llm, runner):
+    async def work():
+        engine = engine_of(llm)
+        session = engine.open(opening_of([3, 4, 5]))
+        running = asyncio.create_task(session.extend(NOTHING, sampling=Sampling(max_terms=200), seed=1))
+        start = engine.progress
+        while engine.progress == start:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+        return running.cancelled(), llm.get_num_unfinished_requests()
+
+    assert runner.run(work()) == (True, 0)
 
 
 def test_a_prompt_too_long_names_row_length_limit_and_key(llm, runner):

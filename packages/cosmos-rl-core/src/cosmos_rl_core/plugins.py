@@ -27,7 +27,14 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "cuda_ipc": "cosmos_rl_transfer.transports.cuda_ipc:CudaIpc",
         "nixl_vram": "cosmos_rl_transfer.transports.nixl_vram:NixlVram",
     },
-    "cosmos_rl.environments": {"tools": "cosmos_rl_llm.tools.environment:ToolEnvironment"},
+    "cosmos_rl.environments": {
+        "gymnasium_text": "cosmos_rl_llm.environments.gymnasium_text:GymnasiumText",
+        "openenv": "cosmos_rl_llm.environments.openenv:OpenEnv",
+        "reasoning_gym": "cosmos_rl_llm.environments.reasoning_gym:ReasoningGym",
+        "textarena": "cosmos_rl_llm.environments.textarena:TextArena",
+        "tools": "cosmos_rl_llm.tools.environment:ToolEnvironment",
+        "verifiers": "cosmos_rl_llm.environments.verifiers:Verifiers",
+    },
     "cosmos_rl.rewards": {
         "environment": "cosmos_rl_core.episodes.rewards:EnvironmentReward",
         "remote": "cosmos_rl_core.reward.remote:RemoteReward",

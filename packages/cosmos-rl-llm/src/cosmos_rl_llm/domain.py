@@ -204,8 +204,9 @@ class LLMDomain(DomainBase):
         return [text(token) for token in tokens.tolist()]
 
     def term_tokens(self, rollout: Rollout) -> np.ndarray:
-        """The sampled tokens."""
-        return rollout.arrays["tokens"]
+        """The sampled tokens; of a rollout with branches those of the first, which has the prompt of its group."""
+        lengths = rollout.arrays.get("branch_lengths")
+        return rollout.arrays["tokens"][: None if lengths is None else lengths[0, 1]]
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
         """Names, shapes and dtypes from the headers of a local directory's safetensors, or else its config.json.

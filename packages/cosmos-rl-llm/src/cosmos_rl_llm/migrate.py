@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from cosmos_rl_core.ops.migrate.common import POLICY, is_supervised
 from cosmos_rl_core.ops.migrate.migration import DEFAULT, FILL_IN, Migration
 
 MAX_LENGTH, MAX_TOKENS = 4096, 2048
 """The old defaults of policy.model_max_length and rollout.max_response_length."""
+MAX_TURNS = 5
+"""The old default of rollout.multi_turn_config.max_assistant_turns."""
 TEST_SIZE = 0.1
 """The share of the rows that validation took where the old recipe names no others."""
 JSD_BETA = 0.5
@@ -40,6 +44,7 @@ def migrate(old: Migration) -> None:
         if "reward" in old.recipe and not old.see("train.non_text"):
             old.move(f"{POLICY}.min_filter_prefix_tokens", "algorithm.mask_prefix_terms", lambda value: max(0, value))
         _sampling(old, length=length, rows=rows)
+        _episodes(old, length=length)
     _validation(old)
     _missing(old)
 
@@ -104,6 +109,27 @@ def _sampling(old: Migration, *, length: int, rows: int) -> None:
     old.move("rollout.parallelism.tp_size", "rollout.parallel.tp", lambda value: None if value == 1 else value)
 
 
+def _episodes(old: Migration, *, length: int) -> None:
+    """Episodes of several turns; the old limit of a response was that of one turn."""
+    section = "rollout.multi_turn_config"
+    if not old.take(f"{section}.enable"):
+        return
+    turns = old.take(f"{section}.max_assistant_turns") or MAX_TURNS
+    answer = old.recipe["rollout"]["sampling"]["max_tokens"]
+    if old.take(f"{section}.enable_tools"):
+        old.put("environment.name", "tools")
+        note = "tools came from a script: typed functions, as module:function (docs/tools.md)"
+        old.put("environment.options.functions", [FILL_IN], note)
+    else:
+        old.put("environment.name", FILL_IN, "what answers the model: module:attribute of yours (docs/agents.md)")
+    old.put("environment.max_turns", turns)
+    old.put("environment.max_turn_tokens", answer)
+    old.put("rollout.sampling.max_tokens", min(length, turns * answer), "of all turns and what is said between them")
+    if template := old.take(f"{section}.custom_chat_template_path"):
+        old.put("data.chat_template", str(Path(template).with_suffix(".jinja")), f"copy {template} to this file")
+    old.ignore(f"{section}.*", because="turns follow each other as the chat template writes them")
+
+
 def _engine(old: Migration) -> None:
     backend = str(old.take("rollout.backend"))
     engine = ENGINES.get(backend, FILL_IN)
@@ -154,6 +180,6 @@ def _held_out_rows(old: Migration) -> None:
 
 
 def _missing(old: Migration) -> None:
-    old.refuse("rollout.multi_turn_config.*", because="episodes of several turns with tools are not there yet")
+    old.ignore("rollout.multi_turn_config.*", because="multi-turn was not enabled")
     old.ignore("distillation.*", because="distillation was not enabled")
     old.ignore("custom.*", because="a key of the entry script")

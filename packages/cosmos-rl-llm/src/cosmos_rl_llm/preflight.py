@@ -92,7 +92,7 @@ def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> Rollo
 
 def _of_engine(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     if not config.is_sft:
-        yield from needs_episodes(config.algorithm, rollouts="a language model's rollouts")
+        yield from _of_advantage(config)
     if config.model.lora is not None:
         yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":
@@ -100,6 +100,20 @@ def _of_engine(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     yield from missing_package("vllm", key="rollout.engine", given='"vllm"', install=install_vllm())
     yield from _of_build(config)
     yield from refusals(config, directory)
+
+
+def _of_advantage(config: RunConfig) -> Iterator[Problem]:
+    """Advantages of turns: there are turns with an environment alone, and there is no critic."""
+    algorithm = config.algorithm
+    if config.environment is None:
+        yield from needs_episodes(algorithm, rollouts="a language model's rollouts without [environment]")
+    elif algorithm.advantage == "gae" and algorithm.value_coef:
+        yield Problem(
+            key="algorithm.value_coef",
+            given=str(algorithm.value_coef),
+            wrong="trains a critic, which language models do not have",
+            suggestion="set it to 0: the advantage of a turn is then the discounted rewards of it and of later ones",
+        )
 
 
 def _of_build(config: RunConfig) -> Iterator[Problem]:

@@ -72,8 +72,9 @@ class AlgorithmConfig(Strict):
     """gae: weight of steps further ahead; 0 uses the critic's estimate after one step, 1 the rewards alone."""
     normalize_advantages: bool = True
     """gae: shift and scale the advantages of a step's trained terms to mean 0 and deviation 1."""
-    value_coef: float = Field(default=1.0, gt=0)
-    """gae: coefficient of the critic's loss, half the squared error."""
+    value_coef: float = Field(default=1.0, ge=0)
+    """gae: coefficient of the critic's loss, half the squared error. 0: for models without a critic, whose estimates
+    count as 0."""
     value_clip: float | None = Field(default=0.2, gt=0)
     """gae: largest change of an estimate from the rollout's that can still lower its loss (PPO2's clip)."""
     value_huber_delta: float | None = Field(default=10.0, gt=0)
@@ -193,7 +194,7 @@ class TeacherSection(Strict):
     top_k: int = Field(default=0, ge=0)
     """divergence: over the teacher's k most likely tokens, and all others as one; 0: over the whole vocabulary."""
     discount: float = Field(default=0.0, ge=0, le=1)
-    """advantage: weight of the KL of the next token in the advantage of a token; 0: each has its own alone."""
+    """advantage: weight of the KL of the next trained token in the advantage of a token; 0: each has its own alone."""
 
     @model_validator(mode="after")
     def _has_effect(self) -> Self:
@@ -305,6 +306,8 @@ def _conflicts(config: AlgorithmConfig) -> dict[str, str]:
     if config.advantage == "gae" and config.loss == "sequence_clipped":
         why = '"gae" gives terms advantages of their own, which this loss would average over a rollout; take '
         return {"loss": why + '"sequence_clipped_token"'}
+    if config.advantage == "gae" and config.value_coef == 0 and config.critic_warmup_steps:
+        return {"critic_warmup_steps": "value_coef = 0 is for models without a critic; remove it"}
     if config.kl_coef > 0 and config.kl_estimator == "k1" and not config.kl_unbiased:
         return {"kl_estimator": '"k1" alone has no gradient on average; set kl_unbiased = true, or take "k3"'}
     if config.kl_coef > 0 and config.kl_estimator in ("exact", "exact_dt") and config.kl_unbiased:

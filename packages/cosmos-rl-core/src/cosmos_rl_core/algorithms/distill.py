@@ -58,7 +58,8 @@ def log_mixture(logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float) -> T
 def discounted(values: Tensor, rollout_index: Tensor, *, discount: float) -> Tensor:
     """Return sum_k discount^k values[t + k] over the later terms of each term's rollout [T].
 
-    rollout_index [T]: as in `TermBatch`, non-decreasing. Takes log2(T) passes: each doubles the terms that are summed.
+    rollout_index [T]: as in `TermBatch`, non-decreasing. Tokens that are no terms, such as an environment's, do not
+    count as steps. Takes log2(T) passes: each doubles the terms that are summed.
     """
     total, reach = values, 1
     while discount and reach < len(values):

@@ -102,7 +102,7 @@ class PolicyObjective(Objective):
 
     def _value(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm | None, dict[str, Tensor]]:
         config = self.config
-        if config.advantage != "gae":
+        if config.advantage != "gae" or config.value_coef == 0:
             return None, {}
         if outputs.values is None or terms.values is None or terms.returns is None:
             raise UserError(

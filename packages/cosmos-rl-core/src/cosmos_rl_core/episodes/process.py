@@ -25,6 +25,7 @@ import numpy as np
 from cosmos_rl_core.connected_process import ChildFailed, ConnectedProcess, ProcessDied, TimeLimit
 from cosmos_rl_core.episodes.interfaces import Environment, Observation
 from cosmos_rl_core.errors import SampleError, UserError
+from cosmos_rl_core.imports import PACKAGES
 from cosmos_rl_core.processes import GRACE_S, environment
 from cosmos_rl_core.types import ToolCall, Turn
 from cosmos_rl_core.wire.channel import ConnectionClosed
@@ -43,6 +44,7 @@ from cosmos_rl_core.episodes.process_worker import main
 main()
 """
 """Loads packages of ours, given as NAME=FILE: their folder on the path would offer all that is installed in it."""
+_PACKAGES = {name.replace("-", "_") for name in PACKAGES}
 _ARRAYS = {"terms": np.int32, "logprobs": np.float32, "versions": np.int32}
 """Those of a turn."""
 
@@ -132,11 +134,8 @@ class EnvironmentHost:
             await self._process.close()
 
     async def _start(self) -> ConnectedProcess:
-        packages = [
-            f"{name}={_file_of(name)}"
-            for name in {"cosmos_rl_core", self._build.target.partition(".")[0]}
-            if name.startswith("cosmos_rl_")
-        ]
+        names = ["cosmos_rl_core", *{self._build.target.partition(".")[0]} & _PACKAGES]
+        packages = [f"{name}={_file_of(name)}" for name in dict.fromkeys(names)]
         variables = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         process = ConnectedProcess(
             [self._python, "-P", "-c", _BEGIN, *packages],

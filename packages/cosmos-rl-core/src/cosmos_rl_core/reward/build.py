@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -36,6 +37,8 @@ def build(factory: Any, options: Mapping[str, Any], *, where: str, is_attribute:
         return partial(factory, **options) if options else factory
     try:
         return factory(**options)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     except (TypeError, ValueError) as error:
         raise UserError(_refusal(factory, options, error, where=where)) from error
     except OSError as error:  # a file it loads
@@ -43,11 +46,10 @@ def build(factory: Any, options: Mapping[str, Any], *, where: str, is_attribute:
 
 
 def _refusal(factory: Any, options: Mapping[str, Any], error: Exception, *, where: str) -> str:
-    from pydantic import ValidationError  # here, as a worker process imports it only for an error
+    pydantic = sys.modules.get("pydantic")  # a worker process may not have it
+    if pydantic is not None and isinstance(error, pydantic.ValidationError):
+        from cosmos_rl_core.settings.problems import known_tables, problems
 
-    from cosmos_rl_core.settings.problems import known_tables, problems
-
-    if isinstance(error, ValidationError):
         option_problems = problems(error, tables=known_tables(factory, at="options"), at="options")
         return f"{where}: {', and '.join(map(str, option_problems))}"
     return f"{where} does not take options {dict(options)}: {error}{_known_options(factory, options)}"

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from cosmos_rl_core.train.replicas import ReplicaGroup
-from cosmos_rl_core.types import RolloutGroup, TrainBatch
+from cosmos_rl_core.types import Exchange, RolloutGroup, TrainBatch
 from cosmos_rl_core.wire.payload import decode_group, encode_group
 
 _FASTEST = 1
@@ -87,10 +87,15 @@ def outline(group: RolloutGroup, *, with_text: bool) -> RolloutGroup:
             arrays={},
             rollout_logprobs=np.zeros_like(rollout.rollout_logprobs),
             text=rollout.text if with_text else "",
+            exchanges=rollout.exchanges if with_text else tuple(_without_text(each) for each in rollout.exchanges),
         )
         for rollout in group.rollouts
     )
     return replace(group, rollouts=rollouts, prompt_text=group.prompt_text if with_text else "")
+
+
+def _without_text(exchange: Exchange) -> Exchange:
+    return replace(exchange, text="", reasoning="", calls=(), messages=())
 
 
 def _untrained(group: RolloutGroup) -> RolloutGroup:

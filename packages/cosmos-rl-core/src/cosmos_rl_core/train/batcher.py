@@ -102,6 +102,8 @@ def deal_minibatches(
 ) -> list[list[RolloutGroup]]:
     """Deal trained rollouts, or steps of episodes, into `count` minibatches whose sizes differ by at most one.
 
+    Episodes in turns are dealt as rollouts: a turn is read with all turns before it.
+
     Raises UserError for fewer of them than minibatches.
     """
     if count == 1:
@@ -131,8 +133,8 @@ def deal_minibatches(
 
 
 def _trained_units(rollout: Rollout) -> np.ndarray:
-    """[S] bool, or [1] for a rollout without steps: whether any of its terms is trained on."""
-    if rollout.episode is None:
+    """[S] bool, or [1] for a rollout that stays whole: whether any of its terms is trained on."""
+    if rollout.episode is None or rollout.exchanges:
         return np.array([bool(rollout.loss_mask.any())])
     trained = np.zeros(rollout.episode.num_steps, bool)
     trained[rollout.episode.term_steps[rollout.loss_mask]] = True
@@ -141,6 +143,6 @@ def _trained_units(rollout: Rollout) -> np.ndarray:
 
 def _only(rollout: Rollout, units: np.ndarray) -> Rollout:
     """Restrict a rollout's loss mask to `units`."""
-    if rollout.episode is None:
+    if rollout.episode is None or rollout.exchanges:
         return rollout
     return replace(rollout, loss_mask=rollout.loss_mask & units[rollout.episode.term_steps])

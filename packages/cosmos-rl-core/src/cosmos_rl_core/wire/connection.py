@@ -63,7 +63,7 @@ class Connection(asyncio.BufferedProtocol):
         """The error that ended the connection, if any."""
         self._token, self._hello, self._decoder, self._client = token, hello, decoder, client
         self._max_frame_bytes, self._handshake_s = max_frame_bytes, handshake_s
-        self._preamble = make_preamble()
+        self._preamble = b"" if token is None else make_preamble()
         self._frames = FrameReader(max_frame_bytes=HANDSHAKE_BYTES - PREAMBLE_BYTES)
         self._sealer: FrameSealer | None = None
         self._writable = asyncio.Event()

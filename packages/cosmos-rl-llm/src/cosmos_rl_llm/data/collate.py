@@ -6,6 +6,10 @@
     logit_index         3 4 5              8 9 . .               the hidden state before each response token
     labels [T]          r r r              r r r r
 
+Terms that are not trained on, such as what an environment said, are read by the model and no terms of the microbatch:
+their logits are never computed. A rollout whose history was rewritten has several sequences, its branches, which count
+as one rollout.
+
 A microbatch holds whole rollouts, up to `microbatch_terms` tokens including prompts; a longer rollout is a
 microbatch of its own. `balance.deal` assigns them to ranks, identically on every rank.
 
@@ -49,18 +53,30 @@ class TrainSequence:
     """[T] float32: under the engine that sampled them; zeros in supervised training."""
     loss_mask: np.ndarray
     """[T] bool."""
-    advantage: float
+    advantage: float | np.ndarray
+    """Of all terms, or [T] float32."""
     routes: np.ndarray | None = None
     """[prompt + T - 1, layers, k]: experts chosen by the rollout's router, if they are replayed."""
     view: View = EMPTY_VIEW
     """Pictures and videos among the tokens."""
     pixels: Callable[[], Sequence[MediaItem]] | None = None
     """Returns those of the row with their pixels, where the view has none. Raises UserError."""
+    others: tuple[TrainSequence, ...] = ()
+    """Further branches of the same rollout."""
 
     @property
     def length(self) -> int:
         """Input tokens: nothing is predicted from the last token."""
         return len(self.prompt_tokens) + len(self.tokens) - 1
+
+    @property
+    def branches(self) -> tuple[TrainSequence, ...]:
+        return (self, *self.others)
+
+    @property
+    def terms(self) -> np.ndarray:
+        """Indices of the tokens that are trained on; all of them if none is, so that a pass has a gradient."""
+        return np.flatnonzero(self.loss_mask) if self.loss_mask.any() else np.arange(len(self.tokens))
 
 
 EMPTY = TrainSequence(
@@ -96,19 +112,37 @@ def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Sha
 
 
 def _from_rollout(rollout: Rollout) -> TrainSequence:
-    sequence = TrainSequence(
-        prompt_tokens=rollout.arrays["prompt_tokens"],
-        tokens=rollout.arrays["tokens"],
-        logprobs=rollout.rollout_logprobs,
-        loss_mask=rollout.loss_mask,
-        advantage=rollout.advantage,
-        routes=rollout.arrays.get("routes"),
-        view=View.of_arrays(rollout.arrays),
-    )
-    assert len(sequence.prompt_tokens), "a rollout without a prompt token"
-    assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.loss_mask), "terms out of step"
-    assert sequence.routes is None or len(sequence.routes) == sequence.length, "routes out of step"
-    return sequence
+    """The branches of a rollout that have trained terms."""
+    arrays, start = rollout.arrays, 0
+    sequences: list[TrainSequence] = []
+    for place, (prompt_tokens, num_terms) in enumerate(_branches(arrays)):
+        part = slice(start, start + num_terms)
+        start = part.stop
+        sequence = TrainSequence(
+            prompt_tokens=prompt_tokens,
+            tokens=arrays["tokens"][part],
+            logprobs=rollout.rollout_logprobs[part],
+            loss_mask=rollout.loss_mask[part],
+            advantage=rollout.term_advantages[part],
+            routes=arrays.get("routes") if "branch_lengths" not in arrays else None,
+            view=View.of_arrays(arrays) if place == 0 else EMPTY_VIEW,
+        )
+        assert len(sequence.prompt_tokens), "a rollout without a prompt token"
+        assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.loss_mask), "terms out of step"
+        assert sequence.routes is None or len(sequence.routes) == sequence.length, "routes out of step"
+        if sequence.loss_mask.any():
+            sequences.append(sequence)
+    assert start == len(arrays["tokens"]), "branches out of step"
+    return replace(sequences[0], others=tuple(sequences[1:]))
+
+
+def _branches(arrays: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, int]]:
+    """Of each branch its prompt and the number of terms after it."""
+    if "branch_lengths" not in arrays:
+        return [(arrays["prompt_tokens"], len(arrays["tokens"]))]
+    lengths = arrays["branch_lengths"]
+    prompts = np.split(arrays["branch_prompts"], np.cumsum(lengths[1:, 0])[:-1]) if len(lengths) > 1 else []
+    return list(zip([arrays["prompt_tokens"], *prompts], lengths[:, 1].tolist(), strict=True))
 
 
 def pack_batch(
@@ -123,7 +157,7 @@ def pack_batch(
 
     Adds `packing_fraction`: tokens over the capacity of all microbatches, of all ranks.
     """
-    lengths = [sequence.length for sequence in sequences]
+    lengths = [sum(branch.length for branch in sequence.branches) for sequence in sequences]
     costs = _costs(sequences, groups)
     dealt = deal(lengths, capacity=microbatch_terms, share=share, costs=costs, groups=groups)
     room = len(dealt) * share.count * microbatch_terms
@@ -131,14 +165,14 @@ def pack_batch(
         sequences = [replace(sequence, routes=None) for sequence in sequences]
     routes = sequences[0].routes if sequences else None
     empty = replace(EMPTY, routes=None if routes is None else np.zeros_like(routes[:1]))
-    kinds = batch_kinds([item for sequence in sequences for item in sequence.view.items])
+    kinds = batch_kinds([item for sequence in sequences for branch in sequence.branches for item in branch.view.items])
     own = {index: sequences[index] for members in dealt for index in members}
     if any(sample.pixels is not None for sample in own.values()):
         own = dict(zip(own, side_by_side(_with_pixels, list(own.values())), strict=True))
     packed = (_pack([own[index] for index in members] or [empty]) for members in dealt)
     return TrainBatch(
         microbatches=tuple(replace(each, inputs={**each.inputs, **kinds}) for each in packed),
-        num_terms=sum(int(sequence.loss_mask.sum()) for sequence in sequences),
+        num_terms=sum(int(branch.loss_mask.sum()) for sequence in sequences for branch in sequence.branches),
         num_rollouts=sum(bool(sequence.loss_mask.any()) for sequence in sequences),
         metrics={**metrics, "packing_fraction": sum(lengths) / room if room else 1.0},
     )
@@ -155,7 +189,8 @@ def _costs(sequences: Sequence[TrainSequence], groups: Sequence[int] | None) -> 
         return None
     members = Counter(range(len(sequences)) if groups is None else groups)
     shares = [1 / members[index if groups is None else groups[index]] for index in range(len(sequences))]
-    return [time_of(s.length) + tokens * part for s, tokens, part in zip(sequences, shown, shares, strict=True)]
+    times = [sum(time_of(branch.length) for branch in sequence.branches) for sequence in sequences]
+    return [time + tokens * part for time, tokens, part in zip(times, shown, shares, strict=True)]
 
 
 def _with_pixels(sample: TrainSequence) -> TrainSequence:
@@ -164,19 +199,23 @@ def _with_pixels(sample: TrainSequence) -> TrainSequence:
     return replace(sample, view=replace(sample.view, items=tuple(sample.pixels()[: len(sample.view.items)])))
 
 
-def _pack(sequences: Sequence[TrainSequence]) -> Microbatch:
+def _pack(rollouts: Sequence[TrainSequence]) -> Microbatch:
+    sequences = [branch for rollout in rollouts for branch in rollout.branches]
+    owners = np.repeat(np.arange(len(rollouts)), [len(rollout.branches) for rollout in rollouts])
     lengths = np.array([sequence.length for sequence in sequences])
-    num_terms = np.array([len(sequence.tokens) for sequence in sequences])
-    ends = np.cumsum(lengths)
-    labels = np.concatenate([sequence.tokens for sequence in sequences])
+    terms = [sequence.terms for sequence in sequences]
     # The hidden state at i predicts token i + 1: those for a response start at the prompt's last token.
-    logit_index = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, num_terms)])
+    starts = np.cumsum(lengths) - [len(sequence.tokens) for sequence in sequences]
+
+    def of_terms(values: Callable[[TrainSequence], np.ndarray]) -> np.ndarray:
+        return np.concatenate([values(sequence)[kept] for sequence, kept in zip(sequences, terms, strict=True)])
+
     inputs = {
         "tokens": np.concatenate([part for s in sequences for part in (s.prompt_tokens, s.tokens[:-1])]),
         "positions": positions_of([s.view for s in sequences], lengths.tolist()),
         "sequence_index": np.repeat(np.arange(len(sequences)), lengths),
-        "logit_index": logit_index,
-        "labels": labels,
+        "logit_index": np.concatenate([start + kept for start, kept in zip(starts, terms, strict=True)]),
+        "labels": of_terms(lambda sequence: sequence.tokens),
     }
     routes = [sequence.routes for sequence in sequences if sequence.routes is not None]
     if routes:
@@ -185,11 +224,11 @@ def _pack(sequences: Sequence[TrainSequence]) -> Microbatch:
     return Microbatch(
         inputs={**{name: _tensor(values, torch.int64) for name, values in inputs.items()}, **items},
         terms=TermBatch(
-            rollout_logprobs=_tensor(np.concatenate([s.logprobs for s in sequences]), torch.float32),
-            advantages=_tensor(np.repeat([s.advantage for s in sequences], num_terms), torch.float32),
-            loss_mask=_tensor(np.concatenate([s.loss_mask for s in sequences]), torch.float32),
-            rollout_index=_tensor(np.repeat(np.arange(len(sequences)), num_terms), torch.int64),
-            num_rollouts=len(sequences),
+            rollout_logprobs=_tensor(of_terms(lambda s: s.logprobs), torch.float32),
+            advantages=_tensor(of_terms(lambda s: np.broadcast_to(s.advantage, s.tokens.shape)), torch.float32),
+            loss_mask=_tensor(of_terms(lambda s: s.loss_mask), torch.float32),
+            rollout_index=_tensor(np.repeat(owners, [len(kept) for kept in terms]), torch.int64),
+            num_rollouts=len(rollouts),
         ),
     )
 

@@ -29,6 +29,7 @@ from cosmos_rl_llm.engines.prompts import Response, StopStrings, check_length, e
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
+from cosmos_rl_llm.engines.vllm.session import VllmSession
 from cosmos_rl_llm.model.output_head import NEVER
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from cosmos_rl_core.episodes.interfaces import Opening
     from cosmos_rl_core.weight_sync import SyncSection
     from cosmos_rl_core.wire.tls import Tls
     from cosmos_rl_transfer import ReplicaSubscriber
@@ -155,12 +157,39 @@ class VllmEngine:
         stop string. The same seed gives the same rollouts if vLLM's batches give the same bits.
         """
         encoded = await encode(self._chat, prompt)
+        samples = await self._sample(
+            prompt, encoded, num_samples=num_samples, salt=self._version, sampling=sampling, seed=seed
+        )
+        return self._chat.decode_prompt(encoded.tokens.tolist()), [sample.as_rollout({}) for sample in samples]
+
+    def open(self, opening: Opening) -> VllmSession:
+        """Begin a history that grows by turns (`episodes.interfaces`)."""
+        return VllmSession(self, opening, keeps_salt=not self._recompute_kv)
+
+    async def draw(self, history: Encoded, *, salt: int, sampling: Sampling, seed: int) -> VllmSequence:
+        """Sample one sequence after a history. salt: version under which its keys and values are cached.
+
+        Raises PromptError.
+        """
+        prompt = Prompt(sample_id=0, row={}, origin="an episode")
+        (sample,) = await self._sample(prompt, history, num_samples=1, salt=salt, sampling=sampling, seed=seed)
+        return sample
+
+    @property
+    def max_length(self) -> int:
+        """Maximum tokens of a history."""
+        return self._llm.model_config.max_model_len
+
+    async def _sample(
+        self, prompt: Prompt, encoded: Encoded, *, num_samples: int, salt: int, sampling: Sampling, seed: int
+    ) -> list[VllmSequence]:
+        """Return finished samples after the tokens of a prompt, whose location `prompt` has for messages."""
         self._check(prompt, encoded, sampling)
         stops, stop_ids = StopStrings(self._chat, sampling.stop), sorted(self._chat.end_ids)
         samples = [
             VllmSequence(prompt_tokens=encoded.tokens, view=encoded.view, stops=stops) for _ in range(num_samples)
         ]
-        shown = self._input(encoded)  # once a group: pictures are cast and split by item
+        shown = self._input(encoded, salt=salt)  # once a group: pictures are cast and split by item
         tasks = [
             asyncio.create_task(
                 self._generate_one(sample, shown, parameters(sampling, seed, number, stop_ids, self._banned))
@@ -179,7 +208,7 @@ class VllmEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._running.difference_update(tasks)
-        return self._chat.decode_prompt(encoded.tokens.tolist()), [sample.as_rollout({}) for sample in samples]
+        return samples
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         """Run `apply` in a thread while vLLM is paused between two tokens; running sequences continue afterwards.
@@ -279,7 +308,7 @@ class VllmEngine:
         """Raise PromptError for an empty or too long prompt, and for a picture of too many tokens."""
         if self._stopped is not None:
             raise RuntimeError("the engine has stopped") from self._stopped
-        check_length(prompt, len(encoded.tokens), sampling, limit=self._llm.model_config.max_model_len)
+        check_length(prompt, len(encoded.tokens), sampling, limit=self.max_length)
         if not sampling.renormalise:
             raise UserError(f"rollout.sampling.renormalise = false: {ONLY_RENORMALISED}")
         if self._media is not None:
@@ -300,14 +329,14 @@ class VllmEngine:
             self._stop(error)
             raise RuntimeError("the engine has stopped") from error
 
-    def _input(self, prompt: Encoded) -> EngineInput:
-        """The cache must not share keys and values of other weights: the version is part of its key."""
+    def _input(self, prompt: Encoded, *, salt: int) -> EngineInput:
+        """The cache must not share keys and values of other weights: their version `salt` is part of its key."""
         from vllm.inputs.engine import tokens_input
 
         if not prompt.view.items:
-            return tokens_input(prompt.tokens.tolist(), cache_salt=str(self._version))
+            return tokens_input(prompt.tokens.tolist(), cache_salt=str(salt))
         assert self._media is not None, "a prompt with pictures for a model of text"
-        return self._media.prompt(prompt.tokens, prompt.view, version=self._version)
+        return self._media.prompt(prompt.tokens, prompt.view, version=salt)
 
     async def _call(self, work: Awaitable[T]) -> T:
         """Await `work`. Raises RuntimeError if vLLM has died, which leaves its own calls waiting."""
