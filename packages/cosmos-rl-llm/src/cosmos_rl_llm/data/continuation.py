@@ -133,6 +133,10 @@ class ChatContinuation:
         parsed = self._call_format.parse(self._chat.decode_prompt(turn.terms), tools)
         return replace(turn, text=parsed.text, reasoning=parsed.reasoning, calls=parsed.calls, problem=parsed.problem)
 
+    def decode(self, terms: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._chat.decode_prompt(terms)
+
     def arrays(self, branches: Sequence[tuple[Opening, np.ndarray]]) -> Mapping[str, np.ndarray]:
         """Return `prompt_tokens` and `tokens`; of several branches those of the first, and the lengths of all."""
         first, *others = branches
