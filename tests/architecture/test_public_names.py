@@ -24,7 +24,7 @@ PUBLIC = {
         "Replicate Shard Subscriber TensorLayout Topology TransferError TransferPlan WeightMismatch plan "
         "published_specs whole_box"
     ),
-    "cosmos_rl_llm": "Chat LLM LLMDomain write_sums write_tiny_model",
+    "cosmos_rl_llm": "Chat LLM LLMDomain Sandbox SandboxOptions run_python write_sums write_tiny_model",
     "cosmos_rl_vla": (
         "BatchSimulator DemoWriter Demonstration Manner Observation SimSpec Simulator SimulatorError SimulatorLimits "
         "SimulatorPool Stepped VLA VLADomain Worded record"

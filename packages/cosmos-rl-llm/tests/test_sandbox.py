@@ -15,7 +15,7 @@ import pytest
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.ops.doctor.machine import run_check
 from cosmos_rl_llm.sandbox.inside import seccomp
-from cosmos_rl_llm.sandbox.sandbox import Report, Sandbox, SandboxLost, SandboxOptions, checks, run_python
+from cosmos_rl_llm.sandbox.sandbox import Sandbox, SandboxLayers, SandboxLost, SandboxOptions, checks, run_python
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -152,7 +152,7 @@ def test_without_namespaces_a_program_has_no_files_and_no_signals():
 
 def test_files_are_protected_by_landlock_or_by_bubblewrap_that_hides_processes():
     def has_files(*missing, bubblewrap):
-        return Report(dict.fromkeys(missing, "no"), 0, True, "", bubblewrap).has_files
+        return SandboxLayers(dict.fromkeys(missing, "no"), 0, True, "", bubblewrap).has_files
 
     assert has_files("mounts", bubblewrap=False)
     assert has_files("landlock", bubblewrap=True)

@@ -13,11 +13,13 @@ from cosmos_rl_core.imports import lazy_exports
 if TYPE_CHECKING:
     from cosmos_rl_llm.data.chat import Chat
     from cosmos_rl_llm.domain import LLM, LLMDomain
+    from cosmos_rl_llm.sandbox.sandbox import Sandbox, SandboxOptions, run_python
     from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
 _HOMES = {
     "domain": ("LLM", "LLMDomain"),
     "data.chat": ("Chat",),
+    "sandbox.sandbox": ("Sandbox", "SandboxOptions", "run_python"),
     "tiny": ("write_sums", "write_tiny_model"),
 }
 """Public names by the module that defines them."""
@@ -26,6 +28,9 @@ __all__ = [
     "Chat",
     "LLM",
     "LLMDomain",
+    "Sandbox",
+    "SandboxOptions",
+    "run_python",
     "write_sums",
     "write_tiny_model",
 ]
