@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.domain import LLM, LLMDomain
     from cosmos_rl_llm.sandbox.sandbox import Sandbox, SandboxOptions, run_python
     from cosmos_rl_llm.tiny import write_sums, write_tiny_model
+    from cosmos_rl_llm.tools.environment import ToolEnvironment
+    from cosmos_rl_llm.tools.tool import ToolUnavailable
 
 _HOMES = {
     "domain": ("LLM", "LLMDomain"),
     "data.chat": ("Chat",),
     "sandbox.sandbox": ("Sandbox", "SandboxOptions", "run_python"),
     "tiny": ("write_sums", "write_tiny_model"),
+    "tools.environment": ("ToolEnvironment",),
+    "tools.tool": ("ToolUnavailable",),
 }
 """Public names by the module that defines them."""
 
@@ -30,6 +34,8 @@ __all__ = [
     "LLMDomain",
     "Sandbox",
     "SandboxOptions",
+    "ToolEnvironment",
+    "ToolUnavailable",
     "run_python",
     "write_sums",
     "write_tiny_model",
