@@ -26,7 +26,8 @@ PUBLIC = {
         "published_specs whole_box"
     ),
     "cosmos_rl_llm": (
-        "Chat LLM LLMDomain Sandbox SandboxOptions ToolEnvironment ToolUnavailable run_python write_sums write_tiny_model"
+        "Chat LLM LLMDomain Sandbox SandboxOptions ToolEnvironment ToolUnavailable run_python write_sums "
+        "write_tiny_model"
     ),
     "cosmos_rl_vla": (
         "BatchSimulator DemoWriter Demonstration Manner SimObservation SimSpec Simulator SimulatorError "
