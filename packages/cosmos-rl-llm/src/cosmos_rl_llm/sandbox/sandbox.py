@@ -335,7 +335,7 @@ def _result(reply: bytes) -> SandboxResult:
 
 def _bubblewrap(bwrap: str, folders: Sequence[str]) -> list[str]:
     """The command before one that shall see these folders and the system's alone, and no network."""
-    command = [bwrap, "--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
+    command = [bwrap, "--unshare-all", "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp"]
     for folder in (*_ROOTS, *folders):
         command += ["--ro-bind-try", folder, folder]
     return [*command, "--remount-ro", "/", "--chdir", "/", "--"]
