@@ -27,8 +27,8 @@ PUBLIC = {
     ),
     "cosmos_rl_llm": "Chat LLM LLMDomain ToolEnvironment ToolUnavailable write_sums write_tiny_model",
     "cosmos_rl_vla": (
-        "BatchSimulator DemoWriter Demonstration Manner SimObservation SimSpec Simulator SimulatorError SimulatorLimits "
-        "SimulatorPool Stepped VLA VLADomain Worded record"
+        "BatchSimulator DemoWriter Demonstration Manner SimObservation SimSpec Simulator SimulatorError "
+        "SimulatorLimits SimulatorPool Stepped VLA VLADomain Worded record"
     ),
     "cosmos_rl_wfm": (
         "DIRECTIONS Pretrained WFM WFMDomain brightness direction group_videos luma read_clip row_text "

@@ -84,7 +84,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The terms that the model drew between two observations of an episode, and what they say."""
+    """The terms that the model sampled between two observations of an episode, and what they say."""
 
     terms: np.ndarray
     """[n] int32, the stop token included."""
@@ -122,7 +122,7 @@ class Exchange:
     """Number of the history that the turn continues: 0, and one more each time that it was rewritten."""
     model_s: float = 0.0
     environment_s: float = 0.0
-    """Seconds until the turn was drawn, and until the environment had answered."""
+    """Seconds until the turn was sampled, and until the environment had answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

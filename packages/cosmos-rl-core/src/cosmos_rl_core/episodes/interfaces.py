@@ -3,7 +3,7 @@
     environment.reset(row) -> messages -> continuation.open -> session
     session.extend -> turn -> continuation.parse -> environment.step -> messages -> continuation.extend -> session ...
 
-Terms that the model drew are never decoded and encoded again: the next turn is drawn after the terms of all turns so
+Terms that the model sampled are never decoded and encoded again: the next turn is sampled after the terms of all turns so
 far and those that `Continuation.extend` appends.
 """
 

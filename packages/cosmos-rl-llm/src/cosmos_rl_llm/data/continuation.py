@@ -1,7 +1,7 @@
-"""Histories of several turns, from messages to tokens: what the model drew is never decoded and encoded again.
+"""Histories of several turns, from messages to tokens: what the model sampled is never decoded and encoded again.
 
     open      <user>hi<end><assistant>
-    drawn                             hello<end>
+    sampled                             hello<end>
     extend                                      \n<user>bye<end><assistant>
 
 What follows a turn is found by rendering a chat of the same roles with a marker in place of the turn:
@@ -10,7 +10,7 @@ What follows a turn is found by rendering a chat of the same roles with a marker
                              closing  |---------extend-----------
 
 The model's own stop token stays in the history, also where the template closes a turn with another one (gpt-oss writes
-<|end|> for <|return|>). In some templates the next role's marker ends a turn (GLM): the model draws that itself.
+<|end|> for <|return|>). In some templates the next role's marker ends a turn (GLM): the model samples that itself.
 
 A template that writes earlier turns differently as the chat goes on cannot be continued, and is refused at the start.
 Thoughts that a template would strip from earlier turns stay, as the model wrote them.

@@ -1,7 +1,7 @@
-"""Histories that grow by turns, of both engines: all tokens so far, as they were drawn and appended.
+"""Histories that grow by turns, of both engines: all tokens so far, as they were sampled and appended.
 
-    turn 0   prompt                    -> drawn
-    turn 1   prompt, drawn, appended   -> drawn        the engine knows keys and values of the first tokens
+    turn 0   prompt                    -> sampled
+    turn 1   prompt, sampled, appended   -> sampled        the engine knows keys and values of the first tokens
 
 The torch engine keeps keys and values by itself while an environment answers (`torch.cache.WaitingTerms`), vLLM in its
 prefix cache.
