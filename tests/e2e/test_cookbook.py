@@ -101,6 +101,26 @@ def test_agent_code_shortened(tmp_path):
     assert all_are_described(tmp_path / "sft", tmp_path / "grpo")
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_agent_guess_game(seed, tmp_path):
+    """The whole recipe, in one process: the greedy model wins, whatever the secret is."""
+    python("agent_guess_game/recipe.py", "--dir", tmp_path, "--seed", seed, "run.placement=inline")
+    before, after = before_and_after(tmp_path / "run")
+    assert before < 0.5 and after >= 0.95
+    assert all_are_described(tmp_path / "run")
+
+
+def test_agent_calculator_shortened(tmp_path):
+    """A third of its steps: the model calls the calculator, and without it multiplies nothing."""
+    python("agent_calculator/recipe.py", "--dir", tmp_path, "run.max_steps=20")
+    before, after = before_and_after(tmp_path / "with_tool")
+    assert before < after > 0.8
+    assert before_and_after(tmp_path / "without_tool")[1] < 0.2
+    calls = [line["environment/calls"] for line in lines(tmp_path / "with_tool/metrics.jsonl")]
+    assert calls[-1] > calls[0]
+    assert all_are_described(tmp_path / "with_tool", tmp_path / "without_tool")
+
+
 def test_a_stop_in_the_warm_up_ends_the_script(tmp_path, wait_for, rows_of, finished):
     command = [sys.executable, str(COOKBOOK / "llm_quickstart/recipe.py"), "--dir", str(tmp_path)]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as process:

@@ -8,7 +8,7 @@ import pytest
 from call_families import FAMILIES, OTHER, SUM, TOOLS, Family, hermes, tokenizer
 
 from cosmos_rl_core.types import ToolCall
-from cosmos_rl_llm.tools.calls import CallFormat, ParsedTurn, find_call_format
+from cosmos_rl_llm.tools.calls import CallFormat, ParsedTurn, call_id, find_call_format
 
 
 @pytest.fixture(params=FAMILIES)
@@ -54,12 +54,12 @@ def test_every_beginning_of_a_turn_is_parsed(family):
             form.parse(text[:end], TOOLS)
 
 
-def test_message_is_read_again_by_the_template(family):
+@pytest.mark.parametrize("arguments", [SUM.arguments, json.dumps(SUM.arguments)])
+def test_message_of_a_client_is_read_again_by_the_template(family, arguments):
     form = call_format(family)
-    message = form.message(form.parse(family.one, TOOLS))
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == SUM.arguments
-    chat = form.for_template([{"role": "user", "content": "1 + 2?"}, message])
-    text = form.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
+    call = {"id": call_id(0), "type": "function", "function": {"name": "add", "arguments": arguments}}
+    chat = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = form.tokenizer.apply_chat_template(form.for_template(chat), tokenize=False, add_generation_prompt=False)
     assert form.parse(text[text.index("1 + 2?") + 6 :], TOOLS).calls == (SUM,)
 
 
@@ -72,7 +72,7 @@ def test_thought_without_an_end_has_no_call_and_says_so():
 def test_good_calls_beside_a_broken_one_are_kept():
     parsed = call_format(FAMILIES["hermes"]).parse(f"{hermes(1, 2)}<tool_call>[</tool_call>", TOOLS)
     assert parsed.calls == (SUM,)
-    assert "no JSON" in parsed.problem
+    assert "cannot be read as JSON" in parsed.problem
 
 
 @pytest.mark.parametrize(

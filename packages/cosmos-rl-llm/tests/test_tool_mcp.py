@@ -95,7 +95,7 @@ def test_tools_of_a_command_are_listed_and_called():
         assert "not today" in refused
         assert wrong.startswith("Error: ")
         assert "valid integer" in wrong
-        assert picture == "[image image/png of 12 bytes, which is no text]"
+        assert picture == "[image image/png of 12 bytes: no text]"
 
     run(episodes)
 

@@ -136,7 +136,7 @@ FAMILIES = {
         one=f"Let me see.\n{hermes(1, 2)}<|im_end|>",
         two=f"{hermes(1, 2)}\n{hermes(3, 4)}<|im_end|>",
         broken='<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": }}\n</tool_call><|im_end|>',
-        reason="a call is no JSON: Expecting value at character",
+        reason="a call cannot be read as JSON: Expecting value at character",
         thinking=f"<think>\n{hermes(9, 9)}?\n</think>\n\n3<|im_end|>",
     ),
     "qwen_xml": Family(
@@ -164,7 +164,7 @@ FAMILIES = {
         two=f"{harmony(1, 2)}<|start|>assistant to=functions.add<|channel|>commentary json<|message|>"
         '{"a": 3, "b": 4}<|call|>',
         broken='<|channel|>commentary to=functions.add<|message|>{"a": 1<|call|>',
-        reason="the arguments of add is no JSON",
+        reason="the arguments of add cannot be read as JSON",
         thinking="<|channel|>analysis<|message|>call functions.add with {}?<|end|><|start|>assistant"
         "<|channel|>final<|message|>3<|return|>",
     ),
@@ -184,7 +184,7 @@ FAMILIES = {
         one=f"Let me see.{within(deepseek_v31(1, 2))}",
         two=within(deepseek_v3(1, 2), "\n", deepseek_v3(3, 4)),
         broken=within(deepseek_v3(1, 2).replace("}", "")),
-        reason="the arguments of add is no JSON",
+        reason="the arguments of add cannot be read as JSON",
         thinking=f"<think>{deepseek_v31(9, 9)}?</think>3<｜end▁of▁sentence｜>",
     ),
     "llama": Family(
@@ -194,6 +194,6 @@ FAMILIES = {
         two='<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}; '
         '{"type": "function", "name": "add", "parameters": {"a": 3, "b": 4}}<|eom_id|>',
         broken="<|python_tag|>add.call(a=1)<|eom_id|>",
-        reason="a call is no JSON",
+        reason="a call cannot be read as JSON",
     ),
 }

@@ -14,19 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.episodes.interfaces import Message
-from cosmos_rl_core.types import ToolCall, Turn
-from cosmos_rl_llm.tools.formats import FORMATS, CallError, Format, Schemas, read_objects
+from cosmos_rl_core.types import ToolCall
+from cosmos_rl_llm.tools.formats import FORMATS, CallError, Format, Read, read_objects
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _PROBE = {"probe": 7}
-_THOUGHTS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("◁think▷", "◁/think▷"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,35 +71,17 @@ class CallFormat:
             prefix = opens if self.opens_thought or (ends and opens not in before) else ""
             prefix = "" if text.lstrip().startswith(opens) else prefix
         regions = self.tokenizer.parse_response(text, dict(self.schema), prefix=prefix)
-        calls, problems, loose = self._read_calls(regions.get("calls", ()), tools)
+        bodies = [(region.get("head", ""), self._clean(region["body"])) for region in regions.get("calls", ())]
+        is_loose = self.format is not None and self.format.loose
+        loose = [body for _, body in bodies if is_loose and _is_object_without_arguments(body)]
+        read = read_objects if self.format is None else self.format.read
+        calls, problems = _read_calls(read, [each for each in bodies if each[1] not in loose], tools)
         reasoning = self._clean(regions.get("reasoning", ""))
         said = self._clean("".join((regions.get("text", ""), regions.get("rest", ""), *loose)))
         is_open = self.thought is not None and self.thought[1] not in text
         if is_open and self.tokenizer.parse_response(reasoning, dict(self.schema), prefix="").get("calls"):
             problems.append("a call is inside a thought that does not end")
-        return ParsedTurn(text=said, reasoning=reasoning, calls=tuple(calls), problem="; ".join(problems))
-
-    def _read_calls(
-        self, regions: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[ToolCall], list[str], list[str]]:
-        """Return the calls, the reasons of those that cannot be read, and the texts of what is no call."""
-        calls: list[ToolCall] = []
-        problems: list[str] = []
-        texts: list[str] = []
-        for region in regions:
-            assert self.format is not None
-            body = re.sub(rf"(?:\s*(?:{self.specials.pattern}))+\s*\Z", "", region["body"]).strip()
-            if self.format.loose and _is_object_without_arguments(body):
-                texts.append(body)
-                continue
-            try:
-                read = self.format.read(region.get("head", ""), body, _parameters(tools))
-            except CallError as error:
-                problems.append(str(error))
-            else:
-                calls += read
-                problems += [] if read else ["a call is empty"]
-        return calls, problems, texts
+        return ParsedTurn(text=said, reasoning=reasoning, calls=calls, problem="; ".join(problems))
 
     def _parse_by_tokenizer(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
         """By the tokenizer's response template, which gives up the whole turn for a call that it cannot read."""
@@ -113,38 +90,14 @@ class CallFormat:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return ParsedTurn(text=self._clean(text), problem=f"the turn cannot be read: {error}")
         thoughts = (message.get(key) for key in ("reasoning_content", "thinking", "reasoning"))
-        calls: list[ToolCall] = []
-        problems: list[str] = []
-        for call in message.get("tool_calls", ()):
-            try:
-                calls += read_objects("", json.dumps(call.get("function", call)), {})
-            except CallError as error:
-                problems.append(str(error))
+        bodies = [("", json.dumps(call.get("function", call))) for call in message.get("tool_calls", ())]
+        calls, problems = _read_calls(read_objects, bodies, tools)
         return ParsedTurn(
             text=self._clean(message.get("content") or ""),
             reasoning=self._clean(next((thought for thought in thoughts if thought), "")),
-            calls=tuple(calls),
+            calls=calls,
             problem="; ".join(problems),
         )
-
-    def message(self, turn: Turn | ParsedTurn, *, first_call: int = 0) -> dict[str, Any]:
-        """Return a turn as a message of the assistant, as OpenAI's chat completions have it.
-
-        first_call: number of the first call in its episode, for the ids of calls that the model gave none.
-        """
-        message: dict[str, Any] = {"role": "assistant", "content": turn.text}
-        if turn.reasoning:
-            message["reasoning_content"] = turn.reasoning
-        if turn.calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id or call_id(number),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                }
-                for number, call in enumerate(turn.calls, start=first_call)
-            ]
-        return message
 
     def for_template(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages as the chat template wants them: arguments of calls as objects, or as JSON text."""
@@ -195,6 +148,25 @@ def find_call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     )
 
 
+def _read_calls(
+    read: Read, bodies: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]
+) -> tuple[tuple[ToolCall, ...], list[str]]:
+    """Return the calls of heads and bodies, and the reasons of those that cannot be read."""
+    functions = [tool.get("function", tool) for tool in tools]
+    schemas = {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
+    calls: list[ToolCall] = []
+    problems: list[str] = []
+    for head, body in bodies:
+        try:
+            inside = read(head, body, schemas)
+        except CallError as error:
+            problems.append(str(error))
+        else:
+            calls += inside
+            problems += [] if inside else ["a call is empty"]
+    return tuple(calls), problems
+
+
 def _schema(form: Format | None, thought: tuple[str, str] | None) -> dict[str, Any]:
     """The response template that splits a turn and leaves its parts as text."""
     fields: dict[str, dict[str, Any]] = {"rest": {}}
@@ -240,11 +212,6 @@ def _wants_text(tokenizer: PreTrainedTokenizerBase) -> bool:
             return False
 
     return shows(json.dumps(_PROBE)) and not shows(_PROBE)
-
-
-def _parameters(tools: Sequence[Mapping[str, Any]]) -> Schemas:
-    functions = [tool.get("function", tool) for tool in tools]
-    return {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
 
 
 def _is_object_without_arguments(body: str) -> bool:

@@ -75,7 +75,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, said: str, turn: Turn) -> Observation:
         if turn.finish_reason != "stop":  # nothing can follow, and a call that was cut must not be made
-            return Observation()
+            return Observation(metrics=_counts())
         if turn.problem:
             text = f"No tool was called: {turn.problem}."
             return Observation(text, metrics=_counts(parse_failures=1))

@@ -19,6 +19,10 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """Schemas of parameters by name, by the name of their function."""
 
 
+Read = Callable[[str, str, Schemas], list[ToolCall]]
+"""Returns the calls in the head and body of a region. Raises CallError."""
+
+
 class CallError(ValueError):
     """A text that looks like a call and is none. The message is a sentence for the model."""
 
@@ -56,7 +60,8 @@ def read_xml(head: str, body: str, schemas: Schemas) -> list[ToolCall]:
 
 def read_pairs(head: str, body: str, schemas: Schemas) -> list[ToolCall]:
     """Read NAME<arg_key>KEY</arg_key><arg_value>value</arg_value>."""
-    name, inner = (part.strip() for part in re.match(r"([^<]*)(.*)", body, re.DOTALL).groups())  # type: ignore[union-attr]
+    name, mark, rest = body.strip().partition("<")
+    name, inner = name.strip(), mark + rest
     pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)", inner, re.DOTALL)
     if not pairs and inner:
         raise CallError(f"the call of {name} has text that is no <arg_key>KEY</arg_key><arg_value>value</arg_value>")
@@ -71,11 +76,13 @@ def _values(text: str, what: str) -> Iterator[Any]:
         try:
             value, place = decoder.raw_decode(text, place)
         except json.JSONDecodeError as error:
-            raise CallError(f"{what} is no JSON: {error.msg} at character {error.pos + 1} of {_cut(text)}") from None
+            raise CallError(
+                f"{what} cannot be read as JSON: {error.msg} at character {error.pos + 1} of {_cut(text)}"
+            ) from None
         except RecursionError:
             raise CallError(f"{what} has too many levels") from None
         except ValueError as error:  # an integer of thousands of digits
-            raise CallError(f"{what} is no JSON: {error}") from None
+            raise CallError(f"{what} cannot be read as JSON: {error}") from None
         yield value
         place = _skip(text, place)
 
@@ -140,7 +147,7 @@ class Format:
     call: Mapping[str, str]
     """Beginning and end of a call, as keys of a response template of transformers. The group `head` is what of the
     beginning belongs to the call."""
-    read: Callable[[str, str, Schemas], list[ToolCall]]
+    read: Read
     """Calls that a head and a body contain."""
     regions: Mapping[str, Mapping[str, str]] | None = None
     """Those of "reasoning" and "text", if text is not what is left."""

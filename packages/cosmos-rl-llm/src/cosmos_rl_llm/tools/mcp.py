@@ -45,10 +45,6 @@ class McpSection(Strict):
     def label(self) -> str:
         return self.url or " ".join(self.command)
 
-    @property
-    def key(self) -> str:
-        return self.model_dump_json()
-
 
 class McpServer:
     """A connection to a server."""
@@ -100,14 +96,12 @@ class McpServer:
                 ready.set_exception(error)
 
     async def _list(self, client: Client) -> list[McpTool]:
-        tools: list[McpTool] = []
-        cursor = None
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            tools += [McpTool(self, tool) for tool in page.tools]
-            cursor = page.next_cursor
-            if cursor is None:
-                return tools
+        page = await client.list_tools()
+        tools = [*page.tools]
+        while page.next_cursor is not None:
+            page = await client.list_tools(cursor=page.next_cursor)
+            tools += page.tools
+        return [McpTool(self, tool) for tool in tools]
 
     async def lost(self, client: Client) -> None:
         """End a connection that failed a call, unless another call has done so."""
@@ -164,7 +158,7 @@ _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, McpServer]] = W
 def mcp_server(section: McpSection) -> McpServer:
     """Return the connection to a server that all episodes of this event loop share."""
     servers = _SERVERS.setdefault(asyncio.get_running_loop(), {})
-    return servers.setdefault(section.key, McpServer(section))
+    return servers.setdefault(section.model_dump_json(), McpServer(section))
 
 
 async def close_servers() -> None:
@@ -189,21 +183,15 @@ def _target(section: McpSection) -> Any:
     return StdioServerParameters(command=program, args=arguments, env=dict(section.env))
 
 
-def _text_of(result: Any) -> str:
-    """The parts of a result as text. A picture or another file is named, with its size."""
-    parts = [_part_text(part) for part in result.content]
-    if not parts and result.structured_content is not None:
-        from pydantic_core import to_json
-
-        return to_json(result.structured_content).decode()
-    return "\n".join(parts)
-
-
-def _part_text(part: Any) -> str:
-    if part.type == "text":
-        return part.text
-    data = getattr(part, "data", "")
-    return f"[{part.type} {getattr(part, 'mime_type', None) or ''} of {len(data) * 3 // 4} bytes, which is no text]"
+def _text_of(result: Any) -> Any:
+    """The parts of a result as text, or else its object. A picture or another file is named, with its size."""
+    if not result.content and result.structured_content is not None:
+        return result.structured_content
+    sizes = [len(getattr(part, "data", "")) * 3 // 4 for part in result.content]  # of base64
+    return "\n".join(
+        part.text if part.type == "text" else f"[{part.type} {getattr(part, 'mime_type', '')} of {size} bytes: no text]"
+        for part, size in zip(result.content, sizes, strict=True)
+    )
 
 
 def _reason(error: BaseException) -> str:
