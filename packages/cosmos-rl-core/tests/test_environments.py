@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -97,9 +98,7 @@ def test_an_episode_gets_an_environment_of_its_own_with_the_options():
 def test_plain_functions_run_in_threads():
     with pytest.raises(RuntimeError, match="StopIteration"):
         played(section("Plain"))
-    import some_games
-
-    (closed,) = some_games.Plain.closed
+    (closed,) = import_module("some_games").Plain.closed
     assert closed.startswith("environment") and closed != threading.current_thread().name
 
 
