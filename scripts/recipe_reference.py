@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -124,7 +124,7 @@ def _type(annotation: Any) -> str:
     if origin is tuple:
         inner = [a for a in arguments if a is not Ellipsis]
         return f"list of {_type(inner[0])}" if Ellipsis in arguments else f"{len(inner)} x {_type(inner[0])}"
-    if origin is dict:
+    if origin in (dict, Mapping):
         return "table"
     return {str: "string", int: "integer", float: "number", bool: "boolean", Any: "any"}[annotation]
 

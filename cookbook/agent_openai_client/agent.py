@@ -15,7 +15,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-TURNS = 2
+TURNS = 3
 PLAYED_AT_ONCE = 32
 
 

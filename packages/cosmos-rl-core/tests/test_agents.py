@@ -9,7 +9,7 @@ import pytest
 from scripted_agents import PROMPT, Letters, Scripted, drawn_of, texts_of
 
 from cosmos_rl_core.episodes.agent_config import AgentSection
-from cosmos_rl_core.episodes.agent_rollout import AgentRollout, Call, Refused, said
+from cosmos_rl_core.episodes.agent_rollout import AgentCall, AgentRollout, RequestRefused, said
 from cosmos_rl_core.episodes.agents import AgentGenerator, endpoint_token
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.types import Sampling
@@ -28,7 +28,7 @@ def rollout_of(engine, **options):
 
 
 async def ask(rollout, *messages, **fields):
-    return (await rollout.answer(Call(messages=messages, **fields))).turn
+    return (await rollout.answer(AgentCall(messages=messages, **fields))).turn
 
 
 async def recorded(rollout, reward=1.0):
@@ -219,12 +219,12 @@ def test_an_end_cancels_calls_and_comes_once():
         late = asyncio.create_task(ask(rollout, user("b")))
         await engine.drawing.wait()
         rollout.end(1.0)
-        with pytest.raises(Refused, match="ended before the answer") as refused:
+        with pytest.raises(RequestRefused, match="ended before there was an answer") as refused:
             await late
         assert refused.value.status == 409
-        with pytest.raises(Refused, match="has ended already; its reward stays"):
+        with pytest.raises(RequestRefused, match="has ended already; its reward stays"):
             rollout.end(0.0)
-        with pytest.raises(Refused, match="has ended; take another one"):
+        with pytest.raises(RequestRefused, match="has ended; POST /rollouts"):
             await ask(rollout, user("a"))
         return rollout.record()[1]
 
@@ -258,7 +258,7 @@ def test_more_tokens_than_there_are_is_an_error_of_the_call_and_not_of_the_rollo
         limit = options.pop("limit", None) if (options := dict(chosen)) else None
         rollout = rollout_of(Scripted("hi", "bye", limit=limit), **options)
         turn = await ask(rollout, user("a"))
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRefused) as refused:
             await ask(rollout, user("a"), said(turn), user("a long question"), **call)
         return refused.value, (await recorded(rollout))[1]
 
@@ -274,7 +274,7 @@ def test_branches_count_towards_the_tokens_of_a_rollout():
         rollout = rollout_of(engine, sampling=Sampling(max_terms=30))
         await ask(rollout, user("a"))
         await ask(rollout, user("another"))
-        with pytest.raises(Refused, match="nothing is left"):
+        with pytest.raises(RequestRefused, match="nothing is left"):
             await ask(rollout, user("a third one"))
         return engine.max_terms
 
@@ -283,7 +283,7 @@ def test_branches_count_towards_the_tokens_of_a_rollout():
 
 def test_messages_that_the_template_refuses_are_an_error_of_the_call():
     async def play():
-        with pytest.raises(Refused, match="rows:4: a message has a zero") as refused:
+        with pytest.raises(RequestRefused, match="rows:4: a message has a zero") as refused:
             await ask(rollout_of(Scripted()), user("\x00"))
         return refused.value.status
 
@@ -315,7 +315,7 @@ def test_a_rollout_without_a_turn_is_dropped():
     async def play():
         rollout = rollout_of(Scripted())
         rollout.end(1.0)
-        with pytest.raises(SampleError, match="before the model had drawn a turn"):
+        with pytest.raises(SampleError, match="before the model had said anything"):
             rollout.record()
 
     asyncio.run(play())
@@ -325,7 +325,7 @@ def test_a_rollout_without_a_turn_is_dropped():
 def test_a_reward_is_finite(reward):
     async def play():
         rollout = rollout_of(Scripted())
-        with pytest.raises(Refused, match="finite"):
+        with pytest.raises(RequestRefused, match="finite"):
             rollout.end(reward)
         assert not rollout.is_over
 
@@ -391,7 +391,7 @@ def test_a_rollout_that_nobody_ends_is_dropped_with_its_reason():
         await ask(rollout, user("go"))
         with pytest.raises(SampleError, match=r"within \[agent\] timeout_s = 0.05 \(1 turns so far\)") as dropped:
             await group
-        with pytest.raises(Refused, match="has ended"):
+        with pytest.raises(RequestRefused, match="has ended"):
             agents.find(rollout.key)
         return dropped.value.final
 
@@ -444,7 +444,7 @@ def test_keys_are_of_their_rollout_alone():
         rollout = await agents.take(wait_s=10)
         assert agents.find(rollout.key) is rollout
         for wrong in ("", "sk-", rollout.key[:-1], "sk-" + rollout.id, "a" * 40):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RequestRefused) as refused:
                 agents.find(wrong)
             assert refused.value.status == 401
         group.cancel()
@@ -460,7 +460,7 @@ def test_the_history_of_another_rollout_is_refused():
         group = generating(agents)
         first, second = [await agents.take(wait_s=10) for _ in range(2)]
         turn = await ask(first, user("go"))
-        with pytest.raises(Refused, match="the history of another rollout"):
+        with pytest.raises(RequestRefused, match="the history of another rollout"):
             await ask(second, user("go"), said(turn), user("on"))
         await ask(second, user("go"))
         first.end(1.0)
@@ -569,7 +569,7 @@ import os, shutil, sys
 assert "COSMOS_RL_ROW" not in os.environ
 shutil.copy(os.environ["COSMOS_RL_ROW_FILE"], {str(tmp_path / "row.json")!r})
 """
-    with pytest.raises(SampleError, match="before the model had drawn"):
+    with pytest.raises(SampleError, match="before the model had said"):
         run_command(code, needs_reward=False)
     assert json.loads((tmp_path / "row.json").read_text()) == PROMPT.row
 
@@ -581,7 +581,7 @@ def test_a_command_that_is_not_installed_is_an_error_at_the_start():
 
 def test_with_a_command_no_other_agent_takes_rows():
     async def play():
-        with pytest.raises(Refused, match="plays all rollouts"):
+        with pytest.raises(RequestRefused, match="plays all rollouts"):
             await agents_of(Scripted(), command=[sys.executable]).take(wait_s=0)
 
     asyncio.run(play())

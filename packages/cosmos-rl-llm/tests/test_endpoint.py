@@ -153,14 +153,17 @@ def test_an_answer_that_is_cut_says_so():
 def test_sampling_is_the_recipe_s_and_the_client_learns_it():
     async def play():
         async with playing("a", "b") as (client, [row], _engine, service, _):
+            other = {"temperature": 0, "seed": 3, "tool_choice": "required", "response_format": {"type": "json_object"}}
             both = [
                 await chat(client, row, temperature=1.0, top_p=1),
-                await chat(client, row, temperature=0.2, seed=3, response_format={"type": "json_object"}),
+                await chat(
+                    client, row, temperature=0, seed=3, tool_choice="required", response_format={"type": "json_object"}
+                ),
             ]
             return [reply.headers.get("x-ignored-parameters") for reply in both], service.log
 
     headers, log = asyncio.run(play())
-    assert headers == [None, "temperature, seed, response_format"]
+    assert headers == [None, "temperature, seed, tool_choice, response_format"]
     assert any("temperature" in line for line in log)
 
 

@@ -160,8 +160,7 @@ class LLMDomain(DomainBase):
         """OpenAI's interfaces."""
         from cosmos_rl_llm.endpoint.app import AgentApp
 
-        continuation = cast("ChatContinuation", agents.continuation)
-        decode = continuation.chat.decode_prompt
+        decode = cast("ChatContinuation", agents.continuation).decode
         return AgentApp(agents, decode=decode, model=Path(model.path).name, token=token, log=log).asgi
 
     def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:

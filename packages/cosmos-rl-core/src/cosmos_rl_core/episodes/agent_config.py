@@ -18,6 +18,6 @@ class AgentSection(Strict):
     timeout_s: float = Field(default=600.0, gt=0)
     """Maximum time from the start of a rollout to its end; then it is given up and tried again."""
     retries: int = Field(default=1, ge=0)
-    """How often a rollout is tried again whose agent failed, before its prompt is given back."""
+    """Further tries of a rollout whose agent failed, before its prompt is given back."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the endpoint on the address of [run] bind. 0: any free one, which the run prints."""

@@ -5,7 +5,7 @@
                        --not equal--------------------> a new branch, opened with the messages
 
 A call that its client repeats gets the answer of the first one. A call that nobody waits for any more is cancelled, and
-what it drew is not trained on.
+what it sampled is not trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Tools = Sequence[Mapping[str, Any]]
 _NOTHING = np.zeros(0, np.int32)
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that an agent has to correct."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -38,9 +38,14 @@ class Refused(Exception):
         self.status, self.code = status, code
 
 
+def has_ended(id: str, rest: str = "") -> RequestRefused:
+    """Return the error of a request for a rollout that has ended."""
+    return RequestRefused(409, "rollout_ended", f"rollout {id} has ended{rest}; POST /rollouts for another one")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What an agent asks."""
+class AgentCall:
+    """A request of an agent for a turn."""
 
     messages: Sequence[Message]
     """The whole history. Arguments of tool calls are objects, and contents texts."""
@@ -54,12 +59,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AgentAnswer:
     """A turn, as its client gets it."""
 
     turn: Turn
     prompt: np.ndarray
-    """[prompt] int32: all terms that it was drawn after."""
+    """[prompt] int32: all terms before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +98,8 @@ class _Branch:
 class _Pending:
     """A call, and the task that answers it."""
 
-    call: Call
-    task: asyncio.Task[Answer]
+    call: AgentCall
+    task: asyncio.Task[AgentAnswer]
     waiters: int = 0
 
     @property
@@ -108,7 +113,7 @@ class _Pending:
 class AgentRollout:
     """One rollout of an agent, from its start to its end.
 
-    answer = await rollout.answer(call)                 # any number, also at the same time; raises Refused
+    answer = await rollout.answer(call)                 # any number, also at the same time; raises RequestRefused
     rollout.end(reward=1.0)
     reward = await rollout.ended()                      # raises SampleError
     trained = rollout.record()
@@ -122,7 +127,7 @@ class AgentRollout:
         continuation: Continuation,
         sampling: Sampling,
         seed: int,
-        is_foreign: Callable[[Call, AgentRollout], bool] = lambda call, rollout: False,
+        is_foreign: Callable[[AgentCall, AgentRollout], bool] = lambda call, rollout: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """is_foreign: whether the messages of a call are those of another rollout."""
@@ -148,10 +153,10 @@ class AgentRollout:
     def num_turns(self) -> int:
         return len(self._history.exchanges)
 
-    async def answer(self, call: Call) -> Answer:
-        """Draw the model's answer to a call. Raises Refused, and what the engine raises."""
+    async def answer(self, call: AgentCall) -> AgentAnswer:
+        """Draw the model's answer to a call. Raises RequestRefused, and what the engine raises."""
         if self.is_over:
-            raise Refused(409, "rollout_ended", f"rollout {self.id} has ended; take another one with POST /rollouts")
+            raise has_ended(self.id)
         pending = self._repeated(call)
         if pending is None:
             task = asyncio.create_task(self._draw(call, number=len(self._calls)), name=f"answer {self.id}")
@@ -161,7 +166,7 @@ class AgentRollout:
             return await asyncio.shield(pending.task)
         except asyncio.CancelledError:
             if self.is_over:  # by another request, while this one was answered
-                raise Refused(409, "rollout_ended", f"rollout {self.id} ended before the answer was drawn") from None
+                raise has_ended(self.id, " before there was an answer") from None
             raise
         finally:
             pending.waiters -= 1
@@ -171,12 +176,12 @@ class AgentRollout:
     def end(self, reward: float | None = None, *, problem: str = "") -> None:
         """End it. reward: None for rewards of the recipe alone. problem: why it is no rollout; it is then dropped.
 
-        Raises Refused if it has ended, or if the reward is not finite.
+        Raises RequestRefused if it has ended, or if the reward is not finite.
         """
         if self.is_over:
-            raise Refused(409, "rollout_ended", f"rollout {self.id} has ended already; its reward stays")
+            raise has_ended(self.id, " already; its reward stays")
         if reward is not None and not math.isfinite(reward):
-            raise Refused(400, "invalid_reward", f"the reward is {reward}; send a finite number")
+            raise RequestRefused(400, "invalid_reward", f"the reward is {reward}; send a finite number")
         if problem:
             self._over.set_exception(SampleError(problem))
             self._over.exception()  # it may be dropped before anybody waits for it
@@ -191,7 +196,7 @@ class AgentRollout:
     def record(self) -> tuple[str, Rollout]:
         """Return the first prompt's text and the rollout, once it has ended. Raises SampleError without a turn."""
         if not self._history.exchanges:
-            raise SampleError("the agent ended its rollout before the model had drawn a turn")
+            raise SampleError("the agent ended its rollout before the model had said anything")
         self._history.answer(self.num_turns - 1, reward=self._over.result())
         newest = max(self._branches, key=lambda branch: branch.last[0])
         rollout = self._history.rollout(self._continuation, finish_reason=newest.points[-1].turn.finish_reason)
@@ -205,15 +210,15 @@ class AgentRollout:
         for branch in self._branches:
             branch.session.close()
 
-    def says(self, call: Call) -> bool:
-        """Whether a call continues what the model drew in this rollout."""
+    def says(self, call: AgentCall) -> bool:
+        """Whether a call continues what the model sampled in this rollout."""
         return self._continued(call) is not None
 
     def _cancel_calls(self) -> None:
         for pending in self._calls:
             pending.task.cancel()
 
-    def _repeated(self, call: Call) -> _Pending | None:
+    def _repeated(self, call: AgentCall) -> _Pending | None:
         """Return the earlier call that this one repeats."""
         for pending in reversed(self._calls):
             is_same = call.is_retry or (call.request_id and call.request_id == pending.call.request_id)
@@ -221,7 +226,7 @@ class AgentRollout:
                 return pending
         return None
 
-    async def _draw(self, call: Call, *, number: int) -> Answer:
+    async def _draw(self, call: AgentCall, *, number: int) -> AgentAnswer:
         branch, appended, before = self._branch_for(call)
         branch.is_usable = False
         try:
@@ -230,19 +235,19 @@ class AgentRollout:
             turn = await branch.session.extend(appended, sampling=sampling, seed=_seed(self._seed, number))
         except PromptError as error:
             branch.session.close()
-            raise Refused(400, "context_length_exceeded", error.reason) from error
+            raise RequestRefused(400, "context_length_exceeded", error.reason) from error
         except BaseException as error:
             branch.session.close()
-            if not isinstance(error, (Refused, asyncio.CancelledError)) and not self.is_over:
+            if not isinstance(error, (RequestRefused, asyncio.CancelledError)) and not self.is_over:
                 self._over.set_exception(error)
                 self._over.exception()
             raise
         turn = self._with_ids(self._continuation.parse(turn, tools=call.tools), number)
         self._add(branch, call, appended, turn, before=before, model_s=self._clock() - began)
-        return Answer(turn=turn, prompt=before)
+        return AgentAnswer(turn=turn, prompt=before)
 
     def _add(
-        self, branch: _Branch, call: Call, appended: np.ndarray, turn: Turn, *, before: np.ndarray, model_s: float
+        self, branch: _Branch, call: AgentCall, appended: np.ndarray, turn: Turn, *, before: np.ndarray, model_s: float
     ) -> None:
         """Record a turn."""
         if branch.number < 0:
@@ -258,7 +263,7 @@ class AgentRollout:
         branch.last = number, self._clock()
         branch.is_usable = True
 
-    def _branch_for(self, call: Call) -> tuple[_Branch, np.ndarray, np.ndarray]:
+    def _branch_for(self, call: AgentCall) -> tuple[_Branch, np.ndarray, np.ndarray]:
         """Return the branch that answers a call, the terms to append to it, and all terms that the turn follows."""
         continued = self._continued(call)
         try:
@@ -271,15 +276,15 @@ class AgentRollout:
                 opening = replace(branch.opening, terms=terms)
             else:
                 if self._is_foreign(call, self):
-                    raise Refused(400, "other_rollout", "these messages are the history of another rollout")
+                    raise RequestRefused(400, "other_rollout", "these messages are the history of another rollout")
                 where = self.prompt.origin or f"prompt {self.prompt.sample_id}"
                 opening = self._continuation.open(call.messages, tools=call.tools, where=where)
             session = self._engine.open(opening)
         except PromptError as error:
-            raise Refused(400, "invalid_messages", error.reason) from error
+            raise RequestRefused(400, "invalid_messages", error.reason) from error
         return _Branch(opening=opening, session=session, tools=call.tools), _NOTHING, opening.terms
 
-    def _continued(self, call: Call) -> tuple[_Branch, _Point] | None:
+    def _continued(self, call: AgentCall) -> tuple[_Branch, _Point] | None:
         """Return the turn that a call continues: that after the most messages, rather one at the end of a branch.
 
         A turn that was cut has no end: what follows it is another history.
@@ -298,10 +303,10 @@ class AgentRollout:
         return None if best is None else best[1]
 
     def _room(self, branch: _Branch, appended: np.ndarray, before: np.ndarray, most: int | None) -> int:
-        """Return the maximum terms of the next turn. Raises Refused where none is left."""
+        """Return the maximum terms of the next turn. Raises RequestRefused where none is left."""
         longest, limit = self.sampling.max_terms, branch.session.limit
         if most is not None and most > longest:
-            raise Refused(
+            raise RequestRefused(
                 400,
                 "max_tokens_too_large",
                 f"max_tokens = {most} is more than [rollout.sampling] max_tokens = {longest} of a whole "
@@ -311,14 +316,14 @@ class AgentRollout:
         opened = len(branch.opening.terms) if branch.number < 0 and self._branches else 0
         left = longest - self._history.num_terms - later - opened - len(appended)
         if left < 1:
-            raise Refused(
+            raise RequestRefused(
                 400,
                 "context_length_exceeded",
                 f"nothing is left of [rollout.sampling] max_tokens = {longest}, which counts all after the first "
                 "prompt; end the rollout, or raise it in the recipe",
             )
         if limit is not None and limit - len(before) < 1:
-            raise Refused(
+            raise RequestRefused(
                 400,
                 "context_length_exceeded",
                 f"the history has {len(before)} tokens, and the model reads at most {limit}; shorten it",
@@ -347,7 +352,7 @@ def said(turn: Turn) -> dict[str, Any]:
 
 
 def _identity(message: Message) -> tuple[Any, ...]:
-    """What has to be equal in two messages; names of calls are the client's to choose."""
+    """Return the parts that are equal in equal messages; names of calls are the client's to choose."""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     return message["role"], message.get("content") or "", calls
 
@@ -361,7 +366,7 @@ def _num_equal(messages: Sequence[Message], others: Sequence[Message]) -> int:
     return min(len(messages), len(others))
 
 
-def _same_chat(call: Call, other: Call) -> bool:
+def _same_chat(call: AgentCall, other: AgentCall) -> bool:
     return (
         len(call.messages) == len(other.messages) == _num_equal(call.messages, other.messages)
         and list(call.tools) == list(other.tools)

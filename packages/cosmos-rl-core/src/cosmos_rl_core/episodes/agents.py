@@ -19,7 +19,7 @@ import numpy as np
 
 from cosmos_rl_core.episodes.agent_config import AgentSection
 from cosmos_rl_core.episodes.agent_process import AgentCommand
-from cosmos_rl_core.episodes.agent_rollout import AgentRollout, Call, Refused
+from cosmos_rl_core.episodes.agent_rollout import AgentCall, AgentRollout, RequestRefused, has_ended
 from cosmos_rl_core.episodes.interfaces import Continuation, HoldsSessions
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
@@ -39,7 +39,7 @@ class AgentGenerator:
     """Generates the rollouts of a prompt with agents.
 
     text, rollouts = await agents.generate(prompt, num_samples=8, sampling=sampling, seed=7)
-    rollout = agents.find(key)                          # of a request; raises Refused
+    rollout = agents.find(key)                          # of a request; raises RequestRefused
     rollout = await agents.take(wait_s=30)              # for an agent that asks for a row
     """
 
@@ -86,21 +86,19 @@ class AgentGenerator:
         return played[0][0], [rollout for _, rollout in played]
 
     def find(self, key: str, *, id: str = "") -> AgentRollout:
-        """Return the live rollout of a key; or of an id, for a request that proved itself. Raises Refused."""
+        """Return the live rollout of a key; or of an id, for a request that proved itself. Raises RequestRefused."""
         id = id or key.removeprefix("sk-").partition("-")[0]
         rollout = self._live.get(id)
         if rollout is not None and (not key or hmac.compare_digest(rollout.key.encode(), key.encode())):
             return rollout
         if rollout is None and id in self._ended:
-            raise Refused(409, "rollout_ended", f"rollout {id} has ended; take another one with POST /rollouts")
-        raise Refused(401, "invalid_api_key", "the API key is that of no rollout; use the one that came with the row")
+            raise has_ended(id)
+        raise RequestRefused(401, "invalid_api_key", "the API key is of no rollout; use that of the row")
 
     async def take(self, *, wait_s: float) -> AgentRollout | None:
-        """Return a rollout that no agent has, as soon as there is one; None after `wait_s`. Raises Refused."""
+        """Return a rollout that no agent has, as soon as there is one; None after `wait_s`. Raises RequestRefused."""
         if self._command is not None:
-            raise Refused(
-                409, "has_command", "[agent] command plays all rollouts of this run; remove it from the recipe"
-            )
+            raise RequestRefused(409, "has_command", "[agent] command plays all rollouts of this run")
         try:
             async with asyncio.timeout(wait_s):
                 while (rollout := await self._untaken.get()).is_over:
@@ -111,7 +109,7 @@ class AgentGenerator:
         return rollout
 
     def close(self) -> None:
-        """Call it once nothing is generated any more."""
+        """AgentCall it once nothing is generated any more."""
         if self._command is not None:
             self._command.close()
 
@@ -177,5 +175,5 @@ class AgentGenerator:
             f"({rollout.num_turns} turns so far)"
         )
 
-    def _is_foreign(self, call: Call, asking: AgentRollout) -> bool:
+    def _is_foreign(self, call: AgentCall, asking: AgentRollout) -> bool:
         return any(other.says(call) for other in self._live.values() if other is not asking)

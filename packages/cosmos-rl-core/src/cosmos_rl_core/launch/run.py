@@ -228,9 +228,7 @@ class _Run:
         started = time.perf_counter()
         with self._observer, contextlib.closing(self._journal):
             resumed = self._beginning.notes(self._max_steps)
-            self._secrets = self._beginning.secrets(self._directory)
-            if self._config.agent is not None:
-                keep_secret(self._directory / "agent_token", endpoint_token(self._secrets.token))
+            self._secrets = self._open_secrets()
             left_over = assemble.left_over(self._config, len(self._source))
             encrypted = describe_encryption(self._secrets, self._config.tls, bind=self._config.run.bind)
             for text in (*warnings_for(self._config), *notes, *resumed, *left_over, *filter(None, [encrypted])):
@@ -286,6 +284,12 @@ class _Run:
                 interrupted=self._interrupts.count > 0 or controller.outcome.interrupted,
                 stopped=watch.stopped,
             )
+
+    def _open_secrets(self) -> Secrets:
+        secrets = self._beginning.secrets(self._directory)
+        if self._config.agent is not None:
+            keep_secret(self._directory / "agent_token", endpoint_token(secrets.token))
+        return secrets
 
     async def _until_over(self, controller: Controller) -> None:
         try:

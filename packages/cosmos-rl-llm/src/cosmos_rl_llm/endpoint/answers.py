@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from cosmos_rl_core.episodes.agent_rollout import Answer
+from cosmos_rl_core.episodes.agent_rollout import AgentAnswer
 from cosmos_rl_core.types import ToolCall, Turn
 
 Decode = Callable[[Sequence[int]], str]
 Event = dict[str, Any]
 
 
-def tokens_of(answer: Answer, *, with_prompt: bool) -> dict[str, Any]:
+def tokens_of(answer: AgentAnswer, *, with_prompt: bool) -> dict[str, Any]:
     """Return the fields of an answer that OpenAI's formats do not have."""
     turn = answer.turn
     fields: dict[str, Any] = {
@@ -34,7 +34,7 @@ def tokens_of(answer: Answer, *, with_prompt: bool) -> dict[str, Any]:
 
 
 def logprobs_of(turn: Turn, decode: Decode) -> list[dict[str, Any]]:
-    """Return the log-probabilities of the drawn tokens as OpenAI writes them, without alternatives."""
+    """Return the log-probabilities of its tokens as OpenAI writes them, without alternatives."""
     columns = []
     for token, logprob in zip(turn.terms.tolist(), turn.logprobs.tolist(), strict=True):
         text = decode([token])
@@ -42,7 +42,7 @@ def logprobs_of(turn: Turn, decode: Decode) -> list[dict[str, Any]]:
     return columns
 
 
-def completion(answer: Answer, *, model: str, decode: Decode, logprobs: bool, with_prompt: bool) -> dict[str, Any]:
+def completion(answer: AgentAnswer, *, model: str, decode: Decode, logprobs: bool, with_prompt: bool) -> dict[str, Any]:
     """Return a chat completion."""
     turn = answer.turn
     message: dict[str, Any] = {"role": "assistant", "content": turn.text or (None if turn.calls else "")}
@@ -92,7 +92,7 @@ def completion_chunks(whole: dict[str, Any], *, with_usage: bool) -> Iterator[by
     yield b"data: [DONE]\n\n"
 
 
-def response(answer: Answer, *, model: str, decode: Decode, logprobs: bool, with_prompt: bool) -> dict[str, Any]:
+def response(answer: AgentAnswer, *, model: str, decode: Decode, logprobs: bool, with_prompt: bool) -> dict[str, Any]:
     """Return a response of the Responses interface."""
     turn = answer.turn
     is_cut = turn.finish_reason != "stop"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,7 +26,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from cosmos_rl_core.episodes.agent_process import done_url
-from cosmos_rl_core.episodes.agent_rollout import AgentRollout, Call, Refused, said
+from cosmos_rl_core.episodes.agent_rollout import AgentAnswer, AgentCall, AgentRollout, RequestRefused, said
 from cosmos_rl_core.episodes.agents import AgentGenerator
 from cosmos_rl_llm.endpoint import answers, messages
 from cosmos_rl_llm.endpoint.messages import ChatRequest, Common, ResponseRequest, bad, read
@@ -83,15 +83,8 @@ class AgentApp:
         asked, fields = read(await _body(request), ChatRequest)
         messages.stops(asked, rollout.sampling)
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        call = self._call(request, asked, messages.chat_of(asked.messages), most)
-        answer = await _unless_gone(request, rollout.answer(call))
-        whole = answers.completion(
-            answer,
-            model=str(fields.get("model") or self._model),
-            decode=self._decode,
-            logprobs=bool(asked.logprobs),
-            with_prompt=asked.return_token_ids is not False,
-        )
+        answer = await self._answer(request, rollout, asked, messages.chat_of(asked.messages), most)
+        whole = answers.completion(answer, logprobs=bool(asked.logprobs), **self._format(asked, fields))
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
         events = answers.completion_chunks(whole, with_usage=with_usage) if asked.stream else None
         return self._answered(whole, events, self._note_ignored(asked, fields, rollout))
@@ -104,15 +97,9 @@ class AgentApp:
         if previous is not None and previous not in earlier:
             raise bad(f"previous_response_id = {previous!r} is no response of this rollout", "unknown_response")
         chat = messages.chat_of_items(asked, earlier[previous] if previous else ())
-        call = self._call(request, asked, chat, asked.max_output_tokens)
-        answer = await _unless_gone(request, rollout.answer(call))
-        whole = answers.response(
-            answer,
-            model=str(fields.get("model") or self._model),
-            decode=self._decode,
-            logprobs="message.output_text.logprobs" in (asked.include or ()),
-            with_prompt=asked.return_token_ids is not False,
-        )
+        answer = await self._answer(request, rollout, asked, chat, asked.max_output_tokens)
+        logprobs = "message.output_text.logprobs" in (asked.include or ())
+        whole = answers.response(answer, logprobs=logprobs, **self._format(asked, fields))
         kept = chat[1:] if asked.instructions else chat
         earlier[whole["id"]] = [*kept, said(answer.turn)]
         events = answers.response_events(whole) if asked.stream else None
@@ -124,7 +111,7 @@ class AgentApp:
         asked = read(body, _Take)[0] if body else _Take()
         rollout = await _unless_gone(request, self._agents.take(wait_s=asked.wait_s))
         if rollout is None:
-            raise Refused(503, "no_row", f"no row waits for an agent after {asked.wait_s:g} s; ask again")
+            raise RequestRefused(503, "no_row", f"no row waits for an agent after {asked.wait_s:g} s; ask again")
         base_url = self._agents.base_url
         return _json(
             {
@@ -154,7 +141,7 @@ class AgentApp:
         return _json({"object": "list", "data": [model]})
 
     def _rollout_of(self, request: Request, *, id: str = "") -> AgentRollout:
-        """Return the rollout that a request is of. Raises Refused."""
+        """Return the rollout that a request is of. Raises RequestRefused."""
         key, named = _bearer(request), request.headers.get("x-rollout", "")
         if self._is_token(key):
             if not (id or named):
@@ -162,30 +149,36 @@ class AgentApp:
             return self._agents.find("", id=id or named)
         rollout = self._agents.find(key)
         if (other := id or named) not in ("", rollout.id):
-            raise Refused(403, "other_rollout", f"the API key is that of rollout {rollout.id}, not of {other}")
+            raise RequestRefused(403, "other_rollout", f"the API key is that of rollout {rollout.id}, not of {other}")
         return rollout
 
     def _check_token(self, request: Request) -> None:
         if not self._is_token(_bearer(request)):
-            raise Refused(401, "invalid_token", "send `Authorization: Bearer` with agent_token of the run's directory")
+            raise RequestRefused(401, "invalid_token", "send agent_token of the run's directory as bearer token")
 
     def _is_token(self, key: str) -> bool:
         return hmac.compare_digest(key.encode(), self._token.encode())
 
-    def _call(self, request: Request, asked: Common, chat: messages.Chat, most: int | None) -> Call:
+    async def _answer(
+        self, request: Request, rollout: AgentRollout, asked: Common, chat: messages.Chat, most: int | None
+    ) -> AgentAnswer:
         if most is not None and most < 1:
             raise bad(f"max_tokens = {most}; ask for at least one")
         headers = request.headers
-        retries = headers.get("x-stainless-retry-count", "0")
-        return Call(
+        call = AgentCall(
             messages=chat,
             tools=messages.tools_of(asked),
             max_terms=most,
             request_id=headers.get("idempotency-key") or headers.get("x-request-id") or "",
-            is_retry=retries not in ("", "0"),
+            is_retry=headers.get("x-stainless-retry-count", "0") not in ("", "0"),
         )
+        return await _unless_gone(request, rollout.answer(call))
 
-    def _note_ignored(self, asked: Common, fields: Any, rollout: AgentRollout) -> dict[str, str]:
+    def _format(self, asked: Common, fields: Mapping[str, Any]) -> dict[str, Any]:
+        model, with_prompt = str(fields.get("model") or self._model), asked.return_token_ids is not False
+        return {"model": model, "decode": self._decode, "with_prompt": with_prompt}
+
+    def _note_ignored(self, asked: Common, fields: Mapping[str, Any], rollout: AgentRollout) -> dict[str, str]:
         """Return the header that names what was not used, and log each name once."""
         names = messages.ignored(asked, fields, rollout.sampling)
         for name in sorted(set(names) - self._ignored):
@@ -200,12 +193,12 @@ class AgentApp:
 
 
 def _guarded(endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """Answer what an endpoint refuses in OpenAI's form; other errors end the rollout, and are raised there too."""
+    """AgentAnswer what an endpoint refuses in OpenAI's form; other errors end the rollout, and are raised there too."""
 
     async def guarded(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             headers = {"retry-after": "1"} if refused.status == 503 else {}
             return _error(refused.status, refused.code, str(refused), headers)
         except ClientDisconnect:
@@ -247,7 +240,7 @@ async def _body(request: Request) -> bytes:
     async for piece in request.stream():
         body += piece
         if len(body) > LONGEST_BODY:
-            raise Refused(413, "body_too_large", f"the body has more than {LONGEST_BODY} bytes")
+            raise RequestRefused(413, "body_too_large", f"the body has more than {LONGEST_BODY} bytes")
     return body
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from cosmos_rl_core.episodes.agent_rollout import Refused
+from cosmos_rl_core.episodes.agent_rollout import RequestRefused
 from cosmos_rl_core.types import Sampling
 
 T = TypeVar("T")
@@ -21,10 +21,10 @@ _HARMLESS = (
     *("include", "messages", "metadata", "model", "parallel_tool_calls", "prompt_cache_key", "reasoning"),
     *("safety_identifier", "service_tier", "store", "stream_options", "text", "truncation", "user"),
 )
-"""Fields that are read elsewhere, or that do not change what a model draws."""
+"""Fields that are read elsewhere, or that do not change how a model samples."""
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a content."""
 
     type: str
@@ -51,27 +51,18 @@ class ChatMessage(msgspec.Struct):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     tool_calls: list[Called] | None = None
     tool_call_id: str = ""
     name: str | None = None
-
-
-class ToolChoice(msgspec.Struct):
-    """A tool that has to be called."""
-
-    type: str
 
 
 class Common(msgspec.Struct, kw_only=True):
     """Fields of both interfaces."""
 
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: Any = None
     stream: bool | None = None
-    top_logprobs: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     return_token_ids: bool | None = None
     """Whether answers have the tokens of their prompts; not set: they have."""
 
@@ -97,7 +88,7 @@ class Item(msgspec.Struct):
     call_id: str = ""
     name: str = ""
     arguments: str = ""
-    output: str | list[Part] = ""
+    output: str | list[ContentPart] = ""
 
 
 class ResponseRequest(Common, kw_only=True):
@@ -110,13 +101,13 @@ class ResponseRequest(Common, kw_only=True):
     include: list[str] | None = None
 
 
-def bad(message: str, code: str = "invalid_request") -> Refused:
+def bad(message: str, code: str = "invalid_request") -> RequestRefused:
     """A request that is wrong."""
-    return Refused(400, code, message)
+    return RequestRefused(400, code, message)
 
 
 def read(body: bytes, kind: type[T]) -> tuple[T, Mapping[str, Any]]:
-    """Return a request and its fields as they were sent. Raises Refused."""
+    """Return a request and its fields as they were sent. Raises RequestRefused."""
     try:
         fields = msgspec.json.decode(body)
     except msgspec.DecodeError as error:  # a ValidationError is one too
@@ -131,33 +122,29 @@ def read(body: bytes, kind: type[T]) -> tuple[T, Mapping[str, Any]]:
 
 def ignored(request: Common, fields: Mapping[str, Any], sampling: Sampling) -> list[str]:
     """Return the fields that a client set and that are not used: the recipe decides how tokens are sampled."""
-    same = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    used = set(request.__struct_fields__) - {"temperature", "top_p", "top_logprobs", "tool_choice"}
-    names = [
-        name
-        for name, value in fields.items()
-        if value not in (None, 0, [], {}) and name not in used and name not in _HARMLESS and value != same.get(name)
-    ]
-    format_of = fields.get("response_format") or {}
-    plain = request.tool_choice in (None, "auto", "none")
+    plain = {
+        "temperature": (None, sampling.temperature),
+        "top_p": (None, sampling.top_p),
+        "response_format": (None, {"type": "text"}),
+        "tool_choice": (None, "auto", "none"),
+    }
+    used = {*request.__struct_fields__, *_HARMLESS} - set(plain)
     return [
-        name
-        for name in names
-        if not (name == "response_format" and format_of.get("type") == "text") and not (name == "tool_choice" and plain)
+        name for name, value in fields.items() if name not in used and value not in plain.get(name, (None, 0, [], {}))
     ]
 
 
 def stops(request: ChatRequest, sampling: Sampling) -> None:
-    """Raise Refused for stop strings that the engine does not stop at, and for several answers at once."""
+    """Raise RequestRefused for stop strings that the engine does not stop at, and for several answers at once."""
     if request.n not in (None, 1):
-        raise bad(f"n = {request.n}: one answer is drawn for a call; call {request.n} times", "unsupported_n")
+        raise bad(f"n = {request.n}: a call has one answer; call {request.n} times", "unsupported_n")
     asked = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if unknown := [text for text in asked if text not in sampling.stop]:
         raise bad(f"stop = {unknown}: name them in [rollout.sampling] stop of the recipe", "unsupported_stop")
 
 
 def tools_of(request: Common) -> list[dict[str, Any]]:
-    """Return the functions that the model may call, as chat templates take them. Raises Refused."""
+    """Return the functions that the model may call, as chat templates take them. Raises RequestRefused."""
     if request.tool_choice == "none":
         return []
     tools = []
@@ -172,12 +159,12 @@ def tools_of(request: Common) -> list[dict[str, Any]]:
 
 
 def chat_of(messages: Sequence[ChatMessage]) -> Chat:
-    """Return the messages of a chat completion. Raises Refused."""
+    """Return the messages of a chat completion. Raises RequestRefused."""
     return _complete(_chat_message(message, number) for number, message in enumerate(messages))
 
 
 def chat_of_items(request: ResponseRequest, before: Sequence[Mapping[str, Any]]) -> Chat:
-    """Return the messages of a response, after those of the response that it continues. Raises Refused."""
+    """Return the messages of a response, after those of the response that it continues. Raises RequestRefused."""
     chat: Chat = [dict(message) for message in before]
     if request.instructions:  # those of an earlier response do not count for this one
         chat = [{"role": "system", "content": request.instructions}, *chat]
@@ -203,15 +190,15 @@ def chat_of_items(request: ResponseRequest, before: Sequence[Mapping[str, Any]])
     return _complete(iter(chat))
 
 
-def _parts(content: list[Any], number: int) -> list[Part]:
+def _parts(content: list[Any], number: int) -> list[ContentPart]:
     try:
-        return msgspec.convert(content, list[Part])
+        return msgspec.convert(content, list[ContentPart])
     except msgspec.ValidationError as error:
         raise bad(f"input[{number}]: {error}") from error
 
 
 def _complete(messages: Iterator[dict[str, Any]]) -> Chat:
-    """Return the chat with the names of the tools that answer. Raises Refused for one that nobody has to answer."""
+    """Return the chat with the names of the tools that answer. Raises RequestRefused."""
     chat = list(messages)
     names: dict[str, str] = {}
     for number, message in enumerate(chat):
@@ -245,14 +232,12 @@ def _role(role: str) -> str:
     return "system" if role == "developer" else role
 
 
-def _text(content: str | list[Part] | None, number: int) -> str:
+def _text(content: str | list[ContentPart] | None, number: int) -> str:
     if not isinstance(content, list):
         return content or ""
     for part in content:
         if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise bad(
-                f"messages[{number}] has a part of type {part.type!r}; only text is read", "unsupported_part"
-            )
+            raise bad(f"messages[{number}] has a part of type {part.type!r}; only text is read", "unsupported_part")
     return "".join(part.text or part.refusal for part in content)
 
 
