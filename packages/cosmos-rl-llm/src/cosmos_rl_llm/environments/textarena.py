@@ -54,7 +54,7 @@ class TextArena(Environment):
         return done
 
     def _seen(self, player: int) -> str:
-        """What is new for a player, without what it has said itself."""
+        """Return and forget what is new for a player, without what it has said itself."""
         new, self._game.state.observations[player] = self._game.state.observations[player], []
         return "\n".join(text for origin, text, _ in new if origin != player)
 
