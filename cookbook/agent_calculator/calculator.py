@@ -1,4 +1,4 @@
-"""The calculator, and what a tiny model needs before it can call one: a tokenizer, a chat template, chats to imitate."""
+"""The calculator, and what a tiny model needs before it can call it: tokenizer, chat template, chats to imitate."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def multiply(a: int, b: int) -> int:
 
 
 def questions(seed: int = 0) -> list[tuple[int, int]]:
-    """Return all pairs of numbers of two digits, shuffled."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    """Return all pairs of numbers from 32 to 99, shuffled. Their products have four digits."""
+    pairs = [(a, b) for a in range(32, 100) for b in range(32, 100)]
     random.Random(seed).shuffle(pairs)
     return pairs
 

@@ -13,21 +13,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PUBLIC = {
     "cosmos_rl_core": (
-        "Algorithm AlgorithmConfig Check Domain DomainBase ENGINE_CHECKS EngineRequest Episode Evaluated Generated "
-        "Instances LossTerm Microbatch ModelSetup Objective Options Policy PolicyBase PolicyOutputs Prompt PromptError "
-        "Recorder Request RewardFn Rollout RolloutEngine RolloutGroup RunConfig RunResult SampleError Sampling "
-        "SamplingSection Share TermBatch ThreadedEngine TrainBatch UserError WeightSpec WeightSync WorkerFailed "
-        "accumulate check_reward engine_options evaluate generate load_config run"
+        "Algorithm AlgorithmConfig Check Domain DomainBase ENGINE_CHECKS ENVIRONMENT_CHECKS EngineRequest Environment "
+        "Episode Evaluated Exchange Generated Instances LossTerm Microbatch ModelSetup Objective Observation Options "
+        "Policy PolicyBase PolicyOutputs Prompt PromptError Recorder Request RewardFn Rollout RolloutEngine "
+        "RolloutGroup RunConfig RunResult SampleError Sampling SamplingSection Share TermBatch ThreadedEngine ToolCall "
+        "TrainBatch Turn UserError WeightSpec WeightSync WorkerFailed accumulate check_environment check_reward "
+        "engine_options evaluate generate load_config run"
     ),
     "cosmos_rl_transfer": (
         "AuthenticationError Box LayoutError Manifest PeerLost Publisher ReplicaMember ReplicaSubscriber "
         "Replicate Shard Subscriber TensorLayout Topology TransferError TransferPlan WeightMismatch plan "
         "published_specs whole_box"
     ),
-    "cosmos_rl_llm": "Chat LLM LLMDomain write_sums write_tiny_model",
+    "cosmos_rl_llm": "Chat LLM LLMDomain ToolEnvironment ToolUnavailable write_sums write_tiny_model",
     "cosmos_rl_vla": (
-        "BatchSimulator DemoWriter Demonstration Manner Observation SimSpec Simulator SimulatorError SimulatorLimits "
-        "SimulatorPool Stepped VLA VLADomain Worded record"
+        "BatchSimulator DemoWriter Demonstration Manner SimObservation SimSpec Simulator SimulatorError "
+        "SimulatorLimits SimulatorPool Stepped VLA VLADomain Worded record"
     ),
     "cosmos_rl_wfm": (
         "DIRECTIONS Pretrained WFM WFMDomain brightness direction group_videos luma read_clip row_text "

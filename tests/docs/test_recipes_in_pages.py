@@ -106,7 +106,7 @@ NAMES = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?: ?=[^`]*)?`")
 """`rollout.group_size`, `rollout.group_size = 8`."""
 BRACKETED = re.compile(r"`\[+([a-z_.]+)\]+(?: ([a-z_]+))?(?: ?=[^`]*)?`")
 """`[rollout.sampling]`, `[rollout] group_size`, `[[reward.functions]]`."""
-NOT_KEYS = {"rollout.text", "rollout.media", "model.load_weights", "distillation"}
+NOT_KEYS = {"rollout.text", "rollout.media", "rollout.exchanges", "model.load_weights", "distillation"}
 """Python, and a section of upstream's."""
 FOREIGN = {"CHANGELOG.md", "docs/migrate.md"}
 """Pages with keys of earlier versions or of other programs."""

@@ -41,7 +41,7 @@ ENTRY_POINTS = {
     },
     "cosmos-rl-llm": {
         "cosmos_rl.domains": {"llm"},
-        "cosmos_rl.doctors": {"hub"},
+        "cosmos_rl.doctors": {"hub", "sandbox"},
         "cosmos_rl.migrations": {"llm"},
         "vllm.general_plugins": {"cosmos_rl"},
     },

@@ -1,5 +1,6 @@
 """Groups of a step: their metrics by hand, and the bound on their age."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ from cosmos_rl_core.algorithms.advantages import with_batch_advantages
 from cosmos_rl_core.data.mixing import DataTerm
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.train.batcher import Batcher, group_metrics
-from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch
+from cosmos_rl_core.types import Exchange, FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch
 
 
 def rollout(reward, versions, *, finish_reason: FinishReason = "stop"):
@@ -55,6 +56,28 @@ def test_the_figures_of_two_groups():
         "zero_variance_fraction": 0.5,
         "rollouts": 4.0,
         "terms": 8.0,
+    }
+
+
+def test_the_metrics_of_episodes_in_turns():
+    turn = Exchange(text="", model_s=1.0, environment_s=0.5)
+    long = (
+        replace(turn, metrics={"calls": 1.0, "won": 0.0}),
+        replace(turn, problem="no JSON", metrics={"calls": 2.0}, environment_s=2.5),
+        replace(turn, branch=1, metrics={"won": 1.0}),
+    )
+    short = (replace(turn, metrics={"won": 0.0}),)
+    masked = replace(rollout(1.0, [4] * 8), exchanges=long, loss_mask=np.arange(8) < 3)
+    metrics = group_metrics([group(masked, replace(rollout(0.0, [4, 4]), exchanges=short))], step=5)
+    assert {name: metrics[name] for name in metrics if name not in group_metrics(GROUPS, step=5)} == {
+        "episode_turns": 2.0,
+        "episode_branches": 1.5,
+        "episode_model_s": 2.0,
+        "episode_environment_s": 2.0,  # 3.5 and 0.5
+        "trained_term_fraction": 0.5,  # 3 of 8 and 2 of 2
+        "parse_failure_fraction": 0.25,
+        "environment/calls": 3.0,  # of the episode that has it
+        "environment/won": 0.5,
     }
 
 

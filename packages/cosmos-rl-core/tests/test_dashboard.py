@@ -294,6 +294,13 @@ def test_waits_are_those_of_the_spans(tmp_path, shares, text, key):
     assert key in found.key
 
 
+def test_an_environment_that_takes_longer_than_the_model_is_the_bottleneck(tmp_path):
+    curves = curves_of(tmp_path, episode_environment_s=[3.25] * 12, episode_model_s=[0.5] * 12)
+    (found,) = health(curves, status={}, outcome={}, live=True, shares={"wait for batch": 0.6})
+    assert "environment is the bottleneck, an episode waits 3.2 s for it and 0.5 s for the model" in found.text
+    assert "environment.max_episodes" in found.key
+
+
 def test_a_wait_has_one_duration_on_all_pages(page, run_dir):
     began = time.time() - 200.0
     lines = [

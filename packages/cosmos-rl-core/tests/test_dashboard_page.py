@@ -12,14 +12,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import uvicorn
-from run_files import group, write_run
+from run_files import group, tool_group, write_run
 
 from cosmos_rl_core.observe.gallery import Gallery
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines
 from cosmos_rl_core.ops.dashboard.app import Runs, build_app
 from cosmos_rl_core.ops.dashboard.guard import Guard
-from cosmos_rl_core.types import Prompt
+from cosmos_rl_core.types import Exchange, Prompt
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -209,6 +209,49 @@ def test_the_messages_of_a_chat_have_their_roles(page, directory):
     first.get_by_text("as the model saw it").click()
     playwright.expect(first.get_by_text("<s>Be short.</s>")).to_be_visible()
     assert second.locator(".turns").count() == 0 and "1 + 1 =" in second.inner_text()
+
+
+def test_an_episode_is_read_turn_by_turn(page, directory):
+    path = write_run(directory / "agents", steps=2)
+    (answered, *_), exchange = group(1, right=0.5).rollouts, Exchange(text="again")
+    many_turns = replace(group(1, right=0.5), rollouts=(replace(answered, exchanges=(exchange,) * 12),))
+    texts = {"term_texts": lambda rollout: [rollout.text, "."], "term_groups": 1}
+    write_rollouts(path / "rollouts", step=1, groups=[tool_group(0), many_turns], **texts)
+    page.reload()
+    read(page, "agents/rollouts?step=1", "Rollouts of step 1")
+    first = page.locator("article").first
+    turns = first.get_by_role("list", name="3 turns").get_by_role("listitem")
+    playwright.expect(turns).to_have_count(3)
+    assert turns.nth(0).inner_text().split("\n") == [
+        "turn 1 · model 120 ms · environment 1.5 s · calls 1 · reward 0",
+        "thoughts",
+        "call",
+        'calculator {"expression": "17 * 23"}',
+        "tool calculator",
+        "391",
+    ]
+    turns.nth(0).get_by_text("thoughts").click()
+    playwright.expect(turns.nth(0).get_by_text("I should not guess.")).to_be_visible()
+    second = turns.nth(1).inner_text()
+    assert "Let me <i>look</i> it up." in second and "not a call: the arguments are not JSON" in second
+    playwright.expect(turns.nth(1).get_by_text("line 199 of a long page")).not_to_be_visible()
+    turns.nth(1).get_by_text("4,689 characters").click()
+    playwright.expect(turns.nth(1).get_by_text("line 199 of a long page")).to_be_visible()
+    assert "history 2: what came before was rewritten" in turns.nth(2).inner_text()
+    playwright.expect(first.get_by_role("list", name="1 turn")).to_have_count(1)
+    assert "×2" in first.inner_text()  # equal episodes once
+    playwright.expect(first.locator(".token").first).not_to_be_visible()
+    first.get_by_text("tokens, as the model saw them").first.click()
+    playwright.expect(first.locator(".token").first).to_be_visible()
+    many = page.locator("article").nth(1).get_by_role("list", name="12 turns")
+    playwright.expect(many.get_by_text("turn 10 ·")).to_be_visible()
+    playwright.expect(many.get_by_text("turn 5 ·")).not_to_be_visible()
+    many.get_by_text("6 more turns").click()
+    playwright.expect(many.get_by_text("turn 5 ·")).to_be_visible()
+    search = page.get_by_role("searchbox", name="Filter by text")
+    search.fill("line 150 OF a long")
+    search.press("Enter")
+    playwright.expect(page.locator("article")).to_have_count(1)
 
 
 def test_the_timeline_has_lanes_and_says_where_the_time_went(page):

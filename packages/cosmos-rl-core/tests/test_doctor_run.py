@@ -14,7 +14,7 @@ from contextlib import closing
 
 import msgspec
 import pytest
-from run_files import Clock, group
+from run_files import Clock, group, tool_group
 
 from cosmos_rl_core import run
 from cosmos_rl_core.cli import app
@@ -459,6 +459,38 @@ def test_09_a_full_staleness_window_means_that_the_policy_is_the_bottleneck(writ
     assert found.level == "ok"
     assert "policy-0 is in the forward and backward pass since 8" in found.text
     assert any("training is the bottleneck" in check.text for check in written.examine().checks)
+
+
+AGENT = '\n[environment]\nname = "games:Guess"\ntimeout_s = 20.0\n'
+
+
+def test_an_environment_that_everything_waits_for_is_named_with_its_slowest_tool(written):
+    recipe = written.path / "resolved.toml"
+    recipe.write_text(recipe.read_text() + AGENT)
+    written.metrics(reward_mean=0.5, episode_environment_s=4.5, episode_model_s=0.3).status()
+    write_rollouts(written.path / "rollouts", step=11, groups=[tool_group(0)])
+    found = line(written.examine(), "environment")
+    assert found.text == (
+        "an episode waits 4.5 s for the environment 'games:Guess' and 0.3 s for the model; "
+        "the slowest tool is 'calculator', 1.5 s an answer"
+    )
+    assert "environment.max_episodes" in found.fix
+
+
+@pytest.mark.parametrize("seconds", [(0.5, 0.01), (4.0, 3.0)], ids=["quick", "as slow as the model"])
+def test_an_environment_that_is_no_bottleneck_is_not_named(written, seconds):
+    environment_s, model_s = seconds
+    written.metrics(reward_mean=0.5, episode_environment_s=environment_s, episode_model_s=model_s).status()
+    assert [check for check in written.examine().checks if check.name == "environment"] == []
+
+
+def test_a_replica_that_generates_episodes_names_the_environment_and_its_limit(written):
+    recipe = written.path / "resolved.toml"
+    recipe.write_text(recipe.read_text() + AGENT)
+    written.status(LEASED).spans("rollout-1", "generate", 0.4).opens("rollout-1", "generate", since_s=312, sample=7)
+    verdict = line(written.examine(), "waits")
+    assert "generates episodes with the environment 'games:Guess' since 5 min 12 s" in verdict.text
+    assert "the code of 'games:Guess'" in verdict.fix and "[environment] timeout_s = 20.0" in verdict.fix
 
 
 def test_10_rewards_that_are_always_0(written):

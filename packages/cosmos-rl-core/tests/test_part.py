@@ -11,7 +11,7 @@ from cosmos_rl_core.algorithms.advantages import BatchAdvantage, with_batch_adva
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.train.batch_part import BatchPart
 from cosmos_rl_core.train.batcher import Batcher
-from cosmos_rl_core.types import Episode, Prompt, Rollout, RolloutGroup, TrainBatch
+from cosmos_rl_core.types import Episode, Exchange, Prompt, Rollout, RolloutGroup, TrainBatch
 
 COUNT = 3
 
@@ -44,6 +44,9 @@ class Replica:
         return self._together.gather(self.place, data)
 
 
+TURNS = (Exchange(text="one", problem="no call", model_s=0.5, metrics={"won": 1.0}), Exchange(text="two", branch=1))
+
+
 def group(sample, *, rollouts=2, terms=5, arrays=16, masked=0.3):
     random = np.random.default_rng(sample)
 
@@ -64,6 +67,7 @@ def group(sample, *, rollouts=2, terms=5, arrays=16, masked=0.3):
             reward=float(random.random()),
             reward_breakdown={"one": float(random.random())},
             episode=episode if sample % 2 else None,
+            exchanges=TURNS if sample % 3 else (),
         )
 
     prompt = Prompt(sample_id=sample, row={}, origin=f"rows:{sample}")
@@ -147,3 +151,4 @@ def test_the_first_replica_can_write_all_rollouts(tmp_path, with_text):
     whole = write_rollouts(tmp_path / "whole", step=0, groups=groups).read_text()
     assert (written == whole) == with_text
     assert parts[0].groups[1].rollouts[0].text == ("rollout 0 of sample 1" if with_text else "")
+    assert parts[0].groups[1].rollouts[0].exchanges[0].text == ("one" if with_text else "")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.observe.rollouts import RolloutFiles, write_rollouts
-from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.types import Exchange, Prompt, Rollout, RolloutGroup, ToolCall
 
 
 def rollout(versions, **changes):
@@ -88,6 +88,42 @@ def test_terms_are_written_for_the_first_worst_best_and_most_mixed_groups(tmp_pa
     path = write_rollouts(tmp_path, step=0, groups=groups, term_texts=lambda r: ["a"], term_groups=count)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["sample"] for line in lines if "terms" in line][::2] == shown
+
+
+def test_an_episode_has_its_turns(tmp_path):
+    call = ToolCall(name="add", arguments={"value": math.nan, "text": "\ud800"}, id="call-1")
+    picture = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}, {"type": "text", "text": "seen"}]
+    turns = (
+        Exchange(
+            text="so",
+            reasoning="hm",
+            calls=(call,),
+            problem="no name",
+            messages=({"role": "tool", "name": "add", "content": picture},),
+            reward=0.0,
+            metrics={"n": math.inf},
+            model_s=0.25,
+            environment_s=1.00004,
+        ),
+        Exchange(text="done", branch=1),
+    )
+    path = write_rollouts(tmp_path, step=0, groups=[group(rollout([1, 1], exchanges=turns), rollout([1]))])
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert first["exchanges"] == [
+        {
+            "text": "so",
+            "reasoning": "hm",
+            "calls": [{"name": "add", "arguments": '{"value": NaN, "text": "?"}'}],
+            "problem": "no name",
+            "messages": [{"role": "tool", "name": "add", "content": "[image_url] seen"}],
+            "reward": 0.0,
+            "metrics": {"n": None},
+            "model_s": 0.25,
+            "environment_s": 1.0,
+        },
+        {"text": "done", "branch": 1, "model_s": 0.0, "environment_s": 0.0},
+    ]
+    assert "exchanges" not in second
 
 
 def test_a_prompt_is_written_once_per_group(tmp_path):

@@ -72,7 +72,8 @@ BRACKETS = """{{ bos_token }}
 {{- "[TOOL_RESULTS]" }}{"content": {{ m.content | tojson }}, "id": "{{ m.tool_call_id }}"}
 {{- "[/TOOL_RESULTS]" }}
 {%- elif m.tool_calls %}[TOOL_CALLS][
-{%- for c in m.tool_calls %}{%- set f = c.function %}{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}
+{%- for c in m.tool_calls %}
+{%- set f = c.function %}{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}
 {%- endfor %}]{{ eos_token }}
 {%- else %}{{ m.content }}{{ eos_token }}
 {%- endif %}

@@ -12,6 +12,7 @@ import tool_functions
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.testing.environments import check_environment
 from cosmos_rl_core.types import ToolCall, Turn
 from cosmos_rl_llm.tools.environment import ToolEnvironment
 from cosmos_rl_llm.tools.functions import MAX_HUNG, FunctionTool, function_tool
@@ -215,9 +216,15 @@ def test_functions_that_are_no_tools_are_refused(name, text):
 
 
 def test_two_tools_with_one_name_are_refused():
-    environment = ToolEnvironment(functions=["tool_functions:add", "tool_functions:add"])
     with pytest.raises(UserError, match="two tools are called add"):
-        asyncio.run(environment.reset({}))
+        ToolEnvironment(functions=["tool_functions:add", "tool_functions:add"])
+
+
+def test_environment_conforms():
+    def make() -> ToolEnvironment:
+        return ToolEnvironment(functions=["tool_functions:add"])
+
+    asyncio.run(check_environment(make, [{"prompt": "1 + 1?"}], said=["2"]))
 
 
 def test_entry_point_is_the_environment():

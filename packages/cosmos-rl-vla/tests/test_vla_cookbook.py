@@ -30,7 +30,7 @@ TASKS = [f"libero_10/{number}" for number in range(10)]
 SIMULATOR = '''
 """Sizes, tasks and stored states of LIBERO, without robosuite: moving to the right does the task."""
 import numpy as np
-from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
+from cosmos_rl_vla.sims.base import SimObservation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.shared import stored_state
 from cosmos_rl_vla.sims.libero import find_task
 
@@ -62,7 +62,7 @@ class Table(Worded):
     def observe(self):
         level = int(np.clip(128 + 100 * self._place[0], 0, 255))
         images = {name: np.full((*size, 3), level, np.uint8) for name, size in self.spec.cameras.items()}
-        return Observation(images=images, state=np.concatenate([self._place, np.zeros(5)]).astype(np.float32))
+        return SimObservation(images=images, state=np.concatenate([self._place, np.zeros(5)]).astype(np.float32))
 
     def close(self):
         pass

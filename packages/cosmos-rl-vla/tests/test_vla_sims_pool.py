@@ -245,7 +245,7 @@ TOGETHER = """
 from pathlib import Path
 
 import numpy as np
-from cosmos_rl_vla.sims.base import BatchSimulator, Observation, SimSpec, Stepped
+from cosmos_rl_vla.sims.base import BatchSimulator, SimObservation, SimSpec, Stepped
 
 
 class Counters(BatchSimulator):
@@ -268,7 +268,7 @@ class Counters(BatchSimulator):
         ]
 
     def observe(self, slot):
-        return Observation(images={}, state=np.array([self.values[slot], len(self.values)], np.float32))
+        return SimObservation(images={}, state=np.array([self.values[slot], len(self.values)], np.float32))
 
     def close(self):
         Path("closed").touch()

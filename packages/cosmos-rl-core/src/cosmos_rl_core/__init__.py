@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.settings.base import Options
     from cosmos_rl_core.settings.problems import engine_options
     from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, check_reward
+    from cosmos_rl_core.testing.environments import ENVIRONMENT_CHECKS, check_environment
     from cosmos_rl_core.train.policy_base import PolicyBase
     from cosmos_rl_core.types import (
         Episode,
@@ -78,6 +79,7 @@ _HOMES = {
     "parallel.setup": ("ModelSetup",),
     "parallel.gradients": ("accumulate",),
     "testing.conformance": ("ENGINE_CHECKS", "check_reward"),
+    "testing.environments": ("ENVIRONMENT_CHECKS", "check_environment"),
 }
 """Public names by the module that defines them."""
 
@@ -88,6 +90,7 @@ __all__ = [
     "Domain",
     "DomainBase",
     "ENGINE_CHECKS",
+    "ENVIRONMENT_CHECKS",
     "EngineRequest",
     "Environment",
     "Episode",
@@ -128,6 +131,7 @@ __all__ = [
     "WeightSync",
     "WorkerFailed",
     "accumulate",
+    "check_environment",
     "check_reward",
     "engine_options",
     "evaluate",

@@ -64,6 +64,7 @@ _SHIPPED: dict[str, dict[str, str]] = {
     },
     "cosmos_rl.doctors": {
         "hub": "cosmos_rl_llm.hub:checks",
+        "sandbox": "cosmos_rl_llm.sandbox.sandbox:checks",
         "simulators": "cosmos_rl_vla.sims.doctor:checks",
         "transports": "cosmos_rl_transfer.doctor:checks",
     },

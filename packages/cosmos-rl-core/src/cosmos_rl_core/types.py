@@ -84,7 +84,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model drew between two observations of an episode."""
+    """The terms that the model sampled between two observations of an episode, and what they say."""
 
     terms: np.ndarray
     """[n] int32, the stop token included."""
@@ -95,7 +95,7 @@ class Turn:
     finish_reason: FinishReason
     """"length": cut by a limit, without a stop token."""
     text: str = ""
-    """What it says, without thoughts and calls. Set by `Continuation.parse`, as all that follows."""
+    """Its words, without thoughts and calls. Set by `Continuation.parse`, as all that follows."""
     reasoning: str = ""
     """Its thoughts, where the model marks them."""
     calls: tuple[ToolCall, ...] = ()
@@ -113,7 +113,7 @@ class Exchange:
     problem: str = ""
     """As those of `Turn`."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """What the environment said after the turn: JSON-like chat messages."""
+    """The environment's answer: JSON-like chat messages."""
     reward: float | None = None
     """The environment's for this turn; None: it gave none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Exchange:
     """Number of the history that the turn continues: 0, and one more each time that it was rewritten."""
     model_s: float = 0.0
     environment_s: float = 0.0
-    """Seconds until the turn was drawn, and until the environment had answered."""
+    """Seconds until the turn was sampled, and until the environment had answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from cosmos_rl_core.observe.record import RecordedOutcome, record_outcome, recor
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines
 from cosmos_rl_core.observe.trace import WAITS, Timeline
-from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.types import Exchange, Prompt, Rollout, RolloutGroup, ToolCall
 
 RECIPE = """[run]
 domain = "llm"
@@ -99,6 +100,37 @@ def group(sample: int, *, right: float, rollouts: int = 4) -> RolloutGroup:
             )
         )
     return RolloutGroup(prompt=Prompt(sample_id=sample, row={}), prompt_text=f"{sample} + 1 =", rollouts=tuple(made))
+
+
+def tool_group(sample: int) -> RolloutGroup:
+    """Episodes of three turns with a calculator: one that calls it, one whose call is none, after a new history."""
+    call = ToolCall(name="calculator", arguments={"expression": "17 * 23"})
+    long = "\n".join(f"line {number} of a long page" for number in range(200))
+    turns = (
+        Exchange(
+            text="",
+            reasoning="I should not guess.",
+            calls=(call,),
+            messages=({"role": "tool", "name": "calculator", "content": "391"},),
+            reward=0.0,
+            metrics={"calls": 1.0},
+            model_s=0.12,
+            environment_s=1.5,
+        ),
+        Exchange(
+            text="Let me <i>look</i> it up.",
+            problem="the arguments are not JSON",
+            messages=({"role": "user", "content": long},),
+            model_s=0.2,
+            environment_s=0.004,
+        ),
+        Exchange(text="391", reward=1.0, branch=1, model_s=0.05),
+    )
+    first, second, *_ = group(sample, right=0.5).rollouts
+    answered = replace(first, exchanges=turns, text="391")
+    guessed = replace(second, exchanges=(replace(turns[2], text="400", reward=-1.0, branch=0),), reward=0.0, text="400")
+    prompt = Prompt(sample_id=sample, row={})
+    return RolloutGroup(prompt=prompt, prompt_text="What is 17 * 23?", rollouts=(answered, guessed, guessed))
 
 
 def write_spans(directory: Path, *, steps: int) -> None:

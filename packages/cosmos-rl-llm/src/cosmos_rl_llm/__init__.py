@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.data.chat import Chat
     from cosmos_rl_llm.domain import LLM, LLMDomain
     from cosmos_rl_llm.tiny import write_sums, write_tiny_model
+    from cosmos_rl_llm.tools.environment import ToolEnvironment
+    from cosmos_rl_llm.tools.tool import ToolUnavailable
 
 _HOMES = {
     "domain": ("LLM", "LLMDomain"),
     "data.chat": ("Chat",),
     "tiny": ("write_sums", "write_tiny_model"),
+    "tools.environment": ("ToolEnvironment",),
+    "tools.tool": ("ToolUnavailable",),
 }
 """Public names by the module that defines them."""
 
@@ -26,6 +30,8 @@ __all__ = [
     "Chat",
     "LLM",
     "LLMDomain",
+    "ToolEnvironment",
+    "ToolUnavailable",
     "write_sums",
     "write_tiny_model",
 ]

@@ -15,13 +15,21 @@ if TYPE_CHECKING:
     from cosmos_rl_vla.data.recording.record import Manner, record
     from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
     from cosmos_rl_vla.domain import VLA, VLADomain
-    from cosmos_rl_vla.sims.base import BatchSimulator, Observation, SimSpec, Simulator, SimulatorError, Stepped, Worded
+    from cosmos_rl_vla.sims.base import (
+        BatchSimulator,
+        SimObservation,
+        SimSpec,
+        Simulator,
+        SimulatorError,
+        Stepped,
+        Worded,
+    )
     from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 _HOMES = {
     "config": ("SimulatorLimits",),
     "domain": ("VLA", "VLADomain"),
-    "sims.base": ("BatchSimulator", "Observation", "SimSpec", "Simulator", "SimulatorError", "Stepped", "Worded"),
+    "sims.base": ("BatchSimulator", "SimObservation", "SimSpec", "Simulator", "SimulatorError", "Stepped", "Worded"),
     "sims.pool.pool": ("SimulatorPool",),
     "data.recording.record": ("Manner", "record"),
     "data.recording.writer": ("DemoWriter", "Demonstration"),
@@ -33,7 +41,7 @@ __all__ = [
     "DemoWriter",
     "Demonstration",
     "Manner",
-    "Observation",
+    "SimObservation",
     "SimSpec",
     "Simulator",
     "SimulatorError",

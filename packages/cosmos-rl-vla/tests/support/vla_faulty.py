@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.sims.base import Observation, SimulatorError, Stepped
+from cosmos_rl_vla.sims.base import SimObservation, SimulatorError, Stepped
 from cosmos_rl_vla.sims.reach import Reach
 
 FAULTS = ("exit", "hang", "nan_reward", "nan_state", "raise", "diverge")
@@ -62,10 +62,10 @@ class Faulty:
             return Stepped(reward=float("nan"), terminated=False, truncated=False, success=False)
         return stepped
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """See Simulator."""
         seen = self._reach.observe()
-        return Observation(images=seen.images, state=seen.state * np.float32("nan")) if self._blind else seen
+        return SimObservation(images=seen.images, state=seen.state * np.float32("nan")) if self._blind else seen
 
     def close(self) -> None:
         """See Simulator."""

@@ -5,7 +5,7 @@
                        --not equal--------------------> a new branch, opened with the messages
 
 A call that its client repeats gets the answer of the first one. A call that nobody waits for any more is cancelled, and
-what it drew is not trained on.
+what it sampled is not trained on.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class AgentRollout:
             branch.session.close()
 
     def says(self, call: AgentCall) -> bool:
-        """Whether a call continues what the model drew in this rollout."""
+        """Whether a call continues what the model sampled in this rollout."""
         return self._continued(call) is not None
 
     def _cancel_calls(self) -> None:

@@ -11,7 +11,7 @@ from cosmos_rl_core.settings.base import Strict
 
 
 class EnvironmentSection(Strict):
-    """[environment]: what the model speaks with in episodes of several turns. Without it a rollout is one answer."""
+    """[environment]: episodes of several turns with an environment. Without it a rollout is one answer."""
 
     name: str = Field(min_length=1)
     """A class derived from `Environment`: one that a package installed, or "module:attribute"."""
@@ -27,7 +27,7 @@ class EnvironmentSection(Strict):
     timeout_s: float = Field(default=60.0, gt=0)
     """Maximum time of one answer of the environment; then the episode is given up and tried again."""
     retries: int = Field(default=1, ge=0)
-    """How often an episode is tried again whose environment failed, before its prompt is given back."""
+    """Further tries of an episode whose environment failed, before its prompt is given back."""
     unfinished_reward: float | None = None
     """Reward of an episode that was cut and that the environment gave none. Not set: such an episode is an error of
     its prompt, as nobody gave it a reward."""

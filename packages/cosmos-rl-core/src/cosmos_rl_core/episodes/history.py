@@ -1,9 +1,9 @@
 """The record of an episode, and the rollout that it becomes.
 
     opening | turn 0 | appended | turn 1 | ...          a branch
-    prompt  |  drawn    not drawn  drawn                 loss_mask: drawn
+    prompt  |  sampled    not sampled  sampled                 loss_mask: sampled
 
-A history that is rewritten begins a new branch: the model reads other terms there than those it drew before. All
+A history that is rewritten begins a new branch: the model reads other terms there than those it sampled before. All
 branches belong to one rollout, with one reward.
 """
 
@@ -63,7 +63,7 @@ class EpisodeHistory:
         return len(self._branches) - 1
 
     def add(self, branch: int, appended: np.ndarray, turn: Turn, *, model_s: float = 0.0) -> int:
-        """Record terms that were appended and the turn that was drawn after them; return the turn's number."""
+        """Record terms that were appended and the turn that was sampled after them; return the turn's number."""
         number = len(self._exchanges)
         self._branches[branch].parts.append((appended, turn, number))
         self._exchanges.append(
@@ -141,18 +141,18 @@ def _joined(columns: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]
 def _columns(branch: _Branch) -> tuple[np.ndarray, ...]:
     """Terms, mask, log-probabilities, versions and turns [T] of a branch.
 
-    Appended terms belong to the turn that is drawn after them, and have the version of the last drawn term, so that the
-    oldest and the newest version of a rollout are those of terms that were drawn.
+    Appended terms belong to the turn that is sampled after them, and have the version of the last sampled term, so that the
+    oldest and the newest version of a rollout are those of terms that were sampled.
     """
     columns: list[list[np.ndarray]] = [[], [], [], [], []]
     version = int(branch.parts[0][1].versions[0])
     for appended, turn, number in branch.parts:
-        for terms, drawn in ((appended, False), (turn.terms, True)):
+        for terms, sampled in ((appended, False), (turn.terms, True)):
             size = len(terms)
             columns[0].append(terms.astype(np.int32))
-            columns[1].append(np.full(size, drawn))
-            columns[2].append(turn.logprobs if drawn else np.zeros(size, np.float32))
-            columns[3].append(turn.versions if drawn else np.full(size, version, np.int32))
+            columns[1].append(np.full(size, sampled))
+            columns[2].append(turn.logprobs if sampled else np.zeros(size, np.float32))
+            columns[3].append(turn.versions if sampled else np.full(size, version, np.int32))
             columns[4].append(np.full(size, number, np.int32))
         version = int(turn.versions[-1])
     return tuple(np.concatenate(column) for column in columns)

@@ -3,7 +3,7 @@
     environment.reset(row) -> messages -> continuation.open -> session
     session.extend -> turn -> continuation.parse -> environment.step -> messages -> continuation.extend -> session ...
 
-Terms that the model drew are never decoded and encoded again: the next turn is drawn after the terms of all turns so
+Terms that the model sampled are never decoded and encoded again: the next turn is sampled after the terms of all turns so
 far and those that `Continuation.extend` appends.
 """
 
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment answers."""
+    """The answer of an environment."""
 
     messages: str | Sequence[Message] = ()
     """Appended to the history; a text is one message of the user."""
@@ -36,7 +36,7 @@ class Observation:
     history: Sequence[Message] | None = None
     """Replaces the whole history, as after a compaction: the next turn begins a branch. `messages` are then unused."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Reported as means over episodes, under environment/."""
+    """Reported as means over the episodes that have them, under environment/; those of several turns are added up."""
 
     @property
     def as_messages(self) -> list[Message]:

@@ -4,7 +4,9 @@ rollouts/step_000012.jsonl      one line per rollout; the prompt, with the locat
                                 pictures and videos, is in the first line of its group, and the roles
                                 and texts of its messages if it is a chat of several. Some groups have
                                 "terms": text, log-probability at sampling, and weights' version of each term,
-                                its advantage where terms differ in it, and 0 in "mask" where it is not trained on
+                                its advantage where terms differ in it, and 0 in "mask" where it is not trained on.
+                                An episode in turns has "exchanges": of each turn what the model said and called,
+                                what the environment answered, rewards and seconds
 rows_dropped.jsonl              one line per row, with its reason and the step that first needed it"""
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_core.types import Rollout, RolloutGroup
+from cosmos_rl_core.types import Exchange, Rollout, RolloutGroup, ToolCall
 
 
 def write_rollouts(
@@ -41,7 +43,7 @@ def write_rollouts(
     chosen = frozenset(_shown(groups)[:term_groups])
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}_{step:06d}.jsonl"
-    with path.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8", errors="replace") as file:  # calls may have halves of surrogate pairs
         for place, group in enumerate(groups):
             for number, rollout in enumerate(group.rollouts):
                 line = _line(group, rollout, first=number == 0)
@@ -102,6 +104,41 @@ def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, An
         "versions": [int(versions.min()), int(versions.max())] if rollout.num_terms else [],
         "finish_reason": rollout.finish_reason,
         "num_terms": rollout.num_terms,
+        **({"exchanges": [_exchange(each) for each in rollout.exchanges]} if rollout.exchanges else {}),
+    }
+
+
+def _exchange(exchange: Exchange) -> dict[str, Any]:
+    """A turn without what it has not."""
+    optional = {
+        "reasoning": exchange.reasoning,
+        "calls": [_call(call) for call in exchange.calls],
+        "problem": exchange.problem,
+        "messages": [_message(message) for message in exchange.messages],
+        "reward": None if exchange.reward is None else finite(exchange.reward),
+        "metrics": {name: finite(value) for name, value in exchange.metrics.items()},
+        "branch": exchange.branch,
+    }
+    return {
+        "text": exchange.text,
+        **{name: value for name, value in optional.items() if value or (name == "reward" and value is not None)},
+        "model_s": round(exchange.model_s, 4),
+        "environment_s": round(exchange.environment_s, 4),
+    }
+
+
+def _call(call: ToolCall) -> dict[str, str]:
+    """The arguments are text, as models may write numbers that JSON does not have."""
+    return {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False, default=str)}
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, str]:
+    """Role and text of a message, and the tool that answers."""
+    name = message.get("name")
+    return {
+        "role": str(message.get("role", "")),
+        **({"name": str(name)} if name else {}),
+        "content": _text(message.get("content")),
     }
 
 

@@ -65,7 +65,7 @@ class ColocatedEngine:
             return await self._engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
 
     def open(self, opening: Opening) -> _AwakeSession:
-        """Begin a history (`episodes.interfaces.HoldsSessions`): the engine is awake while it draws a turn."""
+        """Begin a history (`episodes.interfaces.HoldsSessions`): the engine is awake while it samples a turn."""
         if not isinstance(self._engine, HoldsSessions):
             raise UserError("[environment]: this engine has no sessions for episodes of turns")
         return _AwakeSession(self._engine.open(opening), self._awake)

@@ -23,7 +23,7 @@ COMPARED = 4
 
 
 class Generates(Protocol):
-    """What generates the rollouts of a prompt: an engine, or episodes over one."""
+    """Generates the rollouts of a prompt: an engine, or episodes over one."""
 
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Any, seed: int

@@ -5,8 +5,10 @@ groups -> advantages that need all groups -> minibatches -> collated -> trained 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 
@@ -94,6 +96,33 @@ def group_metrics(groups: Sequence[RolloutGroup], *, step: int) -> Mapping[str, 
         "rollouts": float(len(rollouts)),
         "terms": float(sum(r.num_terms for r in rollouts)),
         **critic_metrics(rollouts),
+        **episode_metrics(rollouts),
+    }
+
+
+def episode_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+    """Return means over the episodes in turns; {} without any.
+
+    A number that an environment reports in several turns of an episode is added up; its mean is over the episodes that
+    have it.
+    """
+    episodes = [rollout.exchanges for rollout in rollouts if rollout.exchanges]
+    if not episodes:
+        return {}
+    exchanges = [exchange for episode in episodes for exchange in episode]
+    own: defaultdict[str, list[float]] = defaultdict(list)
+    for episode in episodes:
+        for name in dict.fromkeys(name for exchange in episode for name in exchange.metrics):
+            own[name].append(sum(exchange.metrics.get(name, 0.0) for exchange in episode))
+    masks = [rollout.loss_mask for rollout in rollouts if rollout.exchanges]
+    return {
+        "episode_turns": len(exchanges) / len(episodes),
+        "episode_branches": fmean(len({exchange.branch for exchange in episode}) for episode in episodes),
+        "episode_model_s": sum(exchange.model_s for exchange in exchanges) / len(episodes),
+        "episode_environment_s": sum(exchange.environment_s for exchange in exchanges) / len(episodes),
+        "trained_term_fraction": sum(int(mask.sum()) for mask in masks) / max(1, sum(len(mask) for mask in masks)),
+        "parse_failure_fraction": fmean(bool(exchange.problem) for exchange in exchanges),
+        **{f"environment/{name}": fmean(values) for name, values in own.items()},
     }
 
 

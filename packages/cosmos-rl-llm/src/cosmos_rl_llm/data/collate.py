@@ -97,7 +97,7 @@ def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Sha
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trained = [(place, r) for place, group in enumerate(groups) for r in group.rollouts if r.loss_mask.any()]
-    lengths = np.array([rollout.num_terms for rollout in rollouts] or [0])
+    lengths = np.array([r.loss_mask.sum() if r.exchanges else r.num_terms for r in rollouts] or [0])
     metrics = {
         "response_length_mean": float(lengths.mean()),
         "response_length_max": float(lengths.max()),

@@ -1,7 +1,7 @@
-"""Histories of several turns, from messages to tokens: what the model drew is never decoded and encoded again.
+"""Histories of several turns, from messages to tokens: what the model sampled is never decoded and encoded again.
 
     open      <user>hi<end><assistant>
-    drawn                             hello<end>
+    sampled                             hello<end>
     extend                                      \n<user>bye<end><assistant>
 
 What follows a turn is found by rendering a chat of the same roles with a marker in place of the turn:
@@ -10,7 +10,7 @@ What follows a turn is found by rendering a chat of the same roles with a marker
                              closing  |---------extend-----------
 
 The model's own stop token stays in the history, also where the template closes a turn with another one (gpt-oss writes
-<|end|> for <|return|>). In some templates the next role's marker ends a turn (GLM): the model draws that itself.
+<|end|> for <|return|>). In some templates the next role's marker ends a turn (GLM): the model samples that itself.
 
 A template that writes earlier turns differently as the chat goes on cannot be continued, and is refused at the start.
 Thoughts that a template would strip from earlier turns stay, as the model wrote them.
@@ -52,7 +52,7 @@ class ChatOpening(Opening):
 
 @dataclass(frozen=True, slots=True)
 class _Closing:
-    """How a template ends a turn of the model before a message of some role."""
+    """The end of a turn of the model, as a template writes it before a message of some role."""
 
     before: str = ""
     """Rest of the turn after the marker, such as the end of a call."""
@@ -88,7 +88,7 @@ class ChatContinuation:
 
     @property
     def call_format(self) -> CallFormat:
-        """How the model writes calls."""
+        """The format in which the model writes calls."""
         return self._call_format
 
     @property
@@ -177,7 +177,7 @@ class ChatContinuation:
         return text[place + len(_MARK) :]
 
     def _closing(self, turn: Turn | None, answers: Sequence[Message]) -> _Closing:
-        """How the template ends a turn before these messages: what it writes between the marker and the first."""
+        """The end of a turn before these messages: what the template writes between the marker and the first."""
         first, *others = answers
         chat = [*self._dummy(turn, answers), {**first, "content": _NEXT}, *others]
         return self._closing_in(self._after_mark(chat).partition(_NEXT)[0])

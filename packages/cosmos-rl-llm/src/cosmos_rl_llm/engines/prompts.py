@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cosmos_rl_core.errors import PromptError
-from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling
+from cosmos_rl_core.types import FinishReason, Prompt, Rollout, Sampling, Turn
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.data.reading import readers
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View
@@ -84,6 +84,16 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+
+    def as_turn(self) -> Turn:
+        """Return the finished sample as a turn of an episode."""
+        assert self.finish_reason is not None
+        return Turn(
+            terms=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.array(self.versions[: len(self.tokens)], dtype=np.int32),
+            finish_reason=self.finish_reason,
+        )
 
     def as_rollout(self, arrays: Mapping[str, np.ndarray]) -> Rollout:
         """Return the finished sample. arrays: those beside its tokens and pictures."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cosmos_rl_core.interfaces import RewardFn
+from cosmos_rl_llm.rewards.code import CodeReward
 from cosmos_rl_llm.rewards.judge import JudgeReward
 from cosmos_rl_llm.rewards.math import BoxedReward, MathReward, NumericReward
 from cosmos_rl_llm.rewards.places import IouReward, PointReward
@@ -19,6 +20,7 @@ from cosmos_rl_llm.rewards.rules import ExactReward, FormatReward, LengthReward,
 
 REWARDS: Mapping[str, Callable[..., RewardFn]] = {
     "boxed": BoxedReward,
+    "code": CodeReward,
     "exact": ExactReward,
     "format": FormatReward,
     "iou": IouReward,

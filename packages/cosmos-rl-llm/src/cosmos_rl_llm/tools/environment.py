@@ -9,7 +9,7 @@ options.mcp = [{command = ["python", "server.py"]}, {url = "http://127.0.0.1:800
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -59,17 +59,19 @@ class ToolEnvironment(Environment):
             )
         self._tools: dict[str, Tool] = {}
         self._num_calls = 0
+        self._offer([function_tool(name) for name in self.options.functions])
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
-        listed: list[Tool] = [function_tool(name) for name in self.options.functions]
         for tools in await asyncio.gather(*(mcp_server(section).tools() for section in self.options.mcp)):
-            listed += tools
-        for tool in listed:
+            self._offer(tools)
+        self.tools = [tool.schema for tool in self._tools.values()]
+        return Observation()
+
+    def _offer(self, tools: Iterable[Tool]) -> None:
+        for tool in tools:
             if tool.name in self._tools:
                 raise UserError(f"environment.options: two tools are called {tool.name}; leave one out or rename it")
             self._tools[tool.name] = tool
-        self.tools = [tool.schema for tool in listed]
-        return Observation()
 
     async def step(self, said: str, turn: Turn) -> Observation:
         if turn.finish_reason != "stop":  # nothing can follow, and a call that was cut must not be made

@@ -22,7 +22,7 @@ class SimulatorError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Observation:
+class SimObservation:
     """The policy's input at a decision."""
 
     images: Mapping[str, NDArray[np.uint8]]
@@ -100,7 +100,7 @@ class Simulator(Protocol):
         """Execute one action [action_dim]. Renders nothing. Raises SimulatorError if the episode broke."""
         ...
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Return the current observation. The only method that renders."""
         ...
 
@@ -141,7 +141,7 @@ class BatchSimulator(ABC):
         """
 
     @abstractmethod
-    def observe(self, slot: int) -> Observation:
+    def observe(self, slot: int) -> SimObservation:
         """Return the observation of a slot. Images of one moment are rendered once for all slots."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
+from cosmos_rl_vla.sims.base import SimObservation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.shared import stored_state
 
 CAMERAS = {"head": "zed_link:Camera:0", "left_wrist": "left_realsense_link:Camera:0"} | {
@@ -110,7 +110,7 @@ class Behavior(Worded):
             success=bool(info["done"]["success"]),
         )
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Return the images that the last step rendered; see Simulator."""
         seen = next(part for part in self._seen.values() if "proprio" in part)  # the robot's
         images = {
@@ -120,7 +120,7 @@ class Behavior(Worded):
         body = np.asarray(seen["proprio"], np.float32)
         places = self._tools.PROPRIOCEPTION_INDICES[_ROBOT]
         parts = [body[places[name]] for name in _STATE] + [body[places[name]].sum(keepdims=True) for name in _FINGERS]
-        return Observation(images=images, state=np.concatenate(parts))
+        return SimObservation(images=images, state=np.concatenate(parts))
 
     def close(self) -> None:
         """Stop Isaac Sim."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped
+from cosmos_rl_vla.sims.base import SimObservation, SimSpec, Stepped
 
 _RENDERED = "render"
 _ONLY = "image"
@@ -90,9 +90,9 @@ class Gymnasium:
             success=bool(info.get(self._success, False)),
         )
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Return the parts of the observation; see Simulator."""
-        return Observation(images=self._images(), state=self._state())
+        return SimObservation(images=self._images(), state=self._state())
 
     def close(self) -> None:
         """Close the environment."""

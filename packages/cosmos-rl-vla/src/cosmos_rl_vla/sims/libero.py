@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.storage.pickles import read_array
-from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
+from cosmos_rl_vla.sims.base import SimObservation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.rendering import choose_gl, fit, lighten, renderer
 from cosmos_rl_vla.sims.shared import Scenes, check_cameras, check_physics, similar, stored_state
 
@@ -309,7 +309,7 @@ class Libero(Worded):
         truncated = not success and self._steps >= limit
         return Stepped(reward=reward, terminated=success, truncated=truncated, success=success)
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Render the cameras; see Simulator."""
         assert self._scene is not None, "reset comes first"
         images = {camera: self._scene.render(camera) for camera in self._cameras}
@@ -318,7 +318,7 @@ class Libero(Worded):
             axis_angle(self._seen["robot0_eef_quat"]),
             self._seen["robot0_gripper_qpos"],
         )
-        return Observation(images=images, state=np.concatenate(parts).astype(np.float32))
+        return SimObservation(images=images, state=np.concatenate(parts).astype(np.float32))
 
     def close(self) -> None:
         """Return the scene to this process's idle ones, for the next episode of its task."""

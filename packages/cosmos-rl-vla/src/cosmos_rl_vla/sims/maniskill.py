@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
-from cosmos_rl_vla.sims.base import BatchSimulator, Observation, SimSpec, Stepped, Worded
+from cosmos_rl_vla.sims.base import BatchSimulator, SimObservation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.shared import check_cameras, instruction_of
 
 INSTRUCTIONS = {
@@ -170,12 +170,12 @@ class ManiSkillScene:
             for copy in copies
         ]
 
-    def observe(self, copy: int) -> Observation:
+    def observe(self, copy: int) -> SimObservation:
         """Return the observation of a copy. Images of one moment are rendered once for all copies."""
         seen = self._seen = self._seen or self._render_all()
         images = {name: _array(seen["sensor_data"][name]["rgb"][copy]) for name in self._options.cameras}
         parts = (seen["agent"]["qpos"][copy], seen["extra"]["tcp_pose"][copy])
-        return Observation(images=images, state=np.concatenate([_array(part) for part in parts]).astype(np.float32))
+        return SimObservation(images=images, state=np.concatenate([_array(part) for part in parts]).astype(np.float32))
 
     def _render_all(self) -> Mapping[str, Any]:
         self._env._obs_mode = "rgb"
@@ -273,7 +273,7 @@ class ManiSkill(Worded):
         assert self._scene is not None, "reset comes first"
         return self._scene.step([0], action[None])[0]
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Render the cameras; see Simulator."""
         assert self._scene is not None, "reset comes first"
         return self._scene.observe(0)
@@ -312,7 +312,7 @@ class ManiSkillBatch(BatchSimulator, Worded):
         """Move the arms; see BatchSimulator."""
         return self._scene.step(slots, actions)
 
-    def observe(self, slot: int) -> Observation:
+    def observe(self, slot: int) -> SimObservation:
         """Return the observation of a slot; see BatchSimulator."""
         return self._scene.observe(slot)
 

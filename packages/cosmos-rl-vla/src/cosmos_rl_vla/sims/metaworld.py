@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
-from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped
+from cosmos_rl_vla.sims.base import SimObservation, SimSpec, Stepped
 from cosmos_rl_vla.sims.rendering import choose_gl, lighten, renderer
 from cosmos_rl_vla.sims.shared import Scenes, check_cameras, check_physics, instruction_of
 
@@ -255,11 +255,11 @@ class MetaWorld:
         truncated = not success and self._steps >= self._max_steps
         return Stepped(reward=reward, terminated=success, truncated=truncated, success=success)
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Render the cameras; see Simulator."""
         assert self._scene is not None, "reset comes first"
         images = {camera: self._scene.render(camera) for camera in self._cameras}
-        return Observation(images=images, state=self._full[self._numbers].astype(np.float32))
+        return SimObservation(images=images, state=self._full[self._numbers].astype(np.float32))
 
     def full_state(self) -> NDArray[np.float64]:
         """Return MetaWorld's own observation [39], with the positions of objects and goal."""

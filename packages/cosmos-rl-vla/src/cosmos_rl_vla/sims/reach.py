@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped
+from cosmos_rl_vla.sims.base import SimObservation, SimSpec, Stepped
 
 COLOURS = {
     "red": (220, 40, 40),
@@ -89,14 +89,14 @@ class Reach:
             success=success,
         )
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Render the board; see Simulator."""
         image = np.empty((len(self._pixels), len(self._pixels), 3), np.uint8)
         image[:] = _FIELD
         for colour, place in zip(self._colours, self._squares):
             image[self._patch(place, _HALF_SIDE)] = COLOURS[colour]
         image[self._patch(self._cursor, _HALF_SIDE / 2)] = _CURSOR
-        return Observation(images={CAMERA: image}, state=self._cursor.astype(np.float32))
+        return SimObservation(images={CAMERA: image}, state=self._cursor.astype(np.float32))
 
     def expert_action(self) -> NDArray[np.float32]:
         """Return the action [2] that goes straight to the target."""

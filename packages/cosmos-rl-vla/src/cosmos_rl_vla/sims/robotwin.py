@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError, Stepped, Worded
+from cosmos_rl_vla.sims.base import SimObservation, SimSpec, SimulatorError, Stepped, Worded
 from cosmos_rl_vla.sims.shared import check_cameras
 
 CAMERAS = ("head_camera", "left_camera", "right_camera", "front_camera")
@@ -104,12 +104,12 @@ class RoboTwin(Worded):
         truncated = not success and self._steps >= self._max_steps
         return Stepped(reward=float(success), terminated=success, truncated=truncated, success=success)
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Render the cameras; see Simulator."""
         assert self._task is not None, "reset comes first"
         seen = self._task.get_obs()
         images = {name: np.asarray(seen["observation"][name]["rgb"], np.uint8) for name in self._cameras}
-        return Observation(images=images, state=np.asarray(seen["joint_action"]["vector"], np.float32))
+        return SimObservation(images=images, state=np.asarray(seen["joint_action"]["vector"], np.float32))
 
     def close(self) -> None:
         """Release the scene."""

@@ -129,7 +129,7 @@ class Members:
 
 
 @dataclass(slots=True)
-class Session:
+class MemberSession:
     """One replica's connection. Times are the `now` of the event that set them, in seconds."""
 
     last_message: float
@@ -169,7 +169,7 @@ class Sessions:
     """All connections."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Session] = {}
+        self.by_name: dict[str, MemberSession] = {}
         self.batch_requests: dict[str, None] = {}
         """Policy replicas waiting for the next batch, in order of arrival."""
         self.lease_requests: dict[tuple[int, int], dict[str, int]] = {}
@@ -191,7 +191,7 @@ class Sessions:
 
     def open(self, replica: str, now: float) -> None:
         self.close(replica)
-        self.by_name[replica] = Session(now, progressed_at=now)
+        self.by_name[replica] = MemberSession(now, progressed_at=now)
 
     def close(self, replica: str) -> None:
         """Delete a replica's session and its requests."""

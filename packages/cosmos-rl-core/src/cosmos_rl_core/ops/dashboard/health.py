@@ -54,7 +54,7 @@ def health(
         *diverged(curves, recipe or {}),
     ]
     if curves.steps >= LAST:
-        findings += [*_waits(shares or {}), *_learning(curves, recipe or {}), *_policy(curves)]
+        findings += [*_waits(shares or {}, curves), *_learning(curves, recipe or {}), *_policy(curves)]
     findings += _reward(curves)
     return sorted(findings, key=lambda finding: ORDER.index(finding.level))[:MOST]
 
@@ -95,7 +95,7 @@ def _monitored(monitor: Sequence[Mapping[str, Any]]) -> list[HealthFinding]:
     ]
 
 
-def _waits(shares: Mapping[str, float]) -> list[HealthFinding]:
+def _waits(shares: Mapping[str, float], curves: Curves) -> list[HealthFinding]:
     policy, rollout = (sum(shares.get(name, 0.0) for name in names) for names in (POLICY_WAITS, ROLLOUT_WAITS))
     if policy > 0.2 and rollout > 0.2:
         text = f"Both sides wait, the policy {policy:.0%} and the rollouts {rollout:.0%} of the time: they take turns."
@@ -105,6 +105,13 @@ def _waits(shares: Mapping[str, float]) -> list[HealthFinding]:
         return [
             HealthFinding("warn", text, "reward.functions: a quicker one, or workers for it (cosmos-rl reward-server)")
         ]
+    model_s, environment_s = (curves.mean(f"episode_{side}_s", last=LAST) or 0.0 for side in ("model", "environment"))
+    if policy > 0.4 and environment_s > model_s:
+        text = (
+            f"The policy waits {policy:.0%} of the time: the environment is the bottleneck, an episode waits "
+            f"{environment_s:.2g} s for it and {model_s:.2g} s for the model."
+        )
+        return [HealthFinding("warn", text, "environment: a quicker tool, or more environment.max_episodes")]
     if policy > 0.4:
         text = f"The policy waits {policy:.0%} of the time, the rollouts {rollout:.0%}: generation is the bottleneck."
         return [HealthFinding("warn", text, "rollout.replicas: more of them, or a faster rollout.engine")]
@@ -123,6 +130,7 @@ def _learning(curves: Curves, recipe: Mapping[str, Any]) -> Iterator[HealthFindi
     cut = curves.mean("truncated_fraction", last=LAST)
     if cut is not None and cut > 0.2:
         key = LENGTHS.get(recipe.get("run", {}).get("domain", ""), "rollout.sampling")
+        key += ", environment.max_turns" if recipe.get("environment") else ""
         yield HealthFinding("warn", f"{cut:.0%} of the rollouts are cut off.", key)
     skipped = int((~np.isfinite(curves.column("grad_norm")[-LAST:])).sum())
     if skipped:

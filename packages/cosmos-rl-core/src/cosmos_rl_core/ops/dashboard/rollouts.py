@@ -114,7 +114,8 @@ class RolloutFile:
             rows = self.lines(group.rollouts)
             in_prompt = sought in str(rows[0].get("prompt", "")).casefold()
             for number, row in zip(group.rollouts, rows, strict=True):
-                keep[number] &= in_prompt or sought in str(row.get("response", "")).casefold()
+                answers = [row.get("response", ""), *row.get("exchanges", ())]
+                keep[number] &= in_prompt or any(sought in str(answer).casefold() for answer in answers)
         return keep
 
     def page(self, *, keep: np.ndarray, sort: str, at: int, count: int) -> dict[str, Any]:

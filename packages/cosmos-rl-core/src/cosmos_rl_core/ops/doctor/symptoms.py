@@ -25,6 +25,10 @@ MISMATCH = 0.05
 FULL, FULL_GPU = 0.95, 0.97
 """Share of memory in use from which on it is reported; engines reserve most of a GPU."""
 SHOWN, MOST_CHARACTERS = 3, 60
+SLOW_ENVIRONMENT_S, SLOWER = 1.0, 3.0
+"""Time of an environment in an episode from which on it is reported, and its least multiple of the model's."""
+MOST_EPISODES = 256
+"""Of the newest file, in which tools are compared."""
 TIMEOUTS = {
     "score": ("reward", "timeout_s"),
     "switch weights": ("sync", "timeout_s"),
@@ -94,7 +98,7 @@ class Facts(NamedTuple):
 def symptoms(facts: Facts) -> list[Check]:
     """Return the lines of all symptoms that the run has."""
     of_processes = (_causes, _rewards, _port, _resumed_to_nothing, _old_weights, _timeouts, _machines)
-    of_metrics = (_equal_rewards, _not_finite, _mismatch)
+    of_metrics = (_equal_rewards, _not_finite, _mismatch, _slow_environment)
     return [line for symptom in (*of_processes, *of_metrics) for line in symptom(facts)]
 
 
@@ -209,6 +213,34 @@ def _answers(facts: Facts) -> str:
     page = groups.page(keep=groups.matching(low=-np.inf, high=np.inf, text=""), sort="file", at=0, count=SHOWN)
     texts = [group["rollouts"][0]["response"] for group in page["groups"]]
     return ", ".join(repr(text[:MOST_CHARACTERS]) for text in texts)
+
+
+def _slow_environment(facts: Facts) -> Iterator[Check]:
+    """An environment that episodes wait for much longer than for the model, with its slowest tool."""
+    names = ("episode_environment_s", "episode_model_s")
+    environment_s, model_s = (facts.curves.mean(name, last=LAST) or 0.0 for name in names)
+    if environment_s < SLOW_ENVIRONMENT_S or environment_s < SLOWER * model_s:
+        return
+    name = (facts.recipe.get("environment") or {}).get("name", "")
+    text = f"an episode waits {environment_s:.2g} s for the environment {name!r} and {model_s:.2g} s for the model"
+    if tools := _tools(facts):
+        slowest = max(tools, key=lambda tool: float(np.mean(tools[tool])))
+        text += f"; the slowest tool is {slowest!r}, {np.mean(tools[slowest]):.2g} s an answer"
+    fix = "the code of that tool, or the server that it asks; environment.max_episodes lets more of them wait at a time"
+    yield Check("note", "environment", text, fix)
+
+
+def _tools(facts: Facts) -> dict[str, list[float]]:
+    """Seconds of the answers to turns with a call, by the name of the tool, in the newest file of rollouts."""
+    seconds: dict[str, list[float]] = {}
+    if steps := facts.rollouts.files().get("step"):
+        file = facts.rollouts.file("step", steps[-1])
+        rows = file.lines(range(min(len(file.rewards), MOST_EPISODES)))
+        exchanges = [exchange for row in rows for exchange in row.get("exchanges", ())]
+        for exchange in exchanges:
+            for call in exchange.get("calls", ()):
+                seconds.setdefault(str(call.get("name")), []).append(float(exchange.get("environment_s", 0.0)))
+    return seconds
 
 
 def _not_finite(facts: Facts) -> Iterator[Check]:

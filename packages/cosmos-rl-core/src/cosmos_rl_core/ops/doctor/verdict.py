@@ -46,6 +46,10 @@ FIXES = {
     "wait for weights": "[sync] timeout_s = {sync.timeout_s}; with a firewall between the machines, open the port",
 }
 """Remedies by span; names of keys in braces become their values."""
+ENVIRONMENT = (
+    "the code of {environment}, or the server that it asks: [environment] timeout_s = {environment.timeout_s} ends one "
+    "answer; rollout.replicas, environment.max_episodes"
+)
 SIMULATORS = (
     "[rollout.options] reset_timeout_s and step_timeout_s; python -m cosmos_rl_vla.sims.doctor plays each simulator"
 )
@@ -85,12 +89,20 @@ def fix_of(span: str, worker: str, at: Situation) -> str:
     """Return the remedy for a span with the recipe's values."""
     if span == "generate" and at.recipe.get("run", {}).get("domain") == "vla":
         return SIMULATORS
-    text = FIXES.get(span, "")
-    for key in ("reward.timeout_s", "policy.collective_timeout_s", "elastic.stall_s", "sync.timeout_s"):
+    environment = at.recipe.get("environment") or {}
+    text = ENVIRONMENT if span == "generate" and environment else FIXES.get(span, "")
+    for key in (
+        "reward.timeout_s",
+        "policy.collective_timeout_s",
+        "elastic.stall_s",
+        "sync.timeout_s",
+        "environment.timeout_s",
+    ):
         section, _, name = key.partition(".")
         text = text.replace(f"{{{key}}}", str(at.recipe.get(section, {}).get(name, "?")))
     functions = at.recipe.get("reward", {}).get("functions", ())
     rewards = [repr(each.get("label") or str(each.get("name")).rpartition(":")[2]) for each in functions]
+    text = text.replace("{environment}", repr(environment.get("name", "")))
     return text.replace("{worker}", worker).replace("{rewards}", ", ".join(rewards) or "the reward")
 
 
@@ -152,6 +164,8 @@ def _busy(activity: Activity, at: Situation) -> Check:
     part = PARTS.get(activity.span, f"is in {activity.span!r}")
     if activity.span == "generate" and at.recipe.get("run", {}).get("domain") == "vla":
         part = "plays episodes in simulators"
+    if activity.span == "generate" and at.recipe.get("environment"):
+        part = f"generates episodes with the environment {at.recipe['environment'].get('name', '')!r}"
     of = "".join(f", {name} {value}" for name, value in activity.args.items() if name in ("step", "sample"))
     usual = "" if activity.usual_s is None else f"; usual: {_short(activity.usual_s)}"
     text = f"{activity.process} {part} since {_short(activity.seconds)}{of}{usual}"

@@ -25,7 +25,7 @@ from cosmos_rl_core.hardware_log import log_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class RowExchange:
     """The origin of dispatched rows, by which `combine` sends their outputs back."""
 
     home: Tensor
@@ -41,7 +41,7 @@ class Exchange:
 
 def dispatch(
     hidden: Tensor, experts: Tensor, *, num_experts: int, axis: DeviceMesh | None
-) -> tuple[Tensor, Tensor, Exchange]:
+) -> tuple[Tensor, Tensor, RowExchange]:
     """Send each row of `hidden` to its experts, of which a rank holds `num_experts / ep` in order.
 
     Args:
@@ -61,7 +61,7 @@ def dispatch(
     counts = count_slots(slots, num_experts)
     if axis is None:
         kept = torch.arange(len(slots), device=slots.device)
-        return rows, _ends(counts), Exchange(home=_inverse(order), arrived=kept, left=[], came=[], axis=None)
+        return rows, _ends(counts), RowExchange(home=_inverse(order), arrived=kept, left=[], came=[], axis=None)
     # The counts travel first, one row of them a rank: the splits of the rows themselves are not known before.
     leaving = counts.view(axis.size(), -1)  # [rank, its experts]
     each = [1] * axis.size()
@@ -70,11 +70,11 @@ def dispatch(
     # Rows arrive sorted by rank and, within a rank, by expert; `grouped_linear` needs all rows of an expert together.
     by_expert = _experts_of(coming, num_rows=sum(came)).argsort(stable=True)
     rows = _all_to_all(rows, came, left, axis)[by_expert]
-    exchange = Exchange(home=_inverse(order), arrived=_inverse(by_expert), left=left, came=came, axis=axis)
+    exchange = RowExchange(home=_inverse(order), arrived=_inverse(by_expert), left=left, came=came, axis=axis)
     return rows, _ends(coming.sum(0)), exchange
 
 
-def combine(rows: Tensor, gates: Tensor, exchange: Exchange) -> Tensor:
+def combine(rows: Tensor, gates: Tensor, exchange: RowExchange) -> Tensor:
     """Bring the experts' outputs [R, H] back and sum those of each row with its `gates` [N, k]: [N, H]."""
     if exchange.axis is not None:
         rows = _all_to_all(rows[exchange.arrived], exchange.left, exchange.came, exchange.axis)

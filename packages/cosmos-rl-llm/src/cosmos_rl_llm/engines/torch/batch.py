@@ -238,12 +238,8 @@ class RunningBatch:
             lengths=tuple(lengths),
         )
         totals = [len(request.prompt_tokens) for request in requests]
-        new = np.concatenate([np.arange(total) >= total - length for total, length in zip(totals, lengths)])
-        tokens = np.concatenate([request.prompt_tokens for request in requests])[new].astype(np.int64)
-        positions = positions_of([request.view for request in requests], totals)[..., new]
-        row = torch.from_numpy(tokens)[None], torch.from_numpy(positions)[..., None, :]
-        tokens_sent, positions_sent = to_device(row, self._model.device)
-        return self._forward(tokens_sent, positions_sent, layout, lengths=np.repeat(totals, lengths)[None])
+        tokens, positions = self._sent(*_unknown_tokens(requests))
+        return self._forward(tokens, positions, layout, lengths=np.repeat(totals, lengths)[None])
 
     def _prefill(self, requests: Sequence[GenerationRequest], lengths: Sequence[int]) -> Tensor:
         """Last hidden states [1, L, hidden] of the requests' prompts."""
@@ -357,3 +353,12 @@ class RunningBatch:
                     column[row] = column[last]
             self.sequences.pop()
             self._sampler = None
+
+
+def _unknown_tokens(requests: Sequence[GenerationRequest]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [1, L] and positions [1, L] or [3, 1, L] of prompts without the tokens whose keys and values are known."""
+    totals = [len(request.prompt_tokens) for request in requests]
+    new = np.concatenate([np.arange(total) >= request.num_kept for total, request in zip(totals, requests)])
+    tokens = np.concatenate([request.prompt_tokens for request in requests])[new].astype(np.int64)
+    positions = positions_of([request.view for request in requests], totals)[..., new]
+    return tokens[None], positions[..., None, :]

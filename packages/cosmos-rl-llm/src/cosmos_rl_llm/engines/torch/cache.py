@@ -41,6 +41,35 @@ class KeptTerms:
         return sum(states.nbytes for pair in self.layers for states in pair or ())
 
 
+class WaitingTerms:
+    """Keys and values of histories between two turns, within a limit of memory. Used by the event loop alone."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: bytes; 0 keeps nothing."""
+        self.limit = limit
+        self._kept: dict[object, KeptTerms] = {}
+        """In the order of their last turns."""
+        self._bytes = 0
+
+    def put(self, history: object, kept: KeptTerms) -> None:
+        """Keep those of a history, in place of others that have waited longest."""
+        self._kept[history] = kept
+        self._bytes += kept.num_bytes
+        while self._bytes > self.limit:
+            self.take(next(iter(self._kept)))
+
+    def take(self, history: object) -> KeptTerms | None:
+        """Return those of a history, if they are still there, and keep them no longer."""
+        kept = self._kept.pop(history, None)
+        if kept is not None:
+            self._bytes -= kept.num_bytes
+        return kept
+
+    def free(self) -> None:
+        self._kept.clear()
+        self._bytes = 0
+
+
 class SlotCache(Cache):
     """The key-value cache of the engine. Call `begin_prefill` or `begin_decode` before each forward pass."""
 

@@ -23,8 +23,9 @@ from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.engines.prompts import StopStrings, check_length, encode, name_of
+from cosmos_rl_llm.engines.session import EPISODE, SessionTokens, TokenSession
 from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch, RunningSequence
-from cosmos_rl_llm.engines.torch.session import History, TorchSession, WaitingTerms
+from cosmos_rl_llm.engines.torch.cache import WaitingTerms
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights, trained_weights
 from cosmos_rl_llm.model.rope import original_length
 from cosmos_rl_llm.policy.experts import is_experts
@@ -165,7 +166,7 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         finished = [sequence for request in requests for sequence in request.sequences]
         return self._chat.decode_prompt(tokens.tolist()), [sequence.rollout() for sequence in finished]
 
-    def open(self, opening: Opening) -> TorchSession:
+    def open(self, opening: Opening) -> TokenSession:
         """Begin a history that grows by turns, whose keys and values are kept between them (`episodes.interfaces`).
 
         With `options.batch_invariant` they are computed again for each turn: keys and values of a prompt that is read
@@ -174,12 +175,11 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         """
         if self._records_routes:
             raise UserError("rollout.options.record_routes: the experts of episodes are not recorded; set it to false")
-        return TorchSession(self, opening)
+        return TokenSession(opening, limit=self._max_length, draw=self._draw, forget=self._waiting_terms.take)
 
-    async def draw(self, history: History, *, sampling: Sampling, seed: int) -> RunningSequence:
+    async def _draw(self, history: SessionTokens, sampling: Sampling, seed: int) -> RunningSequence:
         """Sample one sequence after a history, and keep its keys and values for the next. Raises PromptError."""
-        prompt = Prompt(sample_id=0, row={}, origin="an episode")
-        self._samples_at_a_time(prompt, history.tokens, sampling)
+        self._samples_at_a_time(EPISODE, history.tokens, sampling)
         request = GenerationRequest(
             prompt_tokens=history.tokens,
             num_samples=1,
@@ -195,15 +195,6 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         if request.kept is not None:
             self._waiting_terms.put(history, request.kept)
         return request.sequences[0]
-
-    def forget(self, history: History) -> None:
-        """Free the keys and values of a history."""
-        self._waiting_terms.take(history)
-
-    @property
-    def max_length(self) -> int | None:
-        """Maximum tokens of a history."""
-        return self._max_length
 
     def _samples_at_a_time(self, prompt: Prompt, tokens: np.ndarray, sampling: Sampling) -> int:
         """Number of concurrent samples of a prompt. Raises PromptError if not even one fits."""

@@ -26,10 +26,10 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.engines.prompts import Response, StopStrings, check_length, encode, name_of
+from cosmos_rl_llm.engines.session import EPISODE, SessionTokens, TokenSession
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
-from cosmos_rl_llm.engines.vllm.session import VllmSession
 from cosmos_rl_llm.model.output_head import NEVER
 
 if TYPE_CHECKING:
@@ -162,17 +162,21 @@ class VllmEngine:
         )
         return self._chat.decode_prompt(encoded.tokens.tolist()), [sample.as_rollout({}) for sample in samples]
 
-    def open(self, opening: Opening) -> VllmSession:
-        """Begin a history that grows by turns (`episodes.interfaces`)."""
-        return VllmSession(self, opening, keeps_salt=not self._recompute_kv)
+    def open(self, opening: Opening) -> TokenSession:
+        """Begin a history that grows by turns (`episodes.interfaces`); each turn is a request with all of its tokens.
 
-    async def draw(self, history: Encoded, *, salt: int, sampling: Sampling, seed: int) -> VllmSequence:
-        """Sample one sequence after a history. salt: version under which its keys and values are cached.
-
-        Raises PromptError.
+        vLLM's prefix cache keeps keys and values while an environment answers, as long as it has room. After a switch
+        of weights those of earlier turns stay in use, as they do inside of a sequence; with `recompute_kv` they are
+        computed again with the new weights.
         """
-        prompt = Prompt(sample_id=0, row={}, origin="an episode")
-        (sample,) = await self._sample(prompt, history, num_samples=1, salt=salt, sampling=sampling, seed=seed)
+        return TokenSession(opening, limit=self.max_length, draw=self._draw)
+
+    async def _draw(self, history: SessionTokens, sampling: Sampling, seed: int) -> VllmSequence:
+        """Sample one sequence after a history. Raises PromptError."""
+        if history.salt is None or self._recompute_kv:
+            history.salt = self._version
+        encoded = Encoded(text="", tokens=history.tokens, view=history.view)
+        (sample,) = await self._sample(EPISODE, encoded, num_samples=1, salt=history.salt, sampling=sampling, seed=seed)
         return sample
 
     @property

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.sims.base import GROUP, Observation, SimSpec, Simulator, Stepped
+from cosmos_rl_vla.sims.base import GROUP, SimObservation, SimSpec, Simulator, Stepped
 
 EXPERT = "cosmos_rl_vla.data.recording.expert:ScriptedExpert"
 
@@ -80,11 +80,11 @@ class ScriptedExpert:
         """Execute an action; see Simulator."""
         return self._simulator.step(action)
 
-    def observe(self) -> Observation:
+    def observe(self) -> SimObservation:
         """Return the observation, with the expert's part appended to the state; see Simulator."""
         seen = self._simulator.observe()
         parts = (seen.state, self._simulator.expert_action(), self._simulator.privileged())
-        return Observation(images=seen.images, state=np.concatenate(parts).astype(np.float32))
+        return SimObservation(images=seen.images, state=np.concatenate(parts).astype(np.float32))
 
     def close(self) -> None:
         """Close the simulator."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.connected_process import ChildFailed
-from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError, Stepped
+from cosmos_rl_vla.sims.base import SimObservation, SimSpec, SimulatorError, Stepped
 
 
 class Make(msgspec.Struct, frozen=True, tag=True):
@@ -149,7 +149,7 @@ class ObservationMemory:
             for (name, shape), start in zip(shapes.items(), starts[2:])
         }
 
-    def write(self, slot: int, observation: Observation) -> None:
+    def write(self, slot: int, observation: SimObservation) -> None:
         """Copy an observation into a slot.
 
         Raises SimulatorError for a state that is not finite, and ValueError for shapes other than those of the spec.

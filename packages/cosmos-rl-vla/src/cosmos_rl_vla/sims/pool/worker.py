@@ -21,7 +21,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import end_with, inherited_socket
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
-from cosmos_rl_vla.sims.base import GROUP, BatchSimulator, Observation, Simulator, SimulatorError, Stepped
+from cosmos_rl_vla.sims.base import GROUP, BatchSimulator, SimObservation, Simulator, SimulatorError, Stepped
 from cosmos_rl_vla.sims.pool.messages import (
     AttachMemory,
     Broke,
@@ -83,7 +83,7 @@ class Separate(BatchSimulator):
         except SimulatorError as error:
             return error
 
-    def observe(self, slot: int) -> Observation:
+    def observe(self, slot: int) -> SimObservation:
         """See BatchSimulator."""
         return self._simulators[slot].observe()
 

@@ -4,6 +4,7 @@ import { address, clock, el, empty, fill, keepFocus, number, ofRun, seconds, sto
 
 const SECTIONS = [
   ['Learning', name => /^(reward|loss|accuracy|perplexity|return|value|explained)/.test(name)],
+  ['Episodes', name => /^(episode_(turns|branches|model_s|environment_s)$|environment\/|trained_term|parse_failure)/.test(name)],
   ['Health', name => /^(entropy|kl|mismatch|ratio|clip|grad|zero_var|truncated|response|staleness|learning_rate|skipped|advantage|groups|rows|data_term|episode)/.test(name)],
   ['Speed', name => /(_s$|per_s|idle|bytes|packing|members|terms|rollouts|decisions|memory|sync)/.test(name)],
   ['Other', () => true],

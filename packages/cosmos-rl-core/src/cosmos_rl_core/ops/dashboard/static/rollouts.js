@@ -1,6 +1,7 @@
 // Rollouts of one step: histogram of rewards, filters, groups, and one prompt through time.
 import { chart } from './chart.js'
 import { address, el, empty, number, ofRun, player, store } from './dom.js'
+import { episode, said } from './episode.js'
 
 const SORTS = { file: 'as trained', worst: 'lowest reward', best: 'highest reward', mixed: 'most mixed', longest: 'longest' }
 const KINDS = { step: 'training', eval: 'evaluations' }
@@ -58,8 +59,9 @@ export async function rollouts(view, [id], state) {
   function card(group, h) {
     const equal = new Map(), shown = videos.get(kind === 'eval' ? `${step}/${group.sample}` : `${group.sample}`)
     for (const rollout of group.rollouts) {
-      const key = `${rollout.response}\n${rollout.reward}\n${rollout.shown}`
-      equal.has(key) && !rollout.terms ? equal.get(key).count++ : equal.set(rollout.terms ? rollout : key, { rollout, count: 1 })
+      const key = `${rollout.response}\n${rollout.reward}\n${rollout.shown}\n${said(rollout.exchanges)}`
+      const alone = rollout.terms && !rollout.exchanges  // its tokens are shown
+      equal.has(key) && !alone ? equal.get(key).count++ : equal.set(alone ? rollout : key, { rollout, count: 1 })
     }
     return el('article', { class: 'card group', 'aria-label': `Group of sample ${group.sample}` },
       el('div', { class: 'row' },
@@ -79,7 +81,13 @@ export async function rollouts(view, [id], state) {
       el('div', {}, el('span', { class: `reward ${level(rollout.reward, h.low, h.high)}` }, number(rollout.reward, 3)), count > 1 ? el('b', {}, ` ×${count}`) : null,
         el('div', { class: 'dim' }, `advantage ${number(rollout.advantage, 3)}`, el('br'), `${rollout.num_terms} terms${versions ? `, version ${versions}` : ''}`),
         rollout.finish_reason && rollout.finish_reason !== 'stop' ? el('div', { class: 'warn' }, rollout.finish_reason === 'length' ? 'cut off' : rollout.finish_reason) : null),
-      el('div', {}, rollout.terms ? tokens(rollout.terms, rollout.advantage, by) : el('div', { class: 'text' }, rollout.response || blank(data.groups)), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
+      el('div', {}, answer(rollout), parts.length > 1 ? el('div', { class: 'dim' }, parts.join(', ')) : null))
+  }
+
+  // Turns of an episode with its tokens folded, tokens, or text.
+  function answer({ exchanges, terms, advantage, response }) {
+    if (!exchanges) return terms ? tokens(terms, advantage, by) : el('div', { class: 'text' }, response || blank(data.groups))
+    return [episode(exchanges), terms ? el('details', {}, el('summary', { class: 'dim' }, 'tokens, as the model saw them'), tokens(terms, advantage, by)) : null]
   }
 
   // A prompt of several messages: role and text of each, and the text that the model saw.
