@@ -66,4 +66,4 @@ def test_agents_that_ask_for_rows_are_trained(tmp_path):
     command = [sys.executable, str(RECIPE / "recipe.py"), "--dir", str(tmp_path), "run.max_steps=3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(rollouts_of(tmp_path / "run")) == 3 * 4 * 16
+    assert len(rollouts_of(tmp_path / "run")) == 3 * 4 * 32
