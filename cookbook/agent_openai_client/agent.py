@@ -15,7 +15,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-TURNS = 3
+TURNS = 2
 PLAYED_AT_ONCE = 64
 
 
