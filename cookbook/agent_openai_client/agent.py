@@ -15,8 +15,8 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-TURNS = 3
-PLAYED_AT_ONCE = 32
+TURNS = 2
+PLAYED_AT_ONCE = 64
 
 
 async def guess(client: AsyncOpenAI, secret: str) -> float:

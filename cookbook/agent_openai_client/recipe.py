@@ -26,7 +26,7 @@ def main() -> None:
     directory: Path = arguments.dir
     output = directory / "run"
 
-    base = write_tiny_model(directory / "base", characters="0123<>?", num_layers=2, hidden_size=64, seed=arguments.seed)
+    base = write_tiny_model(directory / "base", characters="012<>?", num_layers=2, hidden_size=64, seed=arguments.seed)
     shutil.rmtree(output, ignore_errors=True)  # the agent waits for the address of this run
     agent = subprocess.Popen([sys.executable, str(HERE / "agent.py"), str(output)])
     try:

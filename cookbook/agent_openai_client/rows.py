@@ -7,4 +7,4 @@ from typing import Any
 
 
 def rows() -> Sequence[Mapping[str, Any]]:
-    return [{"secret": str(secret)} for secret in range(4)]
+    return [{"secret": str(secret)} for secret in range(3)]

@@ -486,6 +486,27 @@ def test_rows_that_nobody_takes_are_reported(monkeypatch):
     assert "rows wait for an agent" in asyncio.run(play())[0]
 
 
+def test_a_replica_waits_for_agents_unless_one_waits_for_the_engine():
+    """Heartbeats have progress while agents think; a call that hangs in the engine has none."""
+
+    async def play():
+        engine = Scripted(None)
+        agents = agents_of(engine)
+        waiting = [agents.is_waiting]
+        group = generating(agents, num_samples=1)
+        rollout = await agents.take(wait_s=10)
+        waiting.append(agents.is_waiting)
+        asking = asyncio.create_task(ask(rollout, user("go")))
+        await engine.drawing.wait()
+        waiting.append(agents.is_waiting)
+        for task in (asking, group):
+            task.cancel()
+        await asyncio.gather(asking, group, return_exceptions=True)
+        return waiting
+
+    assert asyncio.run(play()) == [False, True, False]
+
+
 # -- the command
 
 

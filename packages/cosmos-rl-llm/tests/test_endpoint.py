@@ -156,9 +156,7 @@ def test_sampling_is_the_recipe_s_and_the_client_learns_it():
             other = {"temperature": 0, "seed": 3, "tool_choice": "required", "response_format": {"type": "json_object"}}
             both = [
                 await chat(client, row, temperature=1.0, top_p=1),
-                await chat(
-                    client, row, temperature=0, seed=3, tool_choice="required", response_format={"type": "json_object"}
-                ),
+                await chat(client, row, **other),
             ]
             return [reply.headers.get("x-ignored-parameters") for reply in both], service.log
 

@@ -46,7 +46,7 @@ class AgentCommand:
         if self._guard is None:
             self._guard = OrphanGuard()
         with tempfile.TemporaryDirectory(prefix="cosmos-rl-agent-") as folder, tempfile.TemporaryFile() as log:
-            variables = environment() | self._variables(rollout, base_url, Path(folder))
+            variables = {**environment(), **self._variables(rollout, base_url, Path(folder))}
             for secret in (TOKEN_VARIABLE, TLS_VARIABLE):
                 variables.pop(secret, None)
             try:

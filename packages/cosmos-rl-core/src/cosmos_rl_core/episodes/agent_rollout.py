@@ -150,6 +150,11 @@ class AgentRollout:
         return self._over.done()
 
     @property
+    def is_drawing(self) -> bool:
+        """Whether a call waits for the engine."""
+        return any(not pending.task.done() for pending in self._calls)
+
+    @property
     def num_turns(self) -> int:
         return len(self._history.exchanges)
 

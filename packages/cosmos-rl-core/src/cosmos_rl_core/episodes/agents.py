@@ -66,6 +66,11 @@ class AgentGenerator:
         """Ids, the oldest first."""
         self._untaken: asyncio.Queue[AgentRollout] = asyncio.Queue()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all rollouts wait for agents, and none for the engine."""
+        return bool(self._live) and not any(rollout.is_drawing for rollout in self._live.values())
+
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
     ) -> tuple[str, list[Rollout]]:

@@ -40,6 +40,7 @@ FILES = (
     "outcome.json",
     "events.jsonl",
     "token",
+    "agent_token",
     *TLS_FILES,
     NAME,
 )
@@ -118,7 +119,8 @@ class RunDirectory:
         self.notes = tuple(filter(None, (set_damage_aside(path / name) for name in LOGS)))
         if not self.is_orphaned:
             shutil.rmtree(path / "journal", ignore_errors=True)  # like the token, it belongs to one run of the recipe
-            for name in ("token", *TLS_FILES, NAME):
+            shutil.rmtree(path / "endpoints", ignore_errors=True)
+            for name in ("token", "agent_token", *TLS_FILES, NAME):
                 (path / name).unlink(missing_ok=True)
         lock.truncate(0)
         lock.write(f"{ProcessName.of_this_process().text}\n")
@@ -153,7 +155,7 @@ class RunDirectory:
 
     def _clear(self) -> None:
         """Remove the files that a run writes, and nothing else."""
-        for name in (*CONTENTS, "tensorboard", "media"):
+        for name in (*CONTENTS, "tensorboard", "media", "endpoints"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)

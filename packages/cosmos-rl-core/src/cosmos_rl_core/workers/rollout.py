@@ -43,7 +43,8 @@ class RolloutRole:
             self._gpu_time = RolloutGpuTime(assignment.run_dir, ranks=dims.world_size)
         self._slow_rewards = SeldomLog(assignment.context.log)
         self._waits = 0
-        """Heartbeats while it waited for its turn, which may take longer than a lease."""
+        """Heartbeats while it waited for its turn or for agents, which may take longer than a lease."""
+        self._agents: AgentGenerator | None = None
 
     def pulse(self) -> p.Heartbeat:
         waited_s, running_s = self._at.context.timeline.waited()
@@ -51,6 +52,7 @@ class RolloutRole:
             return p.Heartbeat(waited_s=waited_s, running_s=running_s)
         worker = self._worker
         self._waits += self._gpu_time is not None and self._gpu_time.is_waiting
+        self._waits += self._agents is not None and self._agents.is_waiting
         progress = worker.progress + self._waits
         return p.Heartbeat(
             progress=progress,
@@ -202,6 +204,7 @@ class RolloutRole:
             app = at.domain.build_endpoint(at.config.model, agents, token=token, log=log)
         except ImportError as error:
             raise UserError(f"[agent] needs {error.name}: {pip_install('cosmos-rl-llm[agents]')}") from error
+        self._agents = agents
         parts.callback(agents.close)
         host = at.context.address or at.config.run.bind
         address = Address(host=host, port=at.config.agent.port if at.config.agent else 0)
