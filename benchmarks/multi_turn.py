@@ -15,10 +15,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from _metrics import Figure, report
 
 from cosmos_rl_core.episodes.build import Environments
@@ -30,6 +31,7 @@ from cosmos_rl_llm import write_tiny_model
 from cosmos_rl_llm.build import build_torch_engine, load_chat
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, LLMTorchOptions
 from cosmos_rl_llm.data.continuation import ChatContinuation
+from cosmos_rl_llm.engines.torch.engine import TorchEngine
 
 TURNS, SAMPLED, ANSWER = 4, 8, "<>?0"
 MAX_SEQUENCES = 16
@@ -41,7 +43,7 @@ class Slow(Environment):
 
     latency_s = 0.0
 
-    async def reset(self, row):
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
         self.turns = 0
         return Observation("?")
 
@@ -54,11 +56,11 @@ class Slow(Environment):
 class FixedTurns(ChatContinuation):
     """Takes a turn of the full length for one that ended, so that all turns have the same length."""
 
-    def parse(self, turn: Turn, *, tools=()) -> Turn:
+    def parse(self, turn: Turn, *, tools: Sequence[Mapping[str, Any]] = ()) -> Turn:
         return replace(turn, finish_reason="stop")
 
 
-async def engine_alone(engine, continuation, *, episodes: int, at_once: int) -> float:
+async def engine_alone(engine: TorchEngine, continuation: FixedTurns, *, episodes: int, at_once: int) -> float:
     """Seconds of all turns without an environment."""
     places = asyncio.Semaphore(at_once)
     answer = continuation.open([{"role": "user", "content": ANSWER}]).terms
@@ -76,7 +78,7 @@ async def engine_alone(engine, continuation, *, episodes: int, at_once: int) -> 
     return time.perf_counter() - began
 
 
-async def with_environment(generator, *, episodes: int) -> float:
+async def with_environment(generator: EpisodeGenerator, *, episodes: int) -> float:
     began = time.perf_counter()
     await generator.generate(
         Prompt(sample_id=0, row={}), num_samples=episodes, sampling=Sampling(max_terms=60), seed=int(began)

@@ -141,8 +141,8 @@ def _joined(columns: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]
 def _columns(branch: _Branch) -> tuple[np.ndarray, ...]:
     """Terms, mask, log-probabilities, versions and turns [T] of a branch.
 
-    Appended terms belong to the turn that is sampled after them, and have the version of the last sampled term, so that the
-    oldest and the newest version of a rollout are those of terms that were sampled.
+    Appended terms belong to the turn that is sampled after them, and have the version of the last sampled term, so that
+    the oldest and the newest version of a rollout are those of terms that were sampled.
     """
     columns: list[list[np.ndarray]] = [[], [], [], [], []]
     version = int(branch.parts[0][1].versions[0])

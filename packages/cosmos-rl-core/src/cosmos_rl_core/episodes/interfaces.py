@@ -3,8 +3,8 @@
     environment.reset(row) -> messages -> continuation.open -> session
     session.extend -> turn -> continuation.parse -> environment.step -> messages -> continuation.extend -> session ...
 
-Terms that the model sampled are never decoded and encoded again: the next turn is sampled after the terms of all turns so
-far and those that `Continuation.extend` appends.
+Terms that the model sampled are never decoded and encoded again: the next turn is sampled after the terms of all turns
+so far and those that `Continuation.extend` appends.
 """
 
 from __future__ import annotations

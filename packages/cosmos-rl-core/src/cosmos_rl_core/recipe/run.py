@@ -246,6 +246,7 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     yield from _monitor_conflicts(config)
     if config.rollout.sampling is not None:
         yield from _term_conflicts(config)
+        yield from _episode_conflicts(config)
 
 
 def _filter_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
@@ -369,6 +370,26 @@ def _term_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
         )
     elif sampling.least_microbatch_terms < sampling.max_terms:
         yield from _cut_conflicts(config)
+
+
+def _episode_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
+    """Check that turns are of tokens, and their maximum length."""
+    sampling, section = config.rollout.sampling, config.environment
+    if section is None:
+        return
+    if sampling.unit != "tokens":
+        yield KeyConflict(
+            key="environment.name",
+            other="run.domain",
+            wrong="answers turns of tokens, which are not sampled with",
+            suggestion="remove [environment]",
+        )
+    elif section.max_turn_tokens is not None and section.max_turn_tokens > sampling.max_terms:
+        yield KeyConflict(
+            key="environment.max_turn_tokens",
+            other=f"rollout.sampling.{sampling.length_key}",
+            wrong="must be at most that of the whole episode,",
+        )
 
 
 def _cut_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
