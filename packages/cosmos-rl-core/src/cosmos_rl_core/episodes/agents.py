@@ -114,7 +114,7 @@ class AgentGenerator:
         return rollout
 
     def close(self) -> None:
-        """AgentCall it once nothing is generated any more."""
+        """End the command's programs, once nothing is generated any more."""
         if self._command is not None:
             self._command.close()
 
