@@ -96,13 +96,16 @@ class EpisodeGenerator:
         raise AssertionError("the last try returns or raises")
 
     async def answer(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Call a method of an environment within the time limit. Raises EnvironmentFailed, and UserError as it does."""
+        """Call a method of an environment within the time limit.
+
+        Raises EnvironmentFailed, and an environment's own UserError and SampleError.
+        """
         limit_s = self.section.timeout_s
         limit = asyncio.timeout(limit_s)
         try:
             async with limit:
                 return await method(*arguments)
-        except UserError:
+        except (UserError, SampleError):
             raise
         except Exception as error:  # user code may raise anything; the episode is tried again, and the reason shown
             name = method.__name__
