@@ -238,6 +238,24 @@ def test_an_environment_that_hangs_is_given_up_after_its_time():
     assert Echo.lives[0].closed
 
 
+def test_a_generator_waits_while_all_episodes_wait_for_environments():
+    section = EnvironmentSection(name=f"{__name__}:Echo")
+
+    async def run():
+        generator = EpisodeGenerator(Script("hang"), Letters(), environments_of(section.name, {}), section)
+        assert not generator.is_waiting
+        task = asyncio.create_task(generator.generate(PROMPT, num_samples=2, sampling=SAMPLING, seed=1))
+        seen = []
+        while len(Echo.lives) < 2 or not generator.is_waiting or not seen.count(False):
+            seen.append(generator.is_waiting)  # false while a session samples
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return generator.is_waiting
+
+    assert not asyncio.run(run())
+
+
 def test_a_cancelled_group_closes_its_environments_and_sessions():
     engine = Script("hang")
     section = EnvironmentSection(name=f"{__name__}:Echo")

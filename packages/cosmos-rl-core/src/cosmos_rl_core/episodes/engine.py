@@ -59,8 +59,14 @@ class EpisodeGenerator:
         self.engine, self.continuation, self.environments = engine, continuation, environments
         self.section = section
         self._places = asyncio.Semaphore(section.max_episodes)
-        self.progress = 0
-        """Answers of environments so far, for heartbeats."""
+        self._num_answering = 0
+        self.num_sampling = 0
+        """Turns that the engine is asked for."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all episodes wait for environments, which have a time limit, and none for the engine."""
+        return self._num_answering > 0 and not self.num_sampling
 
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
@@ -102,6 +108,7 @@ class EpisodeGenerator:
         """
         limit_s = self.section.timeout_s
         limit = asyncio.timeout(limit_s)
+        self._num_answering += 1
         try:
             async with limit:
                 return await method(*arguments)
@@ -113,7 +120,7 @@ class EpisodeGenerator:
                 raise EnvironmentFailed(f"{name} took longer than [environment] timeout_s = {limit_s:g}") from error
             raise EnvironmentFailed(f"{name} raised {type(error).__name__}: {error}") from error
         finally:
-            self.progress += 1
+            self._num_answering -= 1
 
 
 class _EpisodeRun:
@@ -205,9 +212,12 @@ class _EpisodeRun:
         sampling = replace(self._sampling, max_terms=room if most is None else min(room, most))
         seed = np.random.SeedSequence([self._seed, self._number, number]).generate_state(1, np.uint64)
         began = time.perf_counter()
-        turn = await self._session.extend(appended, sampling=sampling, seed=int(seed[0] >> np.uint64(1)))
-        self._model_s = time.perf_counter() - began
-        return turn
+        self._generator.num_sampling += 1
+        try:
+            return await self._session.extend(appended, sampling=sampling, seed=int(seed[0] >> np.uint64(1)))
+        finally:
+            self._generator.num_sampling -= 1
+            self._model_s = time.perf_counter() - began
 
     def _room(self, num_appended: int) -> int:
         """Terms that the next turn may have: within the episode's limit, and the model's context."""

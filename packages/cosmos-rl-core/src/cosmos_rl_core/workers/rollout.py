@@ -9,6 +9,7 @@ from functools import partial
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.episodes.agents import AgentGenerator, endpoint_token
+from cosmos_rl_core.episodes.engine import EpisodeGenerator
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.gpu_time import RolloutGpuTime
 from cosmos_rl_core.imports import pip_install
@@ -43,8 +44,8 @@ class RolloutRole:
             self._gpu_time = RolloutGpuTime(assignment.run_dir, ranks=dims.world_size)
         self._slow_rewards = SeldomLog(assignment.context.log)
         self._waits = 0
-        """Heartbeats while it waited for its turn or for agents, which may take longer than a lease."""
-        self._agents: AgentGenerator | None = None
+        """Heartbeats while it waited for its turn, for agents or environments, which may take longer than a lease."""
+        self._episodes: AgentGenerator | EpisodeGenerator | None = None
 
     def pulse(self) -> p.Heartbeat:
         waited_s, running_s = self._at.context.timeline.waited()
@@ -52,7 +53,7 @@ class RolloutRole:
             return p.Heartbeat(waited_s=waited_s, running_s=running_s)
         worker = self._worker
         self._waits += self._gpu_time is not None and self._gpu_time.is_waiting
-        self._waits += self._agents is not None and self._agents.is_waiting
+        self._waits += self._episodes is not None and self._episodes.is_waiting
         progress = worker.progress + self._waits
         return p.Heartbeat(
             progress=progress,
@@ -195,6 +196,8 @@ class RolloutRole:
     async def _endpoint(self, rollouter: Rollouter, parts: AsyncExitStack) -> str:
         """Serve the endpoint of [agent] and return its base URL; empty without the section."""
         at, agents = self._at, rollouter.source
+        if isinstance(agents, AgentGenerator | EpisodeGenerator):
+            self._episodes = agents
         if not isinstance(agents, AgentGenerator):
             return ""
         try:
@@ -204,7 +207,6 @@ class RolloutRole:
             app = at.domain.build_endpoint(at.config.model, agents, token=token, log=log)
         except ImportError as error:
             raise UserError(f"[agent] needs {error.name}: {pip_install('cosmos-rl-llm[agents]')}") from error
-        self._agents = agents
         parts.callback(agents.close)
         host = at.context.address or at.config.run.bind
         address = Address(host=host, port=at.config.agent.port if at.config.agent else 0)
