@@ -25,7 +25,10 @@ PUBLIC = {
         "Replicate Shard Subscriber TensorLayout Topology TransferError TransferPlan WeightMismatch plan "
         "published_specs whole_box"
     ),
-    "cosmos_rl_llm": "Chat LLM LLMDomain ToolEnvironment ToolUnavailable write_sums write_tiny_model",
+    "cosmos_rl_llm": (
+        "Chat LLM LLMDomain Sandbox SandboxOptions ToolEnvironment ToolUnavailable run_python write_sums "
+        "write_tiny_model"
+    ),
     "cosmos_rl_vla": (
         "BatchSimulator DemoWriter Demonstration Manner SimObservation SimSpec Simulator SimulatorError "
         "SimulatorLimits SimulatorPool Stepped VLA VLADomain Worded record"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl_core.observe.metrics import metric
+from cosmos_rl_llm.sandbox.sandbox import checks
 
 COOKBOOK = Path(__file__).parents[2] / "cookbook"
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]  # seconds each on an idle core; the machine may be a busy one
@@ -85,6 +86,28 @@ def test_llm_quickstart_shortened(tmp_path):
     before, after = before_and_after(tmp_path / "grpo")
     assert after > before + 0.1
     assert all_are_described(tmp_path / "sft", tmp_path / "grpo")
+
+
+def test_agent_code_shortened(tmp_path):
+    """A warm-up and a few steps: the programs run in the sandbox, and some of them pass tests."""
+    if not_protected := [line for line in checks() if line.level == "note" and line.name != "sandbox: mounts"]:
+        pytest.skip(f"the sandbox lacks layers here: {not_protected}")
+    short = ["run.max_steps=6", "run.placement=inline", "eval.every_steps=0", "policy.prompts_per_step=4"]
+    python("agent_code/recipe.py", "--dir", tmp_path, "--warm-up-steps", 40, *short)
+    metrics = lines(tmp_path / "grpo/metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(6))
+    assert 0 < sum(line["reward/code"] for line in metrics) < 6
+    assert lines(tmp_path / "grpo/eval.jsonl")[-1]["eval/failed"] == 0
+    assert all_are_described(tmp_path / "sft", tmp_path / "grpo")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_agent_guess_game(seed, tmp_path):
+    """The whole recipe, in one process: the greedy model wins, whatever the secret is."""
+    python("agent_guess_game/recipe.py", "--dir", tmp_path, "--seed", seed, "run.placement=inline")
+    before, after = before_and_after(tmp_path / "run")
+    assert before < 0.5 and after >= 0.95
+    assert all_are_described(tmp_path / "run")
 
 
 def test_agent_calculator_shortened(tmp_path):

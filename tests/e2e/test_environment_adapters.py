@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -188,6 +189,11 @@ def played(one, *said, row=None):
     return asyncio.run(go())
 
 
+def texts(observation):
+    """The contents of an observation's messages."""
+    return [message["content"] for message in observation.as_messages]
+
+
 def conforms(one, *said):
     async def go():
         environments = build_environments(one)
@@ -204,7 +210,7 @@ def test_reasoning_gym_asks_and_scores(interpreter):
     one = section("reasoning_gym", python, task="chain_sum", config={"max_terms": 2}, seed=3, attempts=2, tag="answer")
     conforms(one, "<answer>5</answer>")
     first, *_ = played(one)[0]
-    left, sign, right = first.messages.rpartition(":")[2].rstrip(" =").split()
+    left, sign, right = texts(first)[0].rpartition(":")[2].rstrip(" =").split()
     total = int(left) + int(right) if sign == "+" else int(left) - int(right)
     (_, wrong, solved), _ = played(one, "no answer", f"I say <answer> {total} </answer>.")
     assert (wrong.reward, wrong.done) == (None, False)
@@ -218,15 +224,15 @@ def test_textarena_plays_alone_and_against_an_opponent(interpreter):
     alone = section("textarena", python, id="GuessTheNumber-v0")
     conforms(alone, *(f"[{number}]" for number in (10, 5, 15, 3, 18)))
     observations, _ = played(alone, "[1]", *["no number"] * 2)
-    assert observations[0].messages.startswith("You are Player 0. You are playing Guess The Number.")
-    assert "The target number is higher." in observations[1].messages
-    assert observations[-1].done and 0 <= observations[-1].reward <= 1
+    assert texts(observations[0])[0].startswith("You are Player 0. You are playing Guess The Number.")
+    assert "The target number is higher." in texts(observations[1])[0]
+    assert observations[-1].done and 0 <= (observations[-1].reward or 0) <= 1
     assert observations[-1].metrics["invalid_move"] == 1.0
 
     both = section("textarena", python, id="TicTacToe-v0", num_players=2, opponent="opponent:first_free")
     conforms(both, *(f"[{square}]" for square in (8, 7, 6, 5, 4, 3, 2, 1, 0)))
     observations, _ = played(both, "[4]", "[5]", "[3]")
-    assert "Player 1 placed their symbol (X) in cell 0." in observations[1].messages
+    assert "Player 1 placed their symbol (X) in cell 0." in texts(observations[1])[0]
     assert (observations[-1].reward, observations[-1].done) == (1.0, True)
     with pytest.raises(UserError, match="needs the option opponent"):
         check_section(section("textarena", python, id="TicTacToe-v0", num_players=2))
@@ -287,22 +293,22 @@ def test_verifiers_runs_its_own_loop(interpreter):
         conforms(section("verifiers", python, env="sums", args={"kind": kind}), "2", "3", "4", "5")
 
     (first, end), _ = played(section("verifiers", python, env="sums"), "it is 2")
-    assert [message["content"] for message in first.messages] == ["1+1="]
+    assert texts(first) == ["1+1="]
     assert (end.reward, end.done, end.metrics["right"]) == (1.0, True, 1.0)
 
     (_, again, end), _ = played(section("verifiers", python, env="sums", args={"kind": "retry"}), "3", "2")
-    assert [message["content"] for message in again.messages] == ["again"]
+    assert texts(again) == ["again"]
     assert again.history is None
     assert end.reward == 1.0
 
     (_, rewritten), _ = played(section("verifiers", python, env="sums", args={"kind": "forgets"}), "3")
-    assert [message["content"] for message in rewritten.history] == ["turn 1"]
+    assert [message["content"] for message in rewritten.history or ()] == ["turn 1"]
 
     call = turn_of("")
     object.__setattr__(call, "calls", (ToolCall(name="add", arguments={"a": 1, "b": 1}),))
     (_, answer, end), tools = played(section("verifiers", python, env="sums", args={"kind": "tool"}), call, "2")
     assert [tool["function"]["name"] for tool in tools] == ["add"]
-    assert [(message["role"], message["content"]) for message in answer.messages] == [("tool", "2")]
+    assert [(message["role"], message["content"]) for message in answer.as_messages] == [("tool", "2")]
     assert end.reward == 1.0
     with pytest.raises(UserError, match="no kind loud"):
         check_section(section("verifiers", python, env="sums", args={"kind": "loud"}))
@@ -320,3 +326,13 @@ def test_verifiers_runs_its_own_loop(interpreter):
 def test_a_project_that_is_not_installed_is_named_with_its_line(name, options, requirement):
     with pytest.raises(UserError, match=f"No module named .* install {requirement}, or name another interpreter"):
         check_section(EnvironmentSection(name=name, options=options))
+
+
+def test_the_recipe_of_the_cookbook_learns(interpreter, tmp_path):
+    script = Path(__file__).parents[2] / "cookbook/agent_reasoning_gym/recipe.py"
+    command = [sys.executable, script, "--dir", tmp_path, "--python", interpreter("reasoning-gym")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=880)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    first, last = (sum(line["environment/solved"] for line in part) / 10 for part in (metrics[:10], metrics[-10:]))
+    assert last > first

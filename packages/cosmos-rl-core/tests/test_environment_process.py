@@ -262,3 +262,26 @@ def test_a_process_imports_little():
 
     modules = with_environments(play, section("Modules"))
     assert not {"torch", "pydantic", "rich", "typer"} & {*modules}
+
+
+def test_a_start_that_takes_longer_than_an_answer_may_goes_on(folder):
+    async def play(environments):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await environments.make().reset({"x": 0})
+        _, pid = await begun(environments, x=1)
+        return pid
+
+    code = PLAYS + "\nopen(__file__ + '.starts', 'a').write('start ')\n"
+    (folder / "some_plays.py").write_text(code)
+    with_environments(play)
+    assert (folder / "some_plays.py.starts").read_text() == "start "
+
+
+def test_a_process_that_is_still_starting_ends_with_the_environments():
+    async def leave(environments):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await environments.make().reset({"x": 0})
+
+    with_environments(leave)

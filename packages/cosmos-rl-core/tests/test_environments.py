@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ from cosmos_rl_core.episodes.build import build_environments
 from cosmos_rl_core.episodes.config import EnvironmentSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import VARIABLE
+from cosmos_rl_core.launch.preflight.checks import CODE, problems_among
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.testing.tiny import TINY
 from cosmos_rl_core.types import Turn
 
 GAMES = """
@@ -97,9 +101,7 @@ def test_an_episode_gets_an_environment_of_its_own_with_the_options():
 def test_plain_functions_run_in_threads():
     with pytest.raises(RuntimeError, match="StopIteration"):
         played(section("Plain"))
-    import some_games
-
-    (closed,) = some_games.Plain.closed
+    (closed,) = import_module("some_games").Plain.closed
     assert closed.startswith("environment") and closed != threading.current_thread().name
 
 
@@ -134,3 +136,13 @@ def test_an_observation_that_no_episode_can_record_is_an_error(answer, error, me
 
     with pytest.raises(error, match=message):
         played(section(answer=Observation(**answer) if isinstance(answer, dict) else answer))
+
+
+def test_a_check_of_a_recipe_builds_the_environment():
+    checks = [check for check in CODE if check.key == "environment.name"]
+    for name, wrong in (("Guess", []), ("Gess", ["has no attribute 'Gess'"]), ("Half", ["lacks step"])):
+        run = {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1}
+        config = load_config({"run": run, "environment": {"name": f"some_games:{name}"}})
+        problems = problems_among(checks, config, TINY)
+        assert [problem.key for problem in problems] == ["environment.name"] * len(wrong)
+        assert all(text in problem.wrong for text, problem in zip(wrong, problems, strict=True))

@@ -15,7 +15,8 @@ import pytest
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.ops.doctor.machine import run_check
 from cosmos_rl_llm.sandbox.inside import seccomp
-from cosmos_rl_llm.sandbox.sandbox import Report, Sandbox, SandboxLost, SandboxOptions, checks, run_python
+from cosmos_rl_llm.sandbox.sandbox import Sandbox, SandboxLayers, SandboxLost, SandboxOptions, checks, run_python
+from cosmos_rl_llm.tools.functions import function_tool
 
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -152,7 +153,7 @@ def test_without_namespaces_a_program_has_no_files_and_no_signals():
 
 def test_files_are_protected_by_landlock_or_by_bubblewrap_that_hides_processes():
     def has_files(*missing, bubblewrap):
-        return Report(dict.fromkeys(missing, "no"), 0, True, "", bubblewrap).has_files
+        return SandboxLayers(dict.fromkeys(missing, "no"), 0, True, "", bubblewrap).has_files
 
     assert has_files("mounts", bubblewrap=False)
     assert has_files("landlock", bubblewrap=True)
@@ -204,6 +205,13 @@ def test_the_tool_returns_what_a_program_prints():
     made()
     assert run_python("print(6 * 7)") == "42\n"
     assert run_python("1 / 0").endswith("ZeroDivisionError: division by zero\n\n[the program has failed]")
+
+
+def test_the_environment_of_tools_has_it():
+    made()
+    tool = function_tool("cosmos_rl_llm:run_python")
+    assert list(tool.schema["function"]["parameters"]["properties"]) == ["code"]
+    assert asyncio.run(tool.call({"code": "print(6 * 7)"}, timeout_s=60.0)) == "42\n"
 
 
 def test_the_table_of_system_calls_is_the_kernels():

@@ -13,6 +13,7 @@ from cosmos_rl_core.imports import lazy_exports
 if TYPE_CHECKING:
     from cosmos_rl_llm.data.chat import Chat
     from cosmos_rl_llm.domain import LLM, LLMDomain
+    from cosmos_rl_llm.sandbox.sandbox import Sandbox, SandboxOptions, run_python
     from cosmos_rl_llm.tiny import write_sums, write_tiny_model
     from cosmos_rl_llm.tools.environment import ToolEnvironment
     from cosmos_rl_llm.tools.tool import ToolUnavailable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "domain": ("LLM", "LLMDomain"),
     "data.chat": ("Chat",),
+    "sandbox.sandbox": ("Sandbox", "SandboxOptions", "run_python"),
     "tiny": ("write_sums", "write_tiny_model"),
     "tools.environment": ("ToolEnvironment",),
     "tools.tool": ("ToolUnavailable",),
@@ -30,8 +32,11 @@ __all__ = [
     "Chat",
     "LLM",
     "LLMDomain",
+    "Sandbox",
+    "SandboxOptions",
     "ToolEnvironment",
     "ToolUnavailable",
+    "run_python",
     "write_sums",
     "write_tiny_model",
 ]

@@ -114,8 +114,8 @@ class EnvironmentHost:
         """python: the interpreter. label: the environment's name, for messages."""
         self._build, self._python, self._label = build, python, label
         self._numbers = count()
-        self._process: _Process | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[_Process] | None = None
+        """Of the newest process. It goes on when the episodes that wait for it are given up."""
 
     def make(self) -> Environment:
         """Return the environment of an episode."""
@@ -123,17 +123,20 @@ class EnvironmentHost:
 
     async def started(self) -> _Process:
         """Return the process, once it has built the environment. Raises UserError where it cannot, and ProcessDied."""
-        async with self._starting:
-            if self._process is None or self._process.death is not None:
-                self._process = _Process(await self._start(), timeout_s=self._build.timeout_s)
-            return self._process
+        last = self._starting
+        if last is None or (last.done() and (last.exception() is not None or last.result().death is not None)):
+            last = self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(last)
 
     async def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            await self._process.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            (process,) = await asyncio.gather(self._starting, return_exceptions=True)
+            if isinstance(process, _Process):
+                await process.close()
 
-    async def _start(self) -> ConnectedProcess:
+    async def _start(self) -> _Process:
         names = ["cosmos_rl_core", *{self._build.target.partition(".")[0]} & _PACKAGES]
         packages = [f"{name}={_file_of(name)}" for name in dict.fromkeys(names)]
         variables = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -147,7 +150,7 @@ class EnvironmentHost:
             await process.ask(self._build, limit=TimeLimit("the limit for its start", START_S))
         except ProcessDied as death:
             raise await asyncio.to_thread(_cause, self._python, death) from death
-        return process
+        return _Process(process, timeout_s=self._build.timeout_s)
 
 
 def _file_of(package: str) -> str:

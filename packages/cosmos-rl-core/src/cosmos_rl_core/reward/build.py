@@ -46,12 +46,14 @@ def build(factory: Any, options: Mapping[str, Any], *, where: str, is_attribute:
 
 
 def _refusal(factory: Any, options: Mapping[str, Any], error: Exception, *, where: str) -> str:
-    pydantic = sys.modules.get("pydantic")  # a worker process may not have it
-    if pydantic is not None and isinstance(error, pydantic.ValidationError):
+    if "pydantic" in sys.modules:  # a worker process may not have it
+        from pydantic import ValidationError
+
         from cosmos_rl_core.settings.problems import known_tables, problems
 
-        option_problems = problems(error, tables=known_tables(factory, at="options"), at="options")
-        return f"{where}: {', and '.join(map(str, option_problems))}"
+        if isinstance(error, ValidationError):
+            option_problems = problems(error, tables=known_tables(factory, at="options"), at="options")
+            return f"{where}: {', and '.join(map(str, option_problems))}"
     return f"{where} does not take options {dict(options)}: {error}{_known_options(factory, options)}"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -24,7 +24,7 @@ from cosmos_rl_core.types import FinishReason, Turn
 
 MakeEnvironment = Callable[[], Environment]
 Rows = Sequence[Mapping[str, Any]]
-EnvironmentCheck = Callable[[MakeEnvironment, Rows, Sequence[str]], Awaitable[None]]
+EnvironmentCheck = Callable[[MakeEnvironment, Rows, Sequence[str]], Coroutine[Any, Any, None]]
 
 _MAX_TURNS = 20
 _STRANGE = ("", "\N{SNOWMAN} \x00 \ud7ff", "[" * 1000, "1e999", "None", "<tool_call>{", "word " * 2000)

@@ -12,8 +12,6 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Turn
 from cosmos_rl_llm.environments import imported
 
-_TURNS_OF_OTHERS = 1000
-
 
 class TextArena(Environment):
     """A game that the model plays as player 0. The row's "index" and "seed" choose the game's chance."""
@@ -50,16 +48,13 @@ class TextArena(Environment):
 
     def _others(self, done: bool) -> bool:
         """Let the other players play until it is the model's turn; return whether the game has ended."""
-        for _ in range(_TURNS_OF_OTHERS):
-            player = self._game.state.current_player_id
-            if done or player == 0:
-                return done
+        while not done and (player := self._game.state.current_player_id) != 0:
             assert self._opponent is not None
             done, _ = self._game.step(self._opponent(self._seen(player)))
-        raise RuntimeError(f"the others have played {_TURNS_OF_OTHERS} turns without the model")
+        return done
 
     def _seen(self, player: int) -> str:
-        """What is new for a player, without what it has said itself."""
+        """Return and forget what is new for a player, without what it has said itself."""
         new, self._game.state.observations[player] = self._game.state.observations[player], []
         return "\n".join(text for origin, text, _ in new if origin != player)
 

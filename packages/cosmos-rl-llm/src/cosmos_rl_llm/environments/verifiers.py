@@ -68,8 +68,7 @@ class Verifiers(Environment):
             finish_reason="length" if turn.finish_reason == "length" else "tool_calls" if calls else "stop",
             is_truncated=turn.finish_reason == "length",
         )
-        answer = {"role": "assistant", "content": said}
-        self._known = [*messages, answer]
+        self._known = [*messages, {"role": "assistant", "content": said}]
         return self._types.Response(id="", created=0, model="policy", message=message)
 
     async def _observe(self) -> Observation:
@@ -84,9 +83,8 @@ class Verifiers(Environment):
         if not self._known:
             self.tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools]
         count = len(self._known)
-        if _same(messages[:count], self._known):
-            return Observation(messages[count:])
-        return Observation(history=messages)
+        is_same = _keys(messages[:count]) == _keys(self._known)
+        return Observation(messages[count:]) if is_same else Observation(history=messages)
 
     async def _end(self, state: Mapping[str, Any]) -> Observation:
         if state["error"] is not None:
@@ -96,11 +94,9 @@ class Verifiers(Environment):
         return Observation(reward=float(state["reward"]), done=True, metrics=metrics)
 
 
-def _same(messages: Sequence[Message], known: Sequence[Message]) -> bool:
-    def key(message: Message) -> tuple[Any, Any]:
-        return message["role"], message.get("content") or ""
-
-    return len(messages) == len(known) and all(key(a) == key(b) for a, b in zip(messages, known, strict=True))
+def _keys(messages: Sequence[Message]) -> list[tuple[str, Any]]:
+    """Of messages, what makes them the same: a content that is absent is an empty one."""
+    return [(message["role"], message.get("content") or "") for message in messages]
 
 
 def _client(base: type[Any], respond: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 from pydantic import Field, PrivateAttr
@@ -91,17 +91,13 @@ async def _verdict(sandbox: Sandbox, program: str, test: CodeTest) -> Verdict:
     if test.code is None:
         result = await sandbox.run(program, test.stdin)
         is_right = _lines(result.stdout) == _lines(test.stdout)
-        return _named(result.status) if result.status != "passed" or is_right else "wrong"
+        return cast(Verdict, result.status) if result.status != "passed" or is_right else "wrong"
     result, answer = await sandbox.run_tests(program, test.code)
     if result.exit_code == BROKEN_TEST and result.status == "error":
         raise UserError(f"the test {test.code[:80]!r} cannot be run: {result.stderr.strip().splitlines()[-1]}")
     if answer is not None and answer.status != "passed":
-        return _named(answer.status)
-    return "wrong" if result.exit_code == WRONG else _named(result.status)
-
-
-def _named(status: str) -> Verdict:
-    return msgspec.convert(status, Verdict)
+        return cast(Verdict, answer.status)
+    return "wrong" if result.exit_code == WRONG else cast(Verdict, result.status)
 
 
 def _lines(text: str) -> list[str]:
@@ -133,11 +129,8 @@ def read_tests(row: Mapping[str, Any], column: str) -> list[CodeTest]:
             tests = msgspec.json.decode(tests)
         except msgspec.DecodeError:  # the text of one test
             tests = [tests]
-    match tests:
-        case {"inputs": [*stdins], "outputs": [*stdouts]} if len(stdins) == len(stdouts):
-            tests = [{"input": stdin, "output": stdout} for stdin, stdout in zip(stdins, stdouts)]
-        case {}:
-            tests = [tests]
+    if isinstance(tests, dict):
+        tests = [tests]
     read = [_test(test) for test in tests] if isinstance(tests, list) else []
     if not read or None in read:
         raise UserError(f"column {column!r} has {str(tests)[:80]!r}, and tests are a list {_EXAMPLES}")

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, engine_options, load_engine, look_up_engine, sleeping_options
 from cosmos_rl_core.domain_base import DomainBase
+from cosmos_rl_core.episodes.build import check_section
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
@@ -144,6 +145,11 @@ def _find_engine(config: RunConfig, domain: DomainBase) -> None:
 def _find_engine_options(config: RunConfig, domain: DomainBase) -> None:
     if not config.is_sft:
         engine_options(config, domain)
+
+
+def _build_environment(config: RunConfig, domain: DomainBase) -> None:
+    if config.environment is not None:
+        check_section(config.environment)
 
 
 def _import_engine(config: RunConfig, domain: DomainBase) -> Iterator[Problem]:
@@ -284,6 +290,7 @@ PARTS = (
 )
 """The parts that a recipe names, in the order in which they are looked up."""
 CODE = (
+    KeyCheck(_build_environment, "environment.name", ("environment",)),
     KeyCheck(_import_engine, "rollout.engine", ("algorithm.name", "rollout.engine")),
     KeyCheck(lambda config, domain: domain.check_model(config.model), "model.path", ("model",)),
 )

@@ -147,7 +147,7 @@ class _Objects:
 def _encode(value: Any, number: Callable[[Any], Any]) -> Any:
     """Return plain data as JSON, of subclasses as of their base, and any other object as `number` does."""
     if isinstance(value, _PLAIN):
-        base = next(kind for kind in _PLAIN if isinstance(value, kind))
+        base: Any = next(kind for kind in _PLAIN if isinstance(value, kind))
         return value if type(value) is base else base(value)
     if isinstance(value, list):
         return [_encode(each, number) for each in value]
@@ -249,7 +249,6 @@ class Remote:
         return self._answer.ask(operation, self, *positional, **named)
 
     __getattr__ = functools.partialmethod(_ask, "getattr")
-    __setattr__ = functools.partialmethod(_ask, "setattr")
     __call__ = functools.partialmethod(_ask, "call")
     __getitem__ = functools.partialmethod(_ask, "getitem")
     __setitem__ = functools.partialmethod(_ask, "setitem")
@@ -257,7 +256,12 @@ class Remote:
     __iter__ = functools.partialmethod(_ask, "iter")
     __next__ = functools.partialmethod(_ask, "next")
     __bool__ = functools.partialmethod(_ask, "bool")
-    __str__ = functools.partialmethod(_ask, "str")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("setattr", name, value)
+
+    def __str__(self) -> str:
+        return str(self._ask("str"))
 
 
 ROLES: Mapping[str, Callable[[str], int]] = {"program": lambda source: run(source, {}), "answer": serve, "tests": test}
