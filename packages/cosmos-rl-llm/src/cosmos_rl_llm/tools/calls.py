@@ -84,8 +84,8 @@ class CallFormat:
         return ParsedTurn(text=said, reasoning=reasoning, calls=calls, problem="; ".join(problems))
 
     def _regions(self, text: str, *, prefix: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-        schema, functions = dict(self.schema), [dict(tool) for tool in tools]
-        regions = self.tokenizer.parse_response(text, schema, prefix=prefix, tools=functions or None)
+        functions: list[Any] = [dict(tool) for tool in tools]
+        regions = self.tokenizer.parse_response(text, dict(self.schema), prefix=prefix, tools=functions)
         assert isinstance(regions, dict), "of one text"
         return regions
 
