@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,9 +71,14 @@ def write_data(directory: Path, *, held_out: int = 200) -> None:
 
 def write_model(directory: Path, *, seed: int = 0) -> Path:
     """Write a Qwen3 of two layers with random weights and a tokenizer that has a token for each digit."""
+    for name in ("torchao", "torch.utils._pytree"):  # CUDA kernels that it cannot load here
+        logging.getLogger(name).setLevel(logging.ERROR)
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # there is only one shard
 
     marks = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))

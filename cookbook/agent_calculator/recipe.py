@@ -44,7 +44,7 @@ def main() -> None:
     for number, name in ((3, "with_tool"), (4, "without_tool")):
         print(f"{number}/4  GRPO of {name}.toml")
         overrides = [f"run.output_dir={directory / name}", *common]
-        result = run(HERE / f"{name}.toml", overrides, overwrite=True)
+        result = run(HERE / f"{name}.toml", overrides, overwrite=True, python_path=[str(HERE)])  # calculator.py
         if result.interrupted:
             raise SystemExit(130)
     print(f"\nlook at the runs in a browser:  .venv/bin/cosmos-rl dashboard {directory}")

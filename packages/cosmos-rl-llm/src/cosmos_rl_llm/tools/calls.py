@@ -70,7 +70,7 @@ class CallFormat:
             before, ends, _ = text.partition(closes)
             prefix = opens if self.opens_thought or (ends and opens not in before) else ""
             prefix = "" if text.lstrip().startswith(opens) else prefix
-        regions = self.tokenizer.parse_response(text, dict(self.schema), prefix=prefix)
+        regions = self._regions(text, prefix=prefix)
         bodies = [(region.get("head", ""), self._clean(region["body"])) for region in regions.get("calls", ())]
         is_loose = self.format is not None and self.format.loose
         loose = [body for _, body in bodies if is_loose and _is_object_without_arguments(body)]
@@ -79,14 +79,20 @@ class CallFormat:
         reasoning = self._clean(regions.get("reasoning", ""))
         said = self._clean("".join((regions.get("text", ""), regions.get("rest", ""), *loose)))
         is_open = self.thought is not None and self.thought[1] not in text
-        if is_open and self.tokenizer.parse_response(reasoning, dict(self.schema), prefix="").get("calls"):
+        if is_open and self._regions(reasoning).get("calls"):
             problems.append("a call is inside a thought that does not end")
         return ParsedTurn(text=said, reasoning=reasoning, calls=calls, problem="; ".join(problems))
+
+    def _regions(self, text: str, *, prefix: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        functions: list[Any] = [dict(tool) for tool in tools]
+        regions = self.tokenizer.parse_response(text, dict(self.schema), prefix=prefix, tools=functions)
+        assert isinstance(regions, dict), "of one text"
+        return regions
 
     def _parse_by_tokenizer(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
         """By the tokenizer's response template, which gives up the whole turn for a call that it cannot read."""
         try:
-            message = self.tokenizer.parse_response(text, prefix=self.opening, tools=[dict(tool) for tool in tools])
+            message = self._regions(text, prefix=self.opening, tools=tools)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             return ParsedTurn(text=self._clean(text), problem=f"the turn cannot be read: {error}")
         thoughts = (message.get(key) for key in ("reasoning_content", "thinking", "reasoning"))
@@ -127,13 +133,13 @@ def find_call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
 
     Without a chat template, or where that shows no calls that are known here, its name is "".
     """
-    specials = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
+    specials = [token for token, special in added.items() if special]
     longest_first = sorted({*specials, *map(str, tokenizer.all_special_tokens)}, key=len, reverse=True)
     template = _template_of(tokenizer)
     opening = _opening_of(tokenizer) if template else ""
     known = next((form for form in FORMATS if form.matches(template)), None)
-    vocabulary = tokenizer.get_added_vocab()
-    thought = next((marks for marks in _THOUGHTS if marks[1] in template or marks[1] in vocabulary), None)
+    thought = next((marks for marks in _THOUGHTS if marks[1] in template or marks[1] in added), None)
     schema = getattr(tokenizer, "response_template", None)
     return CallFormat(
         name="response_template" if schema else known.name if known else "",

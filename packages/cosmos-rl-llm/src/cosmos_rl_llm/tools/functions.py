@@ -157,7 +157,7 @@ def _schema_of(function: Callable[..., Any], where: str) -> tuple[TypeAdapter[An
         hint = Annotated[hints[parameter.name], Field(description=text)] if text else hints[parameter.name]
         fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]  # type: ignore[valid-type]
     typed = TypedDict(function.__name__, fields)  # type: ignore[operator]
-    typed.__pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+    typed.__pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=False)  # type: ignore[attr-defined]
     try:
         adapter = TypeAdapter(typed)
         parameters = adapter.json_schema(schema_generator=_Untitled)
