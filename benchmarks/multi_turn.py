@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import _endpoint
 from _metrics import Figure, report
 
 from cosmos_rl_core.episodes.build import Environments
@@ -124,6 +125,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         base = write_tiny_model(Path(directory) / "base", characters="01234567<>?", num_layers=2, hidden_size=64)
         figures = asyncio.run(measure(base, rounds=2 if quick else 5, episodes=256 if quick else 768))
+    figures += _endpoint.figures(100 if quick else 400)
     sys.exit(not report("multi_turn", figures))
 
 
