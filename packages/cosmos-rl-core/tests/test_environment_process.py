@@ -155,7 +155,7 @@ def test_options_rows_and_turns_arrive_as_they_are():
     ("said", "message"),
     [
         ("raise", "Play.step raised ValueError: no such move"),
-        ("unsendable", "Play.step raised TypeError: Encoding objects of type object is unsupported"),
+        ("unsendable", "Play.step raised TypeError: .* is not JSON: Encoding objects of type object"),
         ("nothing", "Play.step raised TypeError: Play.step returned None: return an Observation"),
     ],
 )

@@ -125,6 +125,8 @@ def test_what_cannot_be_built_is_refused_at_once(one, message):
     ("answer", "error", "message"),
     [
         ("yes", TypeError, "Guess.step returned 'yes': return an Observation"),
+        ({"messages": [{"role": "tool", "content": {1, 2}.__len__}]}, TypeError, "which is not JSON"),
+        ({"messages": "half a pair: \ud800"}, TypeError, "which is not JSON"),
         ({"messages": [{"role": "user"}]}, TypeError, """{'role': 'user'}: give it "role" and "content\""""),
         ({"history": ["hello"]}, TypeError, "'hello': give it"),
         ({"reward": float("nan")}, ValueError, "nan as a reward: return a finite number"),

@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from cosmos_rl_core import plugins
 from cosmos_rl_core.connected_process import ProcessDied
 from cosmos_rl_core.episodes.interfaces import Environment, Observation
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # a process of environments has no pydantic
     from cosmos_rl_core.episodes.config import EnvironmentSection
 
 GROUP = "cosmos_rl.environments"
+_encode = msgspec.msgpack.Encoder().encode
 _MAX_THREADS = 1000
 """Threads of methods that do not return are not used again."""
 
@@ -157,6 +160,10 @@ def checked(observation: Any, *, where: str) -> Observation:
         for message in () if isinstance(messages, str) else messages:
             if not (isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message):
                 raise TypeError(f'{where} returned the message {_short(message)}: give it "role" and "content"')
+        try:
+            _encode(messages)
+        except (TypeError, UnicodeEncodeError, OverflowError, RecursionError) as error:
+            raise TypeError(f"{where} returned {_short(messages)}, which is not JSON: {error}") from error
     numbers = {"a reward": observation.reward, **observation.metrics}
     for name, number in numbers.items():
         if number is not None and not math.isfinite(number):
