@@ -15,7 +15,8 @@ from cosmos_rl_core.episodes.engine import EpisodeGenerator
 from cosmos_rl_core.episodes.interfaces import Environment, Observation, Opening
 from cosmos_rl_core.episodes.rewards import EnvironmentReward
 from cosmos_rl_core.errors import PromptError, SampleError, UserError
-from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Turn
+from cosmos_rl_core.types import Exchange, Prompt, RolloutGroup, Sampling, ToolCall, Turn
+from cosmos_rl_core.wire.payload import decode_group, encode_group
 
 STOP = 0
 PROMPT = Prompt(sample_id=3, row={"prompt": "go"}, origin="rows:4")
@@ -311,3 +312,13 @@ def test_an_error_of_the_user_is_not_one_of_the_sample():
 
     with pytest.raises(UserError, match=r"options\.path"):
         asyncio.run(run())
+
+
+def test_exchanges_travel_with_their_group():
+    _, [rollout] = generate(Script("good", "win"))
+    call = ToolCall(name="add", arguments={"a": [1, {"b": None}]}, id="c1")
+    rollout = replace(rollout, exchanges=(*rollout.exchanges, Exchange(text="3", calls=(call,), branch=1)))
+    group = RolloutGroup(prompt=PROMPT, rollouts=(rollout,))
+    received = decode_group(encode_group(group)).rollouts[0].exchanges
+    assert received == rollout.exchanges
+    assert isinstance(received[-1].calls[0], ToolCall)

@@ -96,15 +96,10 @@ class EpisodeHistory:
             environment_s=environment_s,
         )
 
-    def drop(self, number: int) -> None:
-        """Take back the last turn of a branch, which then is not trained on."""
-        for branch in self._branches:
-            branch.parts = [part for part in branch.parts if part[2] != number]
-
     def rollout(self, continuation: Continuation, *, finish_reason: FinishReason) -> Rollout:
         """Return the episode as a rollout with one step for each turn. Its reward is the last turn's to give.
 
-        Branches without a turn are left out, as are turns that were dropped: their steps have no terms.
+        Branches without a turn are left out.
         """
         branches = [branch for branch in self._branches if branch.parts]
         columns = [_columns(branch) for branch in branches]

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.types import Episode, Exchange, FinishReason, Prompt, Rollout, RolloutGroup, ToolCall
+from cosmos_rl_core.types import Episode, Exchange, FinishReason, Prompt, Rollout, RolloutGroup
 
 _DTYPES = {
     "bool": np.dtype("?"),
@@ -42,25 +42,6 @@ class _Episode(msgspec.Struct, frozen=True, array_like=True):
     returns: _Array | None
 
 
-class _Call(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    arguments: dict[str, Any]
-    id: str
-
-
-class _Exchange(msgspec.Struct, frozen=True, array_like=True):
-    text: str
-    reasoning: str
-    calls: tuple[_Call, ...]
-    problem: str
-    messages: tuple[dict[str, Any], ...]
-    reward: float | None
-    metrics: dict[str, float]
-    branch: int
-    model_s: float
-    environment_s: float
-
-
 class _Rollout(msgspec.Struct, frozen=True, array_like=True):
     arrays: dict[str, _Array]
     rollout_logprobs: _Array
@@ -73,7 +54,7 @@ class _Rollout(msgspec.Struct, frozen=True, array_like=True):
     advantage: float
     episode: _Episode | None
     media: dict[str, _Array] = {}
-    exchanges: tuple[_Exchange, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
 
 
 class _Group(msgspec.Struct, frozen=True, array_like=True):
@@ -181,28 +162,8 @@ def _pack_rollout(rollout: Rollout, *, without: Collection[str]) -> _Rollout:
         reward_breakdown={name: float(value) for name, value in rollout.reward_breakdown.items()},
         advantage=float(rollout.advantage),
         episode=None if rollout.episode is None else _pack_episode(rollout.episode),
-        exchanges=tuple(_pack_exchange(exchange) for exchange in rollout.exchanges),
+        exchanges=rollout.exchanges,
     )
-
-
-def _pack_exchange(exchange: Exchange) -> _Exchange:
-    return _Exchange(
-        text=exchange.text,
-        reasoning=exchange.reasoning,
-        calls=tuple(_Call(call.name, dict(call.arguments), call.id) for call in exchange.calls),
-        problem=exchange.problem,
-        messages=tuple(dict(message) for message in exchange.messages),
-        reward=None if exchange.reward is None else float(exchange.reward),
-        metrics={name: float(value) for name, value in exchange.metrics.items()},
-        branch=exchange.branch,
-        model_s=exchange.model_s,
-        environment_s=exchange.environment_s,
-    )
-
-
-def _unpack_exchange(exchange: _Exchange) -> Exchange:
-    calls = tuple(ToolCall(name=call.name, arguments=call.arguments, id=call.id) for call in exchange.calls)
-    return Exchange(**{**msgspec.structs.asdict(exchange), "calls": calls})
 
 
 def _pack_episode(episode: Episode) -> _Episode:
@@ -232,7 +193,7 @@ def _unpack_rollout(
         reward_breakdown=rollout.reward_breakdown,
         advantage=rollout.advantage,
         episode=None if rollout.episode is None else _unpack_episode(rollout.episode, num_terms),
-        exchanges=tuple(_unpack_exchange(exchange) for exchange in rollout.exchanges),
+        exchanges=rollout.exchanges,
     )
 
 

@@ -33,7 +33,7 @@ from cosmos_rl_core.types import ToolCall, Turn
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.spans import Template, encode_pieces
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View
-from cosmos_rl_llm.tools.calls import CallFormat, find_call_format
+from cosmos_rl_llm.tools.calls import find_call_format
 
 _MARK = "Zq7xMark"
 """A turn of the model in a rendered chat: no template writes it."""
@@ -85,11 +85,6 @@ class ChatContinuation:
         self._call_format = find_call_format(chat.tokenizer)
         if not self._is_plain:
             self._prove()
-
-    @property
-    def call_format(self) -> CallFormat:
-        """The format in which the model writes calls."""
-        return self._call_format
 
     @property
     def _is_plain(self) -> bool:
