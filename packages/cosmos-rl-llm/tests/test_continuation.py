@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from chat_families import FAMILIES, OPENS_THOUGHT, REWRITES, tokenizer_of
+from chat_families import CHATML, FAMILIES, OPENS_THOUGHT, REWRITES, tokenizer_of
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.types import ToolCall, Turn
@@ -118,9 +118,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_first_token_
         ChatContinuation(Chat(tokenizer=tokenizer, end_ids=frozenset([2])))
 
 
-def test_plain_text_follows_without_marks():
-    tokenizer = tokenizer_of(None)
-    continuation = ChatContinuation(Chat(tokenizer=tokenizer, end_ids=frozenset([2])))
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_plain_text_follows_without_marks(template):
+    tokenizer = tokenizer_of(template)
+    continuation = ChatContinuation(Chat(tokenizer=tokenizer, end_ids=frozenset([2])), plain=True)
     assert tokenizer.decode(continuation.open([USER]).terms) == "Add 1 and 2."
     assert tokenizer.decode(continuation.extend(drawn(tokenizer, "3</s>"), [AGAIN])) == "And 3?"
 

@@ -27,7 +27,7 @@ from cosmos_rl_core.parallel.lora import base_name, fill_adapters
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Sampling
-from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, LLMTorchOptions
+from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig, LLMTorchOptions
 from cosmos_rl_llm.data.chat import Chat, find_end_ids, set_chat_template
 from cosmos_rl_llm.data.continuation import ChatContinuation
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
@@ -173,7 +173,8 @@ def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: Vl
 
 def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:
     """Load the tokenizer, and prove that its chat template can be continued turn by turn."""
-    return ChatContinuation(load_chat(checkpoint_of(model), data, max_length=model.max_length))
+    chat = load_chat(checkpoint_of(model), data, max_length=model.max_length)
+    return ChatContinuation(chat, plain=data.chat_template == PLAIN_TEXT)
 
 
 def load_chat(source: str, data: LLMDataConfig, *, max_length: int | None) -> Chat:

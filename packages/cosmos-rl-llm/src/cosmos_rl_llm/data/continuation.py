@@ -79,16 +79,14 @@ class ChatContinuation:
     Raises UserError for a template that cannot be continued, with the first token that differs.
     """
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, *, plain: bool = False) -> None:
+        """plain: whether messages follow each other as text, also where the tokenizer has a chat template."""
         self._chat = chat
+        self._is_plain = plain or chat.tokenizer.chat_template is None
         self._tokenizer = chat.tokenizer
         self._call_format = find_call_format(chat.tokenizer)
         if not self._is_plain:
             self._prove()
-
-    @property
-    def _is_plain(self) -> bool:
-        return self._tokenizer.chat_template is None
 
     def open(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), where: str = ""
