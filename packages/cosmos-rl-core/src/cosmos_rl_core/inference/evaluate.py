@@ -143,6 +143,10 @@ def evaluate(
     with rows_on_disk(opened) as config:
         if config.eval.data is None and not request.prompts:
             raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
+        if config.agent is not None:
+            raise UserError(
+                "[agent]: agents are evaluated in their run, on the rows of [eval.data]; see docs/endpoint.md"
+            )
         if not config.is_sft and not config.reward.functions:
             raise UserError("the recipe has no [[reward.functions]] to evaluate with; add one with a name")
         if config.is_sft:

@@ -28,11 +28,12 @@ from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.inference.pool import MAX_MESSAGE_BYTES, InstanceTask, PromptRow, Reply, RowResult
 from cosmos_rl_core.interfaces import HasCapacity, Recorder, RolloutEngine
+from cosmos_rl_core.observe.rollouts import exchange_lines
 from cosmos_rl_core.processes import inherited_socket
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric
-from cosmos_rl_core.rollout.rollouter import request_seed
+from cosmos_rl_core.rollout.rollouter import Generates, request_seed
 from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.weight_sync import OwnsSubscriber
@@ -98,7 +99,7 @@ async def _answer_all(task: InstanceTask, send: Callable[[Reply], None]) -> None
         answerer = Answerer(
             task=task,
             config=config,
-            engine=engine,
+            source=(assemble.build_episodes(config, domain, engine) if task.scored else None) or engine,
             rubric=assemble.build_rubric(config, domain) if task.scored else None,
             recorder=recorder if task.media else None,
         )
@@ -158,7 +159,8 @@ class Answerer:
 
     task: InstanceTask
     config: RunConfig
-    engine: RolloutEngine
+    source: Generates
+    """The engine; or, to score them, the episodes of [environment]."""
     rubric: Rubric | None
     """None: rollouts are not scored."""
     recorder: Recorder | None
@@ -181,7 +183,7 @@ class Answerer:
         return RowResult(sample=row.sample, lines=[{"sample": row.sample, "error": failed}])
 
     async def _group(self, prompt: Prompt) -> RolloutGroup:
-        text, rollouts = await self.engine.generate(
+        text, rollouts = await self.source.generate(
             prompt,
             num_samples=self.task.num_samples,
             sampling=self.config.eval.sampling(self.config.rollout.sampling),
@@ -203,6 +205,7 @@ class Answerer:
                 "finish_reason": rollout.finish_reason,
                 "num_terms": rollout.num_terms,
                 "policy_version": self.task.version,
+                **exchange_lines(rollout),
             }
             if group.media:
                 line["prompt_media"] = dict(group.media)

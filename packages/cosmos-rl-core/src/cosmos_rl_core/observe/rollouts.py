@@ -104,8 +104,13 @@ def _line(group: RolloutGroup, rollout: Rollout, *, first: bool) -> dict[str, An
         "versions": [int(versions.min()), int(versions.max())] if rollout.num_terms else [],
         "finish_reason": rollout.finish_reason,
         "num_terms": rollout.num_terms,
-        **({"exchanges": [_exchange(each) for each in rollout.exchanges]} if rollout.exchanges else {}),
+        **exchange_lines(rollout),
     }
+
+
+def exchange_lines(rollout: Rollout) -> dict[str, Any]:
+    """Return the turns of an episode under their key; empty for an answer of one turn."""
+    return {"exchanges": [_exchange(each) for each in rollout.exchanges]} if rollout.exchanges else {}
 
 
 def _exchange(exchange: Exchange) -> dict[str, Any]:
