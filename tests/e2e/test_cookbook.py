@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_rl_core import Request, evaluate
 from cosmos_rl_core.observe.metrics import metric
 from cosmos_rl_llm.sandbox.sandbox import checks
 
@@ -108,6 +109,12 @@ def test_agent_guess_game(seed, tmp_path):
     before, after = before_and_after(tmp_path / "run")
     assert before < 0.5 and after >= 0.95
     assert all_are_described(tmp_path / "run")
+    measured = evaluate(
+        tmp_path / "run/resolved.toml",
+        request=Request(checkpoint=str(tmp_path / "run")),
+        python_path=[str(COOKBOOK / "agent_guess_game")],
+    )
+    assert measured.metrics["reward/environment"].mean == after
 
 
 def test_agent_calculator_shortened(tmp_path):
