@@ -7,15 +7,16 @@ engine alone samples the same turns of the same histories without an environment
 alone and of the tools alone: episodes / max_episodes x turns x latency. Both sides alternate in one process, on a Qwen3
 of 0.2 million parameters.
 
-Beside TRL: 8 prompts x 8 episodes, in which a Qwen3 of 0.2 million parameters that knows them by heart calls a tool in
-three turns and answers in the fourth (_trl_tools.py). GRPOTrainer's tool loop generates them with transformers in its
-own environment, ours with `EpisodeGenerator`, `ToolEnvironment` and the torch engine. Both read the same model, prompts
-and tool, sample at temperature 1, have all 64 episodes open at once and the same number of threads, and alternate. Only
-generation is timed, and a batch with other turns or other tokens on one side is an error.
+Beside TRL: 8 prompts x 8 episodes, in which a Qwen3 of 0.8 million parameters calls a tool in three turns and answers in
+the fourth; a short training has made it know them by heart (_trl_tools.py). GRPOTrainer's tool loop generates them with
+transformers in its own environment, ours with `EpisodeGenerator`, `ToolEnvironment` and the torch engine. Both read the
+same model, prompts and tool, sample at temperature 1, have all 64 episodes open at once and the same number of threads,
+and alternate. Generation alone is timed. Other turns or another number of tokens on one side are an error.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import math
@@ -279,20 +280,22 @@ async def beside_trl(python: Path, base: Path, *, rounds: int) -> list[Figure]:
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and episodes")
+    parser.add_argument("--trl-only", action="store_true", help="only the comparison with TRL")
+    given = parser.parse_args()
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as directory:
-        if "--trl-only" not in sys.argv:
+        if not given.trl_only:
             base = write_tiny_model(Path(directory) / "base", characters="01234567<>?", num_layers=2, hidden_size=64)
-            figures += asyncio.run(measure(base, rounds=2 if quick else 5, episodes=256 if quick else 768))
+            rounds, episodes = (2, 256) if given.quick else (5, 768)
+            figures += asyncio.run(measure(base, rounds=rounds, episodes=episodes))
         python = peer_python(TRL, TRL_ROOT)
         if isinstance(python, str):
-            figures += [
-                Figure(metric=_beside(latency_s), value=math.nan, unit="x", note=python)
-                for latency_s in TRL_LATENCIES_S
-            ]
+            unmeasured = Figure(metric="", value=math.nan, unit="x", note=python)
+            figures += [replace(unmeasured, metric=_beside(latency_s)) for latency_s in TRL_LATENCIES_S]
         else:
-            figures += asyncio.run(beside_trl(python, Path(directory), rounds=2 if quick else 5))
+            figures += asyncio.run(beside_trl(python, Path(directory), rounds=2 if given.quick else 5))
     sys.exit(not report("multi_turn", figures))
 
 
