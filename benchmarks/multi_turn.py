@@ -7,11 +7,11 @@ engine alone samples the same turns of the same histories without an environment
 alone and of the tools alone: episodes / max_episodes x turns x latency. Both sides alternate in one process, on a Qwen3
 of 0.2 million parameters.
 
-Beside TRL: 8 prompts x 8 episodes, in which a Qwen3 of 0.8 million parameters calls a tool in three turns and answers in
-the fourth; a short training has made it know them by heart (_trl_tools.py). GRPOTrainer's tool loop generates them with
-transformers in its own environment, ours with `EpisodeGenerator`, `ToolEnvironment` and the torch engine. Both read the
-same model, prompts and tool, sample at temperature 1, have all 64 episodes open at once and the same number of threads,
-and alternate. Generation alone is timed. Other turns or another number of tokens on one side are an error.
+Beside TRL: 8 prompts x 8 episodes, in which a Qwen3 of 0.8 million parameters calls a tool in three turns and answers
+in the fourth; a short training has made it know them by heart (_trl_tools.py). GRPOTrainer's tool loop generates them
+with transformers in its own environment, ours with `EpisodeGenerator`, `ToolEnvironment` and the torch engine. Both
+read the same model, prompts and tool, sample at temperature 1, have all 64 episodes open at once and the same number of
+threads, and alternate. Generation alone is timed. Other turns or another number of tokens on one side are an error.
 """
 
 from __future__ import annotations
@@ -295,8 +295,11 @@ def main() -> None:
             unmeasured = Figure(metric="", value=math.nan, unit="x", note=python)
             figures += [replace(unmeasured, metric=_beside(latency_s)) for latency_s in TRL_LATENCIES_S]
         else:
-            figures += asyncio.run(beside_trl(python, Path(directory), rounds=2 if given.quick else 5))
-    sys.exit(not report("multi_turn", figures))
+            try:
+                figures += asyncio.run(beside_trl(python, Path(directory), rounds=2 if given.quick else 5))
+            except CommandFailed as error:
+                sys.exit(f"beside TRL: {error}")
+    report("multi_turn", figures)
 
 
 if __name__ == "__main__":
