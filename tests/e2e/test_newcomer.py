@@ -466,7 +466,7 @@ def test_a_sound_recipe_of_a_language_model_is_ok(walk, words):
         ({"data__chat_template": "{{ messages }"}, "the chat template rejects rows of [data]: unexpected '}'"),
         ({"data__chat_template": "auto"}, "neither a template with {{ ... }}, nor the path of a .jinja file"),
         ({"data__chat_template": "{{ bos_token }}"}, "does not contain the messages of a chat"),
-        ({"algorithm__name": "ppo"}, "a language model's rollouts have none"),
+        ({"algorithm__name": "ppo"}, "a language model's rollouts without [environment] have none"),
         ({"model__max_length": 64}, "model.max_length = 64: is above the model's own limit of 32 tokens"),
         ({"model__max_length": 5}, "exceeds the context of 5, and so does the shortest row"),
         ({"rollout__sampling__max_tokens": 40}, "with up to 40 new ones exceeds the context of 32"),

@@ -20,12 +20,21 @@ LAYOUT = "another layout: sums round differently, and nothing else changes"
 MEASURED = "metrics before and after may not be comparable"
 BESIDE = "no effect on the training"
 EFFECTS: Mapping[str, str] = {
+    "agent": TRAINING,
+    "agent.max_episodes": BESIDE,
+    "agent.port": BESIDE,
+    "agent.retries": BESIDE,
+    "agent.timeout_s": BESIDE,
     "algorithm": TRAINING,
     "checkpoint": BESIDE,
     "cluster": BESIDE,
     "data": REFUSED,
     "data_regularization": TRAINING,
     "elastic": BESIDE,
+    "environment": TRAINING,
+    "environment.max_episodes": BESIDE,
+    "environment.retries": BESIDE,
+    "environment.timeout_s": BESIDE,
     "eval": MEASURED,
     "eval.held_out": REFUSED,
     "logging": BESIDE,
