@@ -111,6 +111,24 @@ def test_a_turn_reads_only_what_is_new(base):
     assert again == [place for place, _ in played]
 
 
+def test_the_first_prompt_of_a_group_is_read_once(base):
+    async def first_turns():
+        async with engine_of(base) as engine:
+            lengths = passes(engine)
+            sessions = [engine.open(opening()) for _ in range(3)] + [engine.open(opening(1))]
+            nothing = np.zeros(0, np.int32)
+            turns = await asyncio.gather(
+                *(each.extend(nothing, sampling=SAMPLING, seed=seed) for seed, each in enumerate(sessions))
+            )
+            return lengths[0], turns
+
+    read, turns = asyncio.run(first_turns())
+    assert read == 2 * 5  # of two prompts
+    for number, turn in zip((0, 0, 0, 1), turns, strict=True):
+        expected = by_the_plain_model(base, [*opening(number).terms.tolist(), *turn.terms.tolist()])
+        np.testing.assert_allclose(turn.logprobs, expected[4:], atol=2e-6)
+
+
 def test_episodes_that_waited_longest_are_dropped_first():
     def terms(size):
         return KeptTerms([(torch.zeros(1, size, 1), torch.zeros(1, size, 1)), None], size)

@@ -156,6 +156,7 @@ class RunningBatch:
         """Prefill the prompts in one pass, sample each sequence's first term, and return finished requests.
 
         Of prompts whose first tokens are known only the others are computed: either all requests have such, or none.
+        Equal prompts are computed once, such as the first of all episodes of a group.
         """
         first = len(self.sequences)
         for request in requests:
@@ -164,13 +165,16 @@ class RunningBatch:
             slots=max(len(self.sequences), self._min_rows),
             capacity=self._whole_spans(max(sequence.request.num_terms for sequence in self.sequences)),
         )
-        lengths = [len(request.prompt_tokens) - request.num_kept for request in requests]
-        self._begin_prefill(requests, lengths, first)
+        prompts, prompt_of = _distinct(requests)
+        lengths = [len(request.prompt_tokens) - request.num_kept for request in prompts]
         continues = requests[0].kept is not None
-        hidden = self._continue(requests, lengths, first) if continues else self._prefill(requests, lengths)
-        self._note_routes(lengths, [request.sequences for request in requests])
+        begin = self._cache.begin_continuation if continues else self._cache.begin_prefill
+        begin(*self._sent(*_cache_rows(requests, prompt_of, lengths, first)))
+        hidden = self._continue(requests, lengths, first) if continues else self._prefill(prompts, lengths)
         new = slice(first, len(self.sequences))
-        owner = np.arange(len(requests)).repeat([request.num_samples for request in requests])
+        owner = np.array(prompt_of).repeat([request.num_samples for request in requests])
+        readers = [[self.sequences[first + place] for place in np.flatnonzero(owner == n)] for n in range(len(prompts))]
+        self._note_routes(lengths, readers)
         last, each, uniform = self._sent(np.cumsum(lengths) - 1, owner, self._uniform(new))
         logits = self._head.logits(hidden[0].index_select(0, last)).index_select(0, each)
         return self._sample_terms(logits, uniform, new, version)
@@ -215,17 +219,6 @@ class RunningBatch:
             self._sample[row] = sequence.sample
             self._term[row] = 0
         self._sampler = None
-
-    def _begin_prefill(self, requests: Sequence[GenerationRequest], lengths: Sequence[int], slot: int) -> None:
-        columns = source, slots, places = [], [], []
-        start = 0
-        for request, length in zip(requests, lengths):
-            source.append(np.tile(np.arange(start, start + length), request.num_samples))
-            slots.append(np.repeat(np.arange(slot, slot + request.num_samples), length))
-            places.append(np.tile(np.arange(length) + request.num_kept, request.num_samples))
-            start, slot = start + length, slot + request.num_samples
-        begin = self._cache.begin_prefill if requests[0].kept is None else self._cache.begin_continuation
-        begin(*self._sent(*(np.concatenate(column) for column in columns)))
 
     def _continue(self, requests: Sequence[GenerationRequest], lengths: Sequence[int], slot: int) -> Tensor:
         """Last hidden states [1, L, hidden] of the requests' tokens whose keys and values are not known."""
@@ -362,3 +355,39 @@ def _unknown_tokens(requests: Sequence[GenerationRequest]) -> tuple[np.ndarray, 
     tokens = np.concatenate([request.prompt_tokens for request in requests])[new].astype(np.int64)
     positions = positions_of([request.view for request in requests], totals)[..., new]
     return tokens[None], positions[..., None, :]
+
+
+def _distinct(requests: Sequence[GenerationRequest]) -> tuple[list[GenerationRequest], list[int]]:
+    """Return a request for each distinct prompt of text, and the number of that for each request.
+
+    Those whose first tokens are known are all distinct: each has keys and values of its own.
+    """
+    numbers: dict[object, int] = {}
+    prompts: list[GenerationRequest] = []
+    prompt_of = []
+    for request in requests:
+        own = request.kept is not None or bool(request.view.items)
+        key = id(request) if own else request.prompt_tokens.tobytes()
+        if key not in numbers:
+            numbers[key] = len(prompts)
+            prompts.append(request)
+        prompt_of.append(numbers[key])
+    return prompts, prompt_of
+
+
+def _cache_rows(
+    requests: Sequence[GenerationRequest], prompt_of: Sequence[int], lengths: Sequence[int], slot: int
+) -> tuple[np.ndarray, ...]:
+    """Return where the packed rows of prompts go in the cache: rows, slots and places [m] of all samples.
+
+    prompt_of: number of each request's prompt. lengths: of the packed prompts. slot: of the first sample.
+    """
+    columns = source, slots, places = [], [], []
+    starts = np.cumsum(lengths) - lengths
+    for request, number in zip(requests, prompt_of):
+        start, length = starts[number], lengths[number]
+        source.append(np.tile(np.arange(start, start + length), request.num_samples))
+        slots.append(np.repeat(np.arange(slot, slot + request.num_samples), length))
+        places.append(np.tile(np.arange(length) + request.num_kept, request.num_samples))
+        slot += request.num_samples
+    return tuple(np.concatenate(column) for column in columns)
