@@ -31,7 +31,7 @@ TURNS = PAGES + 1
 GROUP_SIZE = 8
 MAX_TOKENS = 256
 _WARM_UP_STEPS, _LEARNING_RATE = 150, 3e-3
-_SHARPER = 4.0
+_SHARPER = 16.0
 """Factor of the logits after the warm-up, so that sampling at temperature 1 takes the token known by heart."""
 
 
