@@ -233,6 +233,27 @@ def test_an_environment_that_fails_is_tried_again_and_then_an_error_of_the_sampl
     assert not failed.value.final
 
 
+class Unbuildable(Echo):
+    built = 0
+
+    def __init__(self):
+        Unbuildable.built += 1
+        if Unbuildable.built > 1:  # the first is built as a check, before any episode
+            raise OSError("no such port")
+
+
+def test_an_environment_that_cannot_be_built_is_an_error_of_the_sample():
+    section = EnvironmentSection(name=f"{__name__}:Unbuildable")
+
+    async def run():
+        generator = EpisodeGenerator(Script("a"), Letters(), environments_of(section.name, {}), section)
+        await generator.generate(PROMPT, num_samples=1, sampling=SAMPLING, seed=1)
+
+    with pytest.raises(SampleError, match="build raised OSError: no such port"):
+        asyncio.run(run())
+    assert Unbuildable.built == 3
+
+
 def test_an_environment_that_hangs_is_given_up_after_its_time():
     with pytest.raises(SampleError, match=r"step took longer than \[environment\] timeout_s = 0.05"):
         generate(Script("hang"), timeout_s=0.05, retries=0)
