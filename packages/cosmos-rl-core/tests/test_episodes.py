@@ -249,7 +249,7 @@ def test_an_environment_that_cannot_be_built_is_an_error_of_the_sample():
         generator = EpisodeGenerator(Script("a"), Letters(), environments_of(section.name, {}), section)
         await generator.generate(PROMPT, num_samples=1, sampling=SAMPLING, seed=1)
 
-    with pytest.raises(SampleError, match="build raised OSError: no such port"):
+    with pytest.raises(SampleError, match="cannot be built: no such port"):
         asyncio.run(run())
     assert Unbuildable.built == 3
 

@@ -101,9 +101,12 @@ class EpisodeGenerator:
                         raise SampleError(f"[environment] {name} failed on {where}: {error}") from error
         raise AssertionError("the last try returns or raises")
 
-    async def build(self) -> Environment:
-        """Build the environment of an episode."""
-        return self.environments.make()
+    def build(self) -> Environment:
+        """Build the environment of an episode. Raises EnvironmentFailed: its options were right at the start."""
+        try:
+            return self.environments.make()
+        except Exception as error:  # user code may raise anything
+            raise EnvironmentFailed(str(error)) from error
 
     async def answer(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Call a method of an environment within the time limit.
@@ -147,7 +150,7 @@ class _EpisodeRun:
     async def run(self) -> tuple[str, Rollout]:
         """Return the first prompt and the rollout. Raises EnvironmentFailed, and SampleError as an engine does."""
         generator, row = self._generator, self._prompt.row
-        environment = await generator.answer(generator.build)
+        environment = generator.build()
         try:
             row = {"seed": self._seed, **row}
             first = await generator.answer(environment.reset, row)
