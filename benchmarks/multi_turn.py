@@ -125,10 +125,10 @@ async def measure(base: Path, *, rounds: int, episodes: int) -> list[Figure]:
         sides: dict[str, list[float]] = {"engine": [], "episodes": []}
         for number in range(rounds + 1):
             alone = await engine_alone(engine, continuation, episodes=episodes, at_once=at_once)
-            whole = await with_environment(generator, episodes=episodes)
+            episodes_s = await with_environment(generator, episodes=episodes)
             if number:  # the first round warms both up
                 sides["engine"].append(alone)
-                sides["episodes"].append(whole)
+                sides["episodes"].append(episodes_s)
         tools_s = episodes / at_once * TURNS * latency_s
         bound_s, took_s = max(statistics.median(sides["engine"]), tools_s), statistics.median(sides["episodes"])
         print(

@@ -117,9 +117,9 @@ def test_the_same_program_is_run_once():
     ],
 )
 def test_the_last_closed_block(text, block):
-    found = last_block(text)
-    assert (found is None) == (block is None)
-    assert (found or "").strip() == (block or "").strip()
+    program = last_block(text)
+    assert (program is None) == (block is None)
+    assert (program or "").strip() == (block or "").strip()
 
 
 def test_the_search_for_a_block_is_bounded():

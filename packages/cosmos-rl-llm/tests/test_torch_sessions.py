@@ -105,7 +105,8 @@ def test_a_turn_reads_only_what_is_new(base):
             return [length for length in lengths if length > 1], played
 
     read, played = asyncio.run(episode())
-    # After the prompt of 5: the last sampled term of the turn before, which was no input yet, and the appended ones.
+    # The prompt has 5 tokens. Each later turn reads the last token of the turn before it, which was sampled and not yet
+    # read, and the appended ones.
     assert read == [5, 1 + 1, 1 + 2]
     again, played = asyncio.run(episode(episode_cache_bytes=0))
     assert again == [place for place, _ in played]

@@ -76,7 +76,7 @@ class AgentGenerator:
     ) -> tuple[str, list[Rollout]]:
         """Return the first prompt of the first rollout, and one rollout of each agent.
 
-        Raises SampleError if one of them fails more often than [agent] retries allow.
+        Raises SampleError if a rollout fails once more than [agent] retries.
         """
         samples = [
             asyncio.create_task(self._sample(prompt, number, sampling=sampling, seed=seed), name=f"agent {number}")

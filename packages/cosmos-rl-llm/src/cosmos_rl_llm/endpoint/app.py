@@ -84,10 +84,10 @@ class AgentApp:
         messages.stops(asked, rollout.sampling)
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         answer = await self._answer(request, rollout, asked, messages.chat_of(asked.messages), most)
-        whole = answers.completion(answer, logprobs=bool(asked.logprobs), **self._format(asked, fields))
+        completion = answers.completion(answer, logprobs=bool(asked.logprobs), **self._format(asked, fields))
         with_usage = bool((asked.stream_options or {}).get("include_usage"))
-        events = answers.completion_chunks(whole, with_usage=with_usage) if asked.stream else None
-        return self._answered(whole, events, self._note_ignored(asked, fields, rollout))
+        events = answers.completion_chunks(completion, with_usage=with_usage) if asked.stream else None
+        return self._answered(completion, events, self._note_ignored(asked, fields, rollout))
 
     async def _respond(self, request: Request) -> Response:
         rollout = self._rollout_of(request)
@@ -99,11 +99,11 @@ class AgentApp:
         chat = messages.chat_of_items(asked, earlier[previous] if previous else ())
         answer = await self._answer(request, rollout, asked, chat, asked.max_output_tokens)
         logprobs = "message.output_text.logprobs" in (asked.include or ())
-        whole = answers.response(answer, logprobs=logprobs, **self._format(asked, fields))
+        response = answers.response(answer, logprobs=logprobs, **self._format(asked, fields))
         kept = chat[1:] if asked.instructions else chat
-        earlier[whole["id"]] = [*kept, said(answer.turn)]
-        events = answers.response_events(whole) if asked.stream else None
-        return self._answered(whole, events, self._note_ignored(asked, fields, rollout))
+        earlier[response["id"]] = [*kept, said(answer.turn)]
+        events = answers.response_events(response) if asked.stream else None
+        return self._answered(response, events, self._note_ignored(asked, fields, rollout))
 
     async def _take(self, request: Request) -> Response:
         self._check_token(request)

@@ -44,7 +44,7 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 class BrokenTestError(Exception):
-    """A test that needs what cannot be sent to an answer, whatever the answer is."""
+    """A test passes the program a value that cannot be sent to it: the test is wrong, whatever the program does."""
 
 
 class RemoteError(Exception):
