@@ -92,8 +92,8 @@ async def measured(engine, model, number):
     groups = [await draw(engine, number=index, seed=10 * number) for index in range(2)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     everything = RolloutGroup(prompt=groups[0].prompt, rollouts=tuple(rollouts))
-    policy = CausalLMPolicy(copy.deepcopy(model))
-    reference = copy.deepcopy(model)
+    policy = CausalLMPolicy(copy.deepcopy(model).float())
+    reference = copy.deepcopy(model).float()
     return {
         "lengths": [len(r.arrays["prompt_tokens"]) + r.num_terms - 1 for r in rollouts],
         "shapes": [list(r.arrays["routes"].shape) for r in rollouts],
@@ -153,12 +153,13 @@ async def main(folder, dtype, seeds):
     llm = await asyncio.to_thread(start, str(folder / "model"), options=options, dtype=dtype, max_length=256)
     engine = VllmEngine(llm, TokenChat(), records_routes=True, version=0)
     found = {"seeds": [], "refused": refused(engine)}
-    live = copy.deepcopy(model)
+    live = copy.deepcopy(model).to(getattr(torch, dtype))
     async with sent_weights(engine, live, SyncSection(timeout_s=60.0)) as send:
         for number, seed in enumerate(seeds):
             live.load_state_dict(tiny(seed).state_dict())
             await send(number + 1)
             found["seeds"].append(await measured(engine, live, number))
+            print(seed, found["seeds"][-1]["free"], found["seeds"][-1]["replayed"], flush=True)
         found["stopped"] = await stopped(engine)
         old, new = copy.deepcopy(live), tiny(100)
         live.load_state_dict(new.state_dict())

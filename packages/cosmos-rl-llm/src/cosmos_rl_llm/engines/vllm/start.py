@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm, no_longrope
@@ -69,9 +70,11 @@ def start(
         try:
             return AsyncLLM.from_engine_args(parsed)
         except ValueError as error:
-            if not any(part in str(error) for part in _NO_ROUTES):
+            why = next((line for line in str(error).splitlines() if any(name in line for name in _NO_ROUTES)), None)
+            if why is None:
                 raise
-            raise UserError(f"rollout.options.record_routes: vLLM records no experts here: {error}") from error
+            why = why.strip().removeprefix("Value error, ").partition(" [type=")[0]
+            raise UserError(f'{ROUTES}: vLLM records no experts here ({why}); set rollout.engine = "torch"') from error
 
 
 def computes_on_gpu(gpus: Sequence[str]) -> bool:
