@@ -123,6 +123,7 @@ def test_over_a_switch_each_token_has_the_experts_of_the_weights_that_read_it(fo
         assert len(rollout["versions"]) == 2
         assert rollout["length"] == rollout["routed"]
         assert rollout["old"] > 0.99
+        assert rollout["new"] > 0.99
 
 
 @with_vllm

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from sent_weights import sent_weights
 from tiny_engine import TokenChat
+from transformers import DynamicCache
 
 from cosmos_rl_core.episodes.interfaces import Opening
 from cosmos_rl_core.errors import UserError
@@ -61,11 +62,15 @@ async def draw(engine, *, number, max_terms=24, num_samples=4, seed=0, **samplin
 
 
 @torch.no_grad()
-def chosen(model, rollout):
-    """The experts that transformers' model chooses for the inputs of a rollout."""
+def chosen(model, rollout, *, start=0, before=None):
+    """The experts that transformers' model chooses for inputs of a rollout from `start`, after those of `before`."""
     fed = np.concatenate([rollout.arrays["prompt_tokens"], rollout.arrays["tokens"][:-1]])
+    tokens, cache = torch.from_numpy(fed).long()[None], DynamicCache()
+    if start:
+        before(input_ids=tokens[:, :start], past_key_values=cache, use_cache=True)
+    model = copy.deepcopy(model).float()
     recorder = RouteRecorder(model)
-    model(input_ids=torch.from_numpy(fed).long()[None])
+    model(input_ids=tokens[:, start:], past_key_values=cache, use_cache=True)
     return recorder.take().numpy()
 
 
@@ -93,19 +98,18 @@ async def measured(engine, model, number):
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     everything = RolloutGroup(prompt=groups[0].prompt, rollouts=tuple(rollouts))
     policy = CausalLMPolicy(copy.deepcopy(model).float())
-    reference = copy.deepcopy(model).float()
     return {
         "lengths": [len(r.arrays["prompt_tokens"]) + r.num_terms - 1 for r in rollouts],
         "shapes": [list(r.arrays["routes"].shape) for r in rollouts],
         "dtypes": sorted({str(r.arrays["routes"].dtype) for r in rollouts}),
-        "agreement": [agreement(r.arrays["routes"], chosen(reference, r)) for r in rollouts],
+        "agreement": [agreement(r.arrays["routes"], chosen(model, r)) for r in rollouts],
         "free": mismatch(policy, everything, replay=False),
         "replayed": mismatch(policy, everything, replay=True),
     }
 
 
-async def switched(engine, send, new, *, old):
-    """A group whose weights change while it runs: of each rollout its versions, and experts of either model."""
+async def switched(engine, send, new, *, old, recomputes):
+    """A group whose weights change while it runs: of each rollout its versions, and its experts beside the models'."""
     running = asyncio.create_task(draw(engine, number=7, max_terms=80, num_samples=2))
     first = engine.progress
     while engine.progress < first + 4:
@@ -114,16 +118,17 @@ async def switched(engine, send, new, *, old):
     await send(version + 1)
     found = []
     for rollout in (await running).rollouts:
-        routes, later = rollout.arrays["routes"], rollout.versions[1:] > version
-        place = len(rollout.arrays["prompt_tokens"])  # an input after the prompt is a term but the last
-        before, after = chosen(copy.deepcopy(old), rollout), chosen(copy.deepcopy(new), rollout)
+        routes = rollout.arrays["routes"]
+        # An input after the prompt is a term, and the next term was sampled in the pass that read it.
+        start = len(rollout.arrays["prompt_tokens"]) + int((rollout.versions[1:] > version).argmax())
+        earlier, later = chosen(old, rollout), chosen(new, rollout, start=0 if recomputes else start, before=old)
         found.append(
             {
                 "versions": sorted(set(rollout.versions.tolist())),
-                "length": place + rollout.num_terms - 1,
+                "length": len(rollout.arrays["prompt_tokens"]) + rollout.num_terms - 1,
                 "routed": len(routes),
-                "old": agreement(routes[:place], before[:place]),
-                "new": agreement(routes[place:][later], after[place:][later]),
+                "old": agreement(routes[:start], earlier[:start]),
+                "new": agreement(routes[start:], later[start:] if recomputes else later),
             }
         )
     return found
@@ -163,10 +168,10 @@ async def main(folder, dtype, seeds):
         found["stopped"] = await stopped(engine)
         old, new = copy.deepcopy(live), tiny(100)
         live.load_state_dict(new.state_dict())
-        found["switched"] = await switched(engine, send, new, old=old)
+        found["switched"] = await switched(engine, send, new, old=old, recomputes=False)
         engine._recompute_kv = True
         live.load_state_dict(old.state_dict())
-        found["recomputed"] = await switched(engine, send, old, old=new)
+        found["recomputed"] = await switched(engine, send, old, old=new, recomputes=True)
     await engine.close()
     (folder / "rollouts.json").write_text(json.dumps(found, indent=1))
 

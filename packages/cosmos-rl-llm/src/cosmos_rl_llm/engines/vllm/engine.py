@@ -131,13 +131,7 @@ class VllmEngine:
     """`interfaces.RolloutEngine` over vLLM's AsyncLLM."""
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        chat: Chat,
-        *,
-        recompute_kv: bool = False,
-        records_routes: bool = False,
-        version: int = -1,
+        self, llm: AsyncLLM, chat: Chat, *, recompute_kv: bool = False, records_routes: bool = False, version: int = -1
     ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
