@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from routed_rollouts import CONFIG
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.problems import engine_options
+from cosmos_rl_core.types import Sampling
+from cosmos_rl_llm.engines.vllm.choice import refusals
 from cosmos_rl_llm.engines.vllm.engine import VllmSequence
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import engine_arguments, start
@@ -76,6 +79,16 @@ def test_experts_that_are_missing_end_the_run(routes, given):
 def test_options_with_which_vllm_records_nothing_are_refused(options, wrong):
     with pytest.raises(UserError, match=wrong):
         engine_options(VllmEngineOptions, {"record_routes": True, **options})
+
+
+@pytest.mark.parametrize(("experts", "given"), [({}, 1), ({"num_experts": 4}, 0)])
+def test_a_dense_model_is_refused_before_the_start(tmp_path, experts, given):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **experts}))
+    rollout = SimpleNamespace(sampling=Sampling(max_terms=1), options={"record_routes": True})
+    config = SimpleNamespace(rollout=rollout, model=SimpleNamespace(max_length=None))
+    problems = [str(problem) for problem in refusals(config, tmp_path)]
+    assert len(problems) == given
+    assert all("record_routes = true: records the experts of a mixture" in problem for problem in problems)
 
 
 def test_vllm_is_asked_to_record():
