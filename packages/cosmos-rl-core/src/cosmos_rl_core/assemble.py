@@ -343,6 +343,7 @@ def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | Non
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             rates=optimizer.rates,
+            muon=optimizer.muon,
         ),
         lr_factor=lambda step: factor(
             schedule.name,

@@ -168,7 +168,7 @@ def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: Vl
     check_rope(config, chat.max_length)
     phase("starting vLLM")
     llm = start(source, options=options, dtype=model.dtype, max_length=chat.max_length, pictures=pictures)
-    return VllmEngine(llm, chat, recompute_kv=options.recompute_kv)
+    return VllmEngine(llm, chat, recompute_kv=options.recompute_kv, records_routes=options.record_routes)
 
 
 def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:

@@ -213,6 +213,10 @@ class LLMDataConfig(Strict):
         return self
 
 
+ROUTES = "rollout.options.record_routes"
+"""The key by which an engine records the experts of each token."""
+
+
 class LLMTorchOptions(Strict):
     """[rollout.options] of engine = "torch"."""
 

@@ -25,7 +25,7 @@ from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
-from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.config import PLAIN_TEXT, ROUTES, LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.choice import refusals
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
@@ -93,6 +93,9 @@ def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> Rollo
 def _of_engine(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     if not config.is_sft:
         yield from _of_advantage(config)
+    if config.has_episodes and config.rollout.options.get("record_routes"):
+        wrong = "the experts of episodes, whose turns are requests of their own, are not recorded"
+        yield Problem(key=ROUTES, given="true", wrong=wrong, suggestion="set it to false")
     if config.model.lora is not None:
         yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":

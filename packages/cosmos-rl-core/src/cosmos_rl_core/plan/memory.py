@@ -28,6 +28,8 @@ SUM_BYTES = 256 * 2**20
 CONTEXT, COMMUNICATORS = "CUDA context", "NCCL communicators"
 _ROUNDING = 33
 """Bytes an element while StochasticAdam updates a parameter in bfloat16: five float32 tensors, then their noise."""
+_ORTHOGONAL = 12
+"""Bytes an element of a matrix while Muon makes it orthogonal: it in float32, then at most four in bfloat16."""
 ITEM_BYTES = {**BYTES, "float16": 2}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -106,6 +108,9 @@ def _updating(config: RunConfig, rank: MemoryEstimate, *, offloaded: bool) -> It
     if policy.precision.parameters == "bfloat16" and policy.optimizer.name in ("adam", "adamw"):
         size = _ROUNDING * rank.largest
         yield MemoryPart(name="a parameter in float32, while it is rounded", bytes=size, at=(UPDATE,), host=offloaded)
+    if policy.optimizer.name == "muon":
+        size = _ORTHOGONAL * rank.largest_matrix
+        yield MemoryPart(name="a whole matrix, while it is made orthogonal", bytes=size, at=(UPDATE,))
 
 
 def _communicators(dims: ParallelDims) -> list[MemoryPart]:

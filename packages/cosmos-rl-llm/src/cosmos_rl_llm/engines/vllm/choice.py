@@ -18,9 +18,16 @@ from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import engine_options, problems_of
 from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform
-from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, VllmEngineOptions, no_longrope, no_pictures, spread
-from cosmos_rl_llm.model.checkpoint import model_folder
+from cosmos_rl_llm.engines.vllm.options import (
+    ONLY_RENORMALISED,
+    VllmEngineOptions,
+    no_longrope,
+    no_pictures,
+    spread,
+)
+from cosmos_rl_llm.model.checkpoint import EXPERT_KEYS, model_folder
 
 if TYPE_CHECKING:
     from cosmos_rl_core.recipe.run import RunConfig
@@ -72,6 +79,10 @@ def refusals(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     if not config.rollout.sampling.renormalise:
         yield Problem(key="rollout.sampling.renormalise", given="false", wrong=ONLY_RENORMALISED)
     if model := _read_config(directory):
+        text = model.get("text_config") or model
+        if config.rollout.options.get("record_routes") and not any(text.get(key) for key in EXPERT_KEYS):
+            wrong = "records the experts of a mixture, and this model has none"
+            yield Problem(key=ROUTES, given="true", wrong=wrong, suggestion="remove it")
         for wrong in _of_model(model, config):
             yield Problem(key="rollout.engine", given='"vllm"', wrong=wrong, suggestion='set it to "torch"')
 

@@ -24,9 +24,10 @@ import numpy as np
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.engines.prompts import Response, StopStrings, check_length, encode, name_of
-from cosmos_rl_llm.engines.session import EPISODE, SessionTokens, TokenSession
+from cosmos_rl_llm.engines.session import EPISODE, NO_EPISODES, SessionTokens, TokenSession
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
@@ -78,6 +79,9 @@ def parameters(
 class VllmSequence(Response):
     """A sequence during generation. Its versions, all of which come with its end, may be of more tokens than it has."""
 
+    routes: np.ndarray | None = None
+    """[inputs, layers, k], of as many tokens as its versions: the experts, if vLLM records them."""
+
     def add(self, part: CompletionOutput, *, first_version: int) -> bool:
         """Append the received tokens; return whether one of them completed a stop string.
 
@@ -88,6 +92,7 @@ class VllmSequence(Response):
             self._grow(part)
         if part.finish_reason is not None:
             assert part.weight_versions is not None, "vLLM returned no weight version"
+            self.routes = part.routed_experts
             for span in part.weight_versions:
                 version = first_version if span.version == "default" else int(span.version)
                 self.versions += [version] * (span.end - span.start)
@@ -95,6 +100,15 @@ class VllmSequence(Response):
                 assert part.finish_reason in ("stop", "length"), part.finish_reason
                 self.finish_reason = part.finish_reason
         return self.finish_reason == "stop" and not stopped_before and part.finish_reason is None
+
+    def routed(self) -> dict[str, np.ndarray]:
+        """Return the array `routes` [prompt + T - 1, layers, k]. Raises UserError if vLLM returned fewer."""
+        num_inputs = len(self.prompt_tokens) + len(self.tokens) - 1
+        if self.routes is None or len(self.routes) < num_inputs:
+            given = "no experts" if self.routes is None else f"experts of {len(self.routes)} tokens"
+            raise UserError(f"{ROUTES}: vLLM returned {given} for a rollout of {num_inputs}; set it to false")
+        routes = self.routes[:num_inputs]
+        return {"routes": routes if routes.dtype == np.uint8 else routes.astype(np.int16)}
 
     def _grow(self, part: CompletionOutput) -> None:
         flat: Any = part.logprobs
@@ -116,17 +130,20 @@ LOOK_S = 0.5
 class VllmEngine:
     """`interfaces.RolloutEngine` over vLLM's AsyncLLM."""
 
-    def __init__(self, llm: AsyncLLM, chat: Chat, *, recompute_kv: bool = False, version: int = -1) -> None:
+    def __init__(
+        self, llm: AsyncLLM, chat: Chat, *, recompute_kv: bool = False, records_routes: bool = False, version: int = -1
+    ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
         chat: encodes prompts, from any thread, and has the tokens that end a response. recompute_kv: recompute the keys
-        and values of running sequences at a switch. version: policy version of the current weights; with -1 nothing is
+        and values of running sequences at a switch. records_routes: give rollouts `arrays["routes"]`, as the torch
+        engine does; vLLM was started to record them. version: policy version of the current weights; with -1 nothing is
         served before the policy's weights have arrived.
         """
         self._llm, self._chat = llm, chat
         self._media = None if chat.vision is None else VllmMedia(llm, chat.vision.family)
         self._banned = () if self._media is None else self._media.banned
-        self._recompute_kv = recompute_kv
+        self._recompute_kv, self._records_routes = recompute_kv, records_routes
         self._first_version = self._version = version
         self._names = count()
         self._progress = 0
@@ -160,7 +177,8 @@ class VllmEngine:
         samples = await self._sample(
             prompt, encoded, num_samples=num_samples, salt=self._version, sampling=sampling, seed=seed
         )
-        return self._chat.decode_prompt(encoded.tokens.tolist()), [sample.as_rollout({}) for sample in samples]
+        rollouts = [sample.as_rollout(sample.routed() if self._records_routes else {}) for sample in samples]
+        return self._chat.decode_prompt(encoded.tokens.tolist()), rollouts
 
     def open(self, opening: Opening) -> TokenSession:
         """Begin a history that grows by turns (`episodes.interfaces`); each turn is a request with all of its tokens.
@@ -169,6 +187,8 @@ class VllmEngine:
         of weights those of earlier turns stay in use, as they do inside of a sequence; with `recompute_kv` they are
         computed again with the new weights.
         """
+        if self._records_routes:
+            raise UserError(NO_EPISODES)
         return TokenSession(opening, limit=self.max_length, draw=self._draw)
 
     async def _draw(self, history: SessionTokens, sampling: Sampling, seed: int) -> VllmSequence:

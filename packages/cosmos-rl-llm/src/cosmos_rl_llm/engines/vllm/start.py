@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
 from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm, no_longrope
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 CPU_CACHE_BYTES = 1 << 30
 LOGGING_LEVEL = "WARNING"
+_NO_ROUTES = ("AuxOutput Connector", "return-routed-experts")
+"""Names of the recording of experts in vLLM's errors."""
 QUANTISED = ("quantization_config", "compression_config")
 """Keys of config.json by which vLLM knows a quantised checkpoint."""
 
@@ -38,7 +41,7 @@ def start(
     dtype, max_length: those of [model], defaults of the options. pictures: whether prompts may have some.
 
     Raises UserError without vLLM, for a build that does not fit this process's GPUs, for arguments that it rejects, and
-    for stages of layers without a GPU.
+    for stages of layers without a GPU, and where vLLM records no experts.
     """
     if find_spec("vllm") is None:
         raise UserError(f'rollout.engine = "vllm" needs vLLM: {install_vllm()}')
@@ -64,7 +67,14 @@ def start(
             parsed = AsyncEngineArgs(**arguments)
         except TypeError as error:
             raise UserError(f"rollout.options.extra: vLLM rejects it: {error}") from error
-        return AsyncLLM.from_engine_args(parsed)
+        try:
+            return AsyncLLM.from_engine_args(parsed)
+        except ValueError as error:
+            why = next((line for line in str(error).splitlines() if any(name in line for name in _NO_ROUTES)), None)
+            if why is None:
+                raise
+            why = why.strip().removeprefix("Value error, ").partition(" [type=")[0]
+            raise UserError(f'{ROUTES}: vLLM records no experts here ({why}); set rollout.engine = "torch"') from error
 
 
 def computes_on_gpu(gpus: Sequence[str]) -> bool:
@@ -112,6 +122,7 @@ def engine_arguments(
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": options.cache_bytes or (None if on_gpu else CPU_CACHE_BYTES),
         "enable_prefix_caching": options.prefix_caching,
+        "enable_return_routed_experts": options.record_routes or None,
         "enforce_eager": not on_gpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": True if options.sleep_mode and on_gpu else None,
         "moe_backend": _experts_in_place(source, options) if on_gpu else None,
