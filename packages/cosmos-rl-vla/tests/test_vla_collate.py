@@ -62,5 +62,5 @@ def test_what_looks_at_whole_episodes_is_refused(key, chosen):
         "algorithm": algorithm,
         "reward": {"functions": [{"name": "success"}]},
     }
-    with pytest.raises(ConfigError, match=f"algorithm.{key}.*averages over whole rollouts"):
+    with pytest.raises(ConfigError, match=f"algorithm.{key}.*needs whole rollouts"):
         load_config(recipe)
