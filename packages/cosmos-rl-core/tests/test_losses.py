@@ -208,7 +208,8 @@ def test_sapo_by_hand():
 
 
 def test_vespo_weighs_whole_rollouts_by_hand():
-    # rollout 0: w = 2 * 0.25 = 0.5, A = 1: phi = 0.5^2 e^(3 (1 - 0.5)); rollout 1: w = 1.5, A = -1: 1.5^3 e^(2 (1 - 1.5))
+    # rollout 0: w = 2 * 0.25 = 0.5 and A = 1,  phi = 0.5^2 e^(3 (1 - 0.5))
+    # rollout 1: w = 1.5 and A = -1,            phi = 1.5^3 e^(2 (1 - 1.5))
     policy = tensor(math.log(2), math.log(0.25), math.log(1.5)).requires_grad_()
     terms = terms_of([1.0, 1.0, -1.0], lengths=[2, 1])
     values, metrics = LOSSES["vespo"](policy, tensor(0, 0, 0), terms, AlgorithmConfig(name="vespo"))

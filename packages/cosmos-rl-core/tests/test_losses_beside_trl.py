@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
+from cosmos_rl_core.train.learner import smallest_of_share
 from cosmos_rl_core.types import PolicyOutputs, TermBatch, TrainBatch
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -84,7 +86,7 @@ def padded(values):
     return rows
 
 
-def compared(keys, options, *, seed, ratio=None):
+def compared(keys, options, *, seed, ratio=None, share=None):
     """(our loss, our gradient, TRL's loss, TRL's gradient) of the same random terms."""
     generator = torch.Generator().manual_seed(seed)
     count = sum(LENGTHS)
@@ -101,6 +103,10 @@ def compared(keys, options, *, seed, ratio=None):
         rollout_index=index,
         num_rollouts=len(LENGTHS),
     )
+    if share is not None:
+        least = smallest_of_share(entropy.float(), share, sum_counts=lambda counts: counts)
+        terms = replace(terms, high_entropy=(entropy.float() >= least).double())
+        entropy = entropy.float().double()  # the peer compares in float32
     config = AlgorithmConfig(**keys)
     objective = build_objective(config, max_terms=LONGEST)
     losses, _ = objective(PolicyOutputs(logprobs=policy, entropy=entropy), terms)
@@ -154,3 +160,10 @@ def test_corrections_of_whole_rollouts(correction, seed):
         return weight.clamp(max=2.0) if correction == "truncate" else weight.masked_fill(weight > 2.0, 0.0)
 
     assert_equal(*compared(keys, {"loss_type": "dapo"}, seed=seed, ratio=ratio))
+
+
+@every_seed
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_top_entropy(share, seed):
+    keys = {"name": "dapo", "clip_high": 0.2, "top_entropy": share}
+    assert_equal(*compared(keys, {"loss_type": "dapo", "top_entropy_quantile": share}, seed=seed, share=share))

@@ -119,7 +119,7 @@ class Objective(Aggregates):
     needs_entropy: bool = False
     needs_reference: bool = False
     top_entropy: float | None = None
-    """Share of a step's terms, those of the highest entropy, that `TermBatch.high_entropy` marks; None: it is not set."""
+    """Share of a step's terms, those of the highest entropy, that `TermBatch.high_entropy` marks; None: it is None."""
     state: tuple[float, ...] = ()
     """Numbers that steps change, such as an adapted coefficient: equal in all ranks, saved in checkpoints."""
     aggregation: Aggregates

@@ -258,6 +258,7 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
 def _filter_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Reject rules about the rewards of a group where there are none."""
     keys = {"filter_zero_variance": False, "filter_low": None, "filter_high": None, "mask_prefix_terms": 0}
+    keys |= {"max_variance_rollouts": None}
     for key, default in keys.items():
         if getattr(config.algorithm, key) != default:
             yield KeyConflict(
