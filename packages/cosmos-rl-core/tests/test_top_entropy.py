@@ -110,7 +110,8 @@ def microbatch(entropies, mask):
 
 
 def batch(*microbatches):
-    return TrainBatch(microbatches=microbatches, num_terms=1, num_rollouts=1)
+    terms = sum(int(each.terms.loss_mask.sum()) for each in microbatches)
+    return TrainBatch(microbatches=microbatches, num_terms=terms, num_rollouts=1)
 
 
 def objective(**keys):
@@ -170,3 +171,12 @@ def test_the_entropy_coefficient_moves_with_each_step_that_changes_the_weights(s
         asyncio.run(made.forward_backward(TrainStep(batches=(batch(microbatch([0.3], [1])),))))
         asyncio.run(made.optim_step())
     assert trainer.objective.state == expected
+
+
+def test_a_step_without_trained_terms_keeps_the_coefficient():
+    trainer = RecordingTrainer(objective(entropy_target=0.4, top_entropy=0.5), {})
+    with ThreadPoolExecutor(1) as compute:
+        made = learner(trainer, compute)
+        asyncio.run(made.forward_backward(TrainStep(batches=(batch(),))))
+        asyncio.run(made.optim_step())
+    assert (trainer.objective.state, trainer.given) == ((0.0, 0.0), [])

@@ -130,7 +130,7 @@ class Objective(Aggregates):
         """Return the named losses [T] and metrics [T] (per term; the trainer reports means over masked terms)."""
 
     def stepped(self, metrics: Mapping[str, float]) -> None:
-        """Receive the metrics of a committed step, equal in all ranks, and change `state`. No-op by default."""
+        """Receive the metrics of a committed step with trained terms, equal in all ranks, and change `state`."""
 
     def term_weights(self, terms: TermBatch) -> Tensor:
         return self.aggregation.term_weights(terms)

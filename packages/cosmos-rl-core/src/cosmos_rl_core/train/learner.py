@@ -216,7 +216,7 @@ class PolicyLearner:
         self._later, self._results, self._undo = (), [], None
         assert self._step is not None
         result = _as_one(results, of_step=self._step.metrics)
-        if not result.skipped:
+        if not result.skipped and any(batch.num_terms for batch in self._step.batches):
             self.trainer.objective.stepped(result.metrics)
         return result
 
@@ -239,7 +239,7 @@ class PolicyLearner:
             assert entropy is not None
             entropies.append(entropy.float().clamp(min=0).cpu())
         trained = [entropy[each.terms.loss_mask.cpu() > 0] for entropy, each in zip(entropies, microbatches)]
-        least = smallest_of_share(torch.cat(trained), share, sum_counts=self._sum_counts)
+        least = smallest_of_share(torch.cat([torch.empty(0), *trained]), share, sum_counts=self._sum_counts)
         marked = iter([(entropy >= least).float() for entropy in entropies])
         return [
             replace(batch, microbatches=tuple(_with(each, high_entropy=next(marked)) for each in batch.microbatches))
