@@ -547,3 +547,8 @@ def test_a_replica_that_joined_no_mesh_leaves_later_checkpoints_of_others(tmp_pa
         newcomer = saver_of(make(version=2), tmp_path, step=2, resumed_from=resumed_from)
         assert newcomer.finish() is None
     assert list_steps(tmp_path) == [2, 4]
+
+
+def test_the_numbers_of_the_objective_are_read_back_to_the_bit(tmp_path):
+    numbers = (0.1 + 0.2, 1.0)
+    assert load(save(tmp_path, make(), objective=numbers), make()).objective == numbers
