@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from cosmos_rl_core.weight_sync import SyncSection, WeightSubscriber
 from cosmos_rl_core.wire.tls import Tls
-from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
+from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import TransferPlan
 from cosmos_rl_transfer.pull.landing import InPlace, Shadow
@@ -177,6 +177,11 @@ class Subscriber(WeightSubscriber):
                     raise
             self._puller.landing.apply(pool=self._pool)
         self._staged = version
+
+    def prove(self) -> None:
+        """Hash the live tensors, after `apply`. Raises WeightMismatch if they are not the published ones."""
+        if wrong := self._connected.landing.differing():
+            raise WeightMismatch(f"{len(wrong)} live tensors are not those of version {self._staged}: {wrong[0]}")
 
     async def close(self) -> None:
         """Disconnect and stop the threads. Idempotent."""

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -29,13 +32,14 @@ from cosmos_rl_llm.engines.prompts import Response, StopStrings, check_length, e
 from cosmos_rl_llm.engines.session import EPISODE, SessionTokens, TokenSession
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
-from cosmos_rl_llm.engines.vllm.plugin import REFUSED
+from cosmos_rl_llm.engines.vllm.plugin import ADAPTER_ID, REFUSED
 from cosmos_rl_llm.model.output_head import NEVER
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm import SamplingParams
     from vllm.inputs.engine import EngineInput
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -116,13 +120,23 @@ LOOK_S = 0.5
 class VllmEngine:
     """`interfaces.RolloutEngine` over vLLM's AsyncLLM."""
 
-    def __init__(self, llm: AsyncLLM, chat: Chat, *, recompute_kv: bool = False, version: int = -1) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        chat: Chat,
+        *,
+        recompute_kv: bool = False,
+        version: int = -1,
+        adapters: Mapping[str, int] | None = None,
+    ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
         chat: encodes prompts, from any thread, and has the tokens that end a response. recompute_kv: recompute the keys
         and values of running sequences at a switch. version: policy version of the current weights; with -1 nothing is
-        served before the policy's weights have arrived.
+        served before the policy's weights have arrived. adapters: those that `llm` was started with.
         """
+        self._adapter: LoRARequest | None = None
+        self._layers = tuple(adapters or ())
         self._llm, self._chat = llm, chat
         self._media = None if chat.vision is None else VllmMedia(llm, chat.vision.family)
         self._banned = () if self._media is None else self._media.banned
@@ -258,6 +272,9 @@ class VllmEngine:
 
         from cosmos_rl_transfer import ReplicaSubscriber, published_specs
 
+        if self._layers and self._adapter is None:
+            with empty_adapter(self._layers[0]) as self._adapter:
+                await self._call(self._llm.add_lora(self._adapter))
         if settings.backend != "transfer":
             raise UserError(f'[sync] backend = {settings.backend!r}: the vllm engine supports only "transfer"')
         timeout_s = settings.timeout_s
@@ -324,7 +341,8 @@ class VllmEngine:
 
         name = f"sample-{next(self._names)}"
         try:
-            async with aclosing(self._llm.generate(copy.copy(shown), params, name)) as answers:
+            running = self._llm.generate(copy.copy(shown), params, name, lora_request=self._adapter)
+            async with aclosing(running) as answers:
                 async for answer in answers:
                     self._progress += 1
                     if sample.add(answer.outputs[0], first_version=self._first_version):
@@ -352,6 +370,24 @@ class VllmEngine:
             return await task
         finally:
             task.cancel()
+
+
+@contextmanager
+def empty_adapter(layer: str) -> Iterator[LoRARequest]:
+    """Yield vLLM's request for an adapter with a zero for one layer, whose slot is then written by the subscriber.
+
+    Its files do not stay: vLLM fails if it ever loads the adapter again, which would clear the slot.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    with TemporaryDirectory() as folder:
+        config = {"r": 1, "lora_alpha": 1, "target_modules": [], "peft_type": "LORA"}
+        Path(folder, "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        zeros = {f"base_model.model.{layer}.lora_{matrix}.weight": torch.zeros(1, 1) for matrix in "AB"}
+        save_file(zeros, Path(folder, "adapter_model.safetensors"))
+        yield LoRARequest("policy", ADAPTER_ID, folder)
 
 
 def refusal(report: str) -> str | None:
