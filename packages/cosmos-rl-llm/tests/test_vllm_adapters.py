@@ -6,8 +6,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import save_file
 from tiny_engine import TokenChat
+from transformers import AutoModelForCausalLM
 
+from cosmos_rl_core import run
 from cosmos_rl_core.parallel.lora import ranks_of
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, Sampling
@@ -19,10 +23,10 @@ from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 pytest.importorskip("psutil", reason="comes with vLLM")
-pytest.importorskip("peft", reason="the extra cosmos-rl-llm[lora] is not installed")
 pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
 pytestmark = [
     pytest.mark.ci,
@@ -98,7 +102,9 @@ async def answers(engine, **sampling):
 @torch.no_grad()
 def greedy(model, prompt):
     tokens = torch.tensor([prompt.row["tokens"]])
-    return model.generate(tokens, max_new_tokens=24, do_sample=False, eos_token_id=None)[0, tokens.shape[1] :].tolist()
+    return model.generate(inputs=tokens, max_new_tokens=24, do_sample=False, eos_token_id=None)[
+        0, tokens.shape[1] :
+    ].tolist()
 
 
 @pytest.mark.parametrize(
@@ -109,7 +115,6 @@ def greedy(model, prompt):
 def test_after_ten_syncs_its_greedy_answers_are_those_of_transformers_with_peft(tmp_path, config, lora, staging, tp):
     policy, ranks = policy_of(config, tmp_path, **lora)
     assert {2, 4, 8} <= set(ranks.values())
-    model = policy._model
     settings = SyncSection(staging=staging, timeout_s=60.0)
 
     async def work():
@@ -120,7 +125,44 @@ def test_after_ten_syncs_its_greedy_answers_are_those_of_transformers_with_peft(
             return await answers(engine)
 
     found = asyncio.run(work())
+    adapters = tmp_path / "adapters"
+    policy.save_config(adapters)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in policy.weights().items()},
+        adapters / "adapter_model.safetensors",
+    )
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path), adapters).eval()
     assert [one.arrays["tokens"].tolist() for one in found] == [greedy(model, prompt) for prompt in PROMPTS]
     assert all(set(one.versions) == {SYNCS - 1} for one in found)
     assert len({tuple(one.arrays["tokens"]) for one in found}) > 1
     assert np.all([np.isfinite(one.rollout_logprobs).all() for one in found])
+
+
+def recipe(folder, *, name):
+    model = write_tiny_model(folder / "model", num_layers=2)
+    train, _ = write_sums(folder / "data")
+    return {
+        "run": {"domain": "llm", "output_dir": str(folder / name), "max_steps": 3},
+        "model": {"path": str(model), "lora": {"rank": 4}},
+        "data": {"path": str(train), "chat_template": "none"},
+        "algorithm": {"name": "grpo"},
+        "policy": {"prompts_per_step": 4, "threads": 1, "optimizer": {"learning_rate": 2e-2}},
+        "rollout": {
+            "engine": "vllm",
+            "group_size": 4,
+            "threads": 1,
+            "sampling": {"max_tokens": 4},
+            "options": {"cache_bytes": 64 << 20},
+        },
+        "reward": {"functions": [{"name": "length", "options": {"max_tokens": 1, "slack_tokens": 3}}]},
+        "sync": {"max_staleness": 0},
+        "logging": {"sinks": ["jsonl"]},
+    }
+
+
+def test_a_run_sends_its_adapters_alone(tmp_path):
+    settings = recipe(tmp_path, name="run")
+    metrics = run(settings).metrics
+    assert [line["mismatch_kl"] for line in metrics] == [pytest.approx(0.0, abs=1e-6)] * 3
+    adapter = (tmp_path / "run" / "checkpoints" / "step_3" / "policy" / "adapter_model.safetensors").stat().st_size
+    assert 0 < metrics[-1]["sync_bytes"] <= 1.05 * adapter

@@ -103,7 +103,7 @@ def _of_slots(model: LLMModelConfig, lora: LLMLoraSection, *, sees: bool) -> Ite
             key="model.lora.serve",
             given='"adapter"',
             wrong="vLLM has adapter slots in the language model alone, and tower or projector get adapters",
-            suggestion='set model.freeze = ["tower", "projector"] (or model.lora.whole), or model.lora.serve = "merged"',
+            suggestion='set model.freeze or model.lora.whole to both, or model.lora.serve = "merged"',
         )
 
 
