@@ -72,7 +72,7 @@ async def synced(policy, ranks, folder, *, settings, **options):
     """Yield an engine with the adapters' slots, and a coroutine function that publishes and switches to a version."""
     options = VllmEngineOptions(cache_bytes=64 << 20, **options)
     llm = await asyncio.to_thread(start, str(folder), options=options, dtype="float32", max_length=None, adapters=ranks)
-    engine = VllmEngine(llm, TokenChat(end_ids=frozenset()), adapters=ranks)
+    engine = VllmEngine(llm, TokenChat(end_ids=frozenset()), adapters=tuple(ranks))
     publisher = Publisher(policy.rollout_weights(), token=TOKEN)
     subscriber = await engine.subscriber(publisher.address, settings=settings, token=TOKEN)
 

@@ -11,6 +11,7 @@ from cosmos_rl_transfer import (
     TransferError,
     WeightMismatch,
 )
+from cosmos_rl_transfer.pull.subscriber import prove
 
 TRANSPORTS = ["shm", "tcp"]
 
@@ -226,10 +227,10 @@ def test_live_tensors_are_proven_to_be_the_published_ones(staging):
                 await pair.publish(version)
                 assert await pair.subscriber.stage(after=version - 1) == version
                 pair.subscriber.apply()
-                pair.subscriber.prove()
+                prove(pair.subscriber)
             name, tensor = next((name, one) for name, one in pair.live.items() if one.is_floating_point())
             tensor.view(-1)[0] += 1.0  # as an engine that clears or moves what it was sent
             with pytest.raises(WeightMismatch, match=rf"1 live tensors are not those of version 1: {name}"):
-                pair.subscriber.prove()
+                prove(pair.subscriber)
 
     asyncio.run(main())

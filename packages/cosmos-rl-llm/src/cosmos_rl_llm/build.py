@@ -180,7 +180,7 @@ def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: Vl
         pictures=pictures,
         adapters=adapters,
     )
-    return VllmEngine(llm, chat, recompute_kv=options.recompute_kv, adapters=adapters)
+    return VllmEngine(llm, chat, recompute_kv=options.recompute_kv, adapters=tuple(adapters or ()))
 
 
 def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:

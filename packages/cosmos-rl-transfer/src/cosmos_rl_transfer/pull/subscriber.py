@@ -178,11 +178,6 @@ class Subscriber(WeightSubscriber):
             self._puller.landing.apply(pool=self._pool)
         self._staged = version
 
-    def prove(self) -> None:
-        """Hash the live tensors, after `apply`. Raises WeightMismatch if they are not the published ones."""
-        if wrong := self._connected.landing.differing():
-            raise WeightMismatch(f"{len(wrong)} live tensors are not those of version {self._staged}: {wrong[0]}")
-
     async def close(self) -> None:
         """Disconnect and stop the threads. Idempotent."""
         self._sources.close()
@@ -299,3 +294,9 @@ class Subscriber(WeightSubscriber):
             sources=sources,
             selftest=self._connected.selftest,
         )
+
+
+def prove(subscriber: Subscriber) -> None:
+    """Hash a subscriber's live tensors, after `apply`. Raises WeightMismatch if they are not the published ones."""
+    if wrong := subscriber._connected.landing.differing():
+        raise WeightMismatch(f"{len(wrong)} live tensors are not those of version {subscriber.staged}: {wrong[0]}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -121,22 +121,16 @@ class VllmEngine:
     """`interfaces.RolloutEngine` over vLLM's AsyncLLM."""
 
     def __init__(
-        self,
-        llm: AsyncLLM,
-        chat: Chat,
-        *,
-        recompute_kv: bool = False,
-        version: int = -1,
-        adapters: Mapping[str, int] | None = None,
+        self, llm: AsyncLLM, chat: Chat, *, recompute_kv: bool = False, version: int = -1, adapters: Sequence[str] = ()
     ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
         chat: encodes prompts, from any thread, and has the tokens that end a response. recompute_kv: recompute the keys
         and values of running sequences at a switch. version: policy version of the current weights; with -1 nothing is
-        served before the policy's weights have arrived. adapters: those that `llm` was started with.
+        served before the policy's weights have arrived. adapters: the layers that `llm` has slots for.
         """
         self._adapter: LoRARequest | None = None
-        self._layers = tuple(adapters or ())
+        self._layers = adapters
         self._llm, self._chat = llm, chat
         self._media = None if chat.vision is None else VllmMedia(llm, chat.vision.family)
         self._banned = () if self._media is None else self._media.banned

@@ -29,6 +29,7 @@ from cosmos_rl_llm.engines.vllm.plugin import REFUSED
 from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, landing_of, replica_manifest
 from cosmos_rl_llm.engines.vllm.weight_map.slots import AdapterLanding, has_adapters
 from cosmos_rl_transfer import Manifest, ReplicaMember, Subscriber
+from cosmos_rl_transfer.pull.subscriber import prove
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class TransferWeights(WeightTransferEngine[VllmConnection, NoUpdate]):
         if on_gpu:
             torch.cuda.synchronize(self.device)
         if isinstance(landing, AdapterLanding):
-            subscriber.prove()  # no run has shown that vLLM leaves its slots alone; they are small
+            prove(subscriber)  # no run has shown that vLLM leaves its slots alone; they are small
 
     def start_weight_update(self) -> None:
         """Nothing to prepare."""
