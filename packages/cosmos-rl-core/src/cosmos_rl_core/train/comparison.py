@@ -30,8 +30,6 @@ COMPARED_GROUPS = 16
 """Maximum number of groups of a step that show whether adapters are in effect."""
 SIGMAS = 6
 """Of rounding, within which nothing is concluded from them."""
-STALE_RATIO = 100
-"""Adapters do not grow by this factor between the version of a rollout and that of the step that trains it."""
 METRIC = "start_mismatch"
 
 
@@ -91,25 +89,24 @@ class EngineComparison:
     def check_adapters(self, groups: Sequence[RolloutGroup], *, step: int) -> None:
         """Check once that the engine applies the adapters, as soon as rounding cannot hide it.
 
-        All ranks of the replica call it with the same groups of a step. With d, e = rollouts - base, policy - base over
-        the terms: rollouts of this step's weights have |d - e| < |d|, unless rounding along e exceeds |e| / 2. Those of
-        earlier ones have some d, and none if |d| < |e| / STALE_RATIO. Raises UserError otherwise.
+        All ranks of the replica call it with the same groups of a step; those of its weights count. With d, e =
+        rollouts - base, policy - base over the terms, |d - e| < |d| unless rounding along e exceeds |e| / 2. Raises
+        UserError otherwise.
         """
-        sampled = [group for group in groups if group.min_policy_version > 0]
-        fresh = [group for group in sampled if group.min_policy_version == group.max_policy_version == step]
-        if self._adapters is None or not sampled:
+        fresh = [group for group in groups if 0 < step == group.min_policy_version == group.max_policy_version]
+        if self._adapters is None or not fresh:
             return
-        off, base, effect = map(math.sqrt, self._squares((fresh or sampled)[:COMPARED_GROUPS], self._adapters))
-        least = 2 * SIGMAS * self._tolerance
-        if effect > least and (off >= base if fresh else base * STALE_RATIO < effect):
+        off, base, effect = map(math.sqrt, self._squares(fresh[:COMPARED_GROUPS], self._adapters))
+        if effect <= 2 * SIGMAS * self._tolerance:
+            return
+        if off >= base:
             raise UserError(
                 f"step {step}: the adapters are not in effect in the engine: its log-probabilities differ by "
                 f"{base:.2g} nats from those of the model without them, which differ by {effect:.2g} from the policy's "
                 '(root of summed squares); set [model.lora] serve = "merged", or choose another [rollout] engine'
             )
-        if (effect if fresh else base) > least:
-            self._log(f"step {step}: the adapters are in effect in the engine")
-            self._adapters = None
+        self._log(f"step {step}: the adapters are in effect in the engine")
+        self._adapters = None
 
     @torch.no_grad()
     def _squares(self, groups: Sequence[RolloutGroup], without: Reference) -> tuple[float, float, float]:
