@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.episodes.agents import AgentGenerator
     from cosmos_rl_core.episodes.interfaces import Continuation
     from cosmos_rl_core.interfaces import Recorder, RewardFn, Teacher
-    from cosmos_rl_core.parallel.setup import ModelSetup
+    from cosmos_rl_core.parallel.setup import ModelSetup, SentAdapters
     from cosmos_rl_core.plan.estimate import MemoryEstimate
     from cosmos_rl_core.plan.needs import MemoryPart
     from cosmos_rl_core.plan.shape import ModelShape
@@ -214,9 +214,9 @@ class DomainBase(Domain):
         """Return the options of an engine that sleeps between its turns (`interfaces.Sleeps`); None if it cannot."""
         return None
 
-    def merges_adapters(self, name: str) -> bool:
-        """Whether an engine takes whole weights alone, with trained adapters merged into them."""
-        return False
+    def sent_adapters(self, config: RunConfig) -> SentAdapters:
+        """Return the form in which the recipe's engine takes trained adapters."""
+        return "live"
 
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """Return the dtype of the engine's weights: "float32", "bfloat16" or "float16". computed: that of products."""

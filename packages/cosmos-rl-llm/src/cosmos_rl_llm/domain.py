@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.episodes.agents import AgentGenerator
-    from cosmos_rl_core.parallel.setup import ModelSetup
+    from cosmos_rl_core.parallel.setup import ModelSetup, SentAdapters
     from cosmos_rl_core.plan.estimate import MemoryEstimate
     from cosmos_rl_core.plan.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
@@ -235,9 +235,12 @@ class LLMDomain(DomainBase):
         """Keys and values, activations, and logits."""
         return held_by_rollout(config) if config.rollout.engine in self.engines else super().held_by_rollout(config)
 
-    def merges_adapters(self, name: str) -> bool:
-        """vLLM's own adapters belong to a request, and cannot change while it runs."""
-        return name == "vllm"
+    def sent_adapters(self, config: RunConfig) -> SentAdapters:
+        """Into vLLM's slots, which have no scale of their own, or merged."""
+        lora = config.model.lora
+        if lora is None or config.rollout.engine != "vllm":
+            return "live"
+        return "merged" if lora.serve == "merged" else "scaled"
 
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """vLLM has a dtype of its own."""
@@ -288,7 +291,7 @@ class LLMDomain(DomainBase):
             return tensors
         from cosmos_rl_llm.policy.lora import merge_adapters as merged
 
-        return merged(model_directory(model), tensors, scaling=model.lora.scaling)
+        return merged(model_directory(model), tensors, section=model.lora)
 
 
 def _builders() -> ModuleType:

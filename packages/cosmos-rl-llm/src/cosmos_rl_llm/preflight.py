@@ -19,13 +19,14 @@ from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.parallel.config import unmatched
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
-from cosmos_rl_llm.config import PLAIN_TEXT, ROUTES, LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.config import PLAIN_TEXT, ROUTES, LLMDataConfig, LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.choice import refusals
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
@@ -160,19 +161,28 @@ def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
 
 def adapter_problems(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
     """Names of adapted layers that the model does not have."""
-    if model.lora is None or not model.lora.unmatched(_matrices(read_specs(directory))):
+    lora = model.lora
+    if lora is None or not any(unmatched(_matrices(read_specs(directory)), ends) for ends in _ends(lora).values()):
         return
     from cosmos_rl_llm.model.weights import specs_of_config  # exact, and slow: files may have other names than modules
 
     layers = _matrices(specs_of_config(directory))
-    if unmatched := model.lora.unmatched(layers):
-        known = sorted({layer.rpartition(".")[2] for layer in layers if layer.count(".") > 2})
-        yield Problem(
-            key="model.lora.target_modules",
-            given=as_toml(model.lora.target_modules),
-            wrong=f"no layer's name ends in {', '.join(unmatched)}",
-            suggestion=f"the model's layers are {', '.join(known)}",
-        )
+    known = sorted({layer.rpartition(".")[2] for layer in layers if layer.count(".") > 2})
+    for key, ends in _ends(lora).items():
+        if missing := unmatched(layers, ends):
+            yield Problem(
+                key=f"model.lora.{key}",
+                given=as_toml(getattr(lora, key)),
+                wrong=f"no layer's name ends in {', '.join(missing)}",
+                suggestion=f"the model's layers are {', '.join(known)}",
+            )
+
+
+def _ends(lora: LLMLoraSection) -> dict[str, tuple[str, ...]]:
+    """The ends of names of layers that the keys of the section have."""
+    targets = () if isinstance(lora.target_modules, str) else lora.target_modules
+    patterns = {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
+    return {"target_modules": targets} | {key: tuple(pattern) for key, pattern in patterns.items()}
 
 
 def _matrices(specs: Iterable[WeightSpec]) -> list[str]:

@@ -184,14 +184,25 @@ class LoraSection(Strict):
 
     def unmatched(self, layers: Iterable[str]) -> list[str]:
         """Return the `target_modules` in which no name of `layers` ends."""
-        names = list(layers)
-        ends = () if isinstance(self.target_modules, str) else self.target_modules
-        return [end for end in ends if not any(ends_in(name, [end]) for name in names)]
+        return unmatched(layers, () if isinstance(self.target_modules, str) else self.target_modules)
 
-    @property
-    def scaling(self) -> float:
-        """Of the product B A."""
-        return self.alpha / self.rank
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of the adapter of the layer with this full name."""
+        return self.rank
+
+    def alpha_of(self, layer: str) -> float:
+        """Return alpha of the adapter of the layer with this full name."""
+        return self.alpha
+
+    def scaling(self, layer: str) -> float:
+        """Return alpha / rank of a layer: of the product B A."""
+        return self.alpha_of(layer) / self.rank_of(layer)
+
+
+def unmatched(layers: Iterable[str], ends: Sequence[str]) -> list[str]:
+    """Return the `ends` that no name of `layers` has."""
+    names = list(layers)
+    return [end for end in ends if not any(ends_in(name, [end]) for name in names)]
 
 
 def ends_in(layer: str, ends: Sequence[str]) -> bool:

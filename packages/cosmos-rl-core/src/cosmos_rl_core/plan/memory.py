@@ -129,7 +129,7 @@ def _publishing(
     """Copies of a rank's part of the weights, and slots of the transfer; see cosmos_rl_transfer/publish."""
     sync = config.sync
     dtype = sent_dtype(config, domain, computed=shape.compute_dtype)
-    merged = shape.adapter_parameters > 0 and domain.merges_adapters(config.rollout.engine)
+    merged = shape.adapter_parameters > 0 and domain.sent_adapters(config) == "merged"
     sent = rank.gradients if shape.adapter_parameters and not merged else rank.parameters
     size = sent * ITEM_BYTES[dtype] // BYTES[config.policy.precision.parameters]
     if merged:
@@ -164,7 +164,7 @@ def rollout_needs(
         return None
     numbers = sum(math.prod(spec.shape) for spec in shape.weights)
     sent = numbers
-    if not domain.merges_adapters(config.rollout.engine):
+    if domain.sent_adapters(config) != "merged":
         numbers += shape.adapter_parameters
         sent = shape.adapter_parameters or numbers
     gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))

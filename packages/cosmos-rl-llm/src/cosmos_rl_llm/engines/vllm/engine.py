@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -30,13 +33,14 @@ from cosmos_rl_llm.engines.prompts import Response, StopStrings, check_length, e
 from cosmos_rl_llm.engines.session import EPISODE, NO_EPISODES, SessionTokens, TokenSession
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
-from cosmos_rl_llm.engines.vllm.plugin import REFUSED
+from cosmos_rl_llm.engines.vllm.plugin import ADAPTER_ID, REFUSED
 from cosmos_rl_llm.model.output_head import NEVER
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm import SamplingParams
     from vllm.inputs.engine import EngineInput
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -131,15 +135,24 @@ class VllmEngine:
     """`interfaces.RolloutEngine` over vLLM's AsyncLLM."""
 
     def __init__(
-        self, llm: AsyncLLM, chat: Chat, *, recompute_kv: bool = False, records_routes: bool = False, version: int = -1
+        self,
+        llm: AsyncLLM,
+        chat: Chat,
+        *,
+        recompute_kv: bool = False,
+        records_routes: bool = False,
+        version: int = -1,
+        adapters: Sequence[str] = (),
     ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
         chat: encodes prompts, from any thread, and has the tokens that end a response. recompute_kv: recompute the keys
         and values of running sequences at a switch. records_routes: give rollouts `arrays["routes"]`, as the torch
         engine does; vLLM was started to record them. version: policy version of the current weights; with -1 nothing is
-        served before the policy's weights have arrived.
+        served before the policy's weights have arrived. adapters: the layers that `llm` has slots for.
         """
+        self._adapter: LoRARequest | None = None
+        self._layers = adapters
         self._llm, self._chat = llm, chat
         self._media = None if chat.vision is None else VllmMedia(llm, chat.vision.family)
         self._banned = () if self._media is None else self._media.banned
@@ -213,7 +226,7 @@ class VllmEngine:
         samples = [
             VllmSequence(prompt_tokens=encoded.tokens, view=encoded.view, stops=stops) for _ in range(num_samples)
         ]
-        shown = self._input(encoded, salt=salt)  # once a group: pictures are cast and split by item
+        shown = input_of(encoded, salt=salt, media=self._media)  # once a group: pictures are cast and split by item
         tasks = [
             asyncio.create_task(
                 self._generate_one(sample, shown, parameters(sampling, seed, number, stop_ids, self._banned))
@@ -278,6 +291,9 @@ class VllmEngine:
 
         from cosmos_rl_transfer import ReplicaSubscriber, published_specs
 
+        if self._layers and self._adapter is None:
+            with empty_adapter(self._layers[0]) as self._adapter:
+                await self._call(self._llm.add_lora(self._adapter))
         if settings.backend != "transfer":
             raise UserError(f'[sync] backend = {settings.backend!r}: the vllm engine supports only "transfer"')
         timeout_s = settings.timeout_s
@@ -344,7 +360,8 @@ class VllmEngine:
 
         name = f"sample-{next(self._names)}"
         try:
-            async with aclosing(self._llm.generate(copy.copy(shown), params, name)) as answers:
+            running = self._llm.generate(copy.copy(shown), params, name, lora_request=self._adapter)
+            async with aclosing(running) as answers:
                 async for answer in answers:
                     self._progress += 1
                     if sample.add(answer.outputs[0], first_version=self._first_version):
@@ -352,15 +369,6 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             self._stop(error)
             raise RuntimeError("the engine has stopped") from error
-
-    def _input(self, prompt: Encoded, *, salt: int) -> EngineInput:
-        """The cache must not share keys and values of other weights: their version `salt` is part of its key."""
-        from vllm.inputs.engine import tokens_input
-
-        if not prompt.view.items:
-            return tokens_input(prompt.tokens.tolist(), cache_salt=str(salt))
-        assert self._media is not None, "a prompt with pictures for a model of text"
-        return self._media.prompt(prompt.tokens, prompt.view, version=salt)
 
     async def _call(self, work: Awaitable[T]) -> T:
         """Await `work`. Raises RuntimeError if vLLM has died, which leaves its own calls waiting."""
@@ -372,6 +380,34 @@ class VllmEngine:
             return await task
         finally:
             task.cancel()
+
+
+def input_of(prompt: Encoded, *, salt: int, media: VllmMedia | None) -> EngineInput:
+    """The cache must not share keys and values of other weights: their version `salt` is part of its key."""
+    from vllm.inputs.engine import tokens_input
+
+    if not prompt.view.items:
+        return tokens_input(prompt.tokens.tolist(), cache_salt=str(salt))
+    assert media is not None, "a prompt with pictures for a model of text"
+    return media.prompt(prompt.tokens, prompt.view, version=salt)
+
+
+@contextmanager
+def empty_adapter(layer: str) -> Iterator[LoRARequest]:
+    """Yield vLLM's request for an adapter with a zero for one layer, whose slot is then written by the subscriber.
+
+    Its files do not stay: vLLM fails if it ever loads the adapter again, which would clear the slot.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    with TemporaryDirectory() as folder:
+        config = {"r": 1, "lora_alpha": 1, "target_modules": [], "peft_type": "LORA"}
+        Path(folder, "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        zeros = {f"base_model.model.{layer}.lora_{matrix}.weight": torch.zeros(1, 1) for matrix in "AB"}
+        save_file(zeros, Path(folder, "adapter_model.safetensors"))
+        yield LoRARequest("policy", ADAPTER_ID, folder)
 
 
 def refusal(report: str) -> str | None:

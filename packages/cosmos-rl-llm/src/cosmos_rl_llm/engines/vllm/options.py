@@ -15,16 +15,23 @@ from cosmos_rl_core.settings.problems import engine_options
 
 PLAIN_WEIGHTS = "cosmos_rl_plain"
 """Name of the quantization method that quantises nothing and keeps weights as they were loaded."""
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM's adapter slots; an adapter of a lower one takes a part."""
 OURS = frozenset({
     "cpu_offload_gb",
     "aux_output_config",
     "disable_log_stats",
     "enable_log_requests",
+    "enable_lora",
     "enable_prefix_caching",
     "enable_return_routed_experts",
     "generation_config",
     "kv_cache_memory_bytes",
     "logprobs_mode",
+    "lora_dtype",
+    "lora_target_modules",
+    "max_lora_rank",
+    "max_loras",
     "max_num_seqs",
     "mm_processor_cache_gb",
     "model",

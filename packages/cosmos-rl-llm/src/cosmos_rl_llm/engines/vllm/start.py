@@ -18,7 +18,7 @@ from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
-from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm, no_longrope
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, SLOT_RANKS, VllmEngineOptions, install_vllm, no_longrope
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 from cosmos_rl_llm.model.rope import original_length
 
@@ -34,11 +34,18 @@ QUANTISED = ("quantization_config", "compression_config")
 
 
 def start(
-    source: str, *, options: VllmEngineOptions, dtype: str, max_length: int | None, pictures: bool = False
+    source: str,
+    *,
+    options: VllmEngineOptions,
+    dtype: str,
+    max_length: int | None,
+    pictures: bool = False,
+    adapters: Mapping[str, int] | None = None,
 ) -> AsyncLLM:
     """Start vLLM with the model of `source`; takes from seconds to minutes.
 
     dtype, max_length: those of [model], defaults of the options. pictures: whether prompts may have some.
+    adapters: ranks by the names of the layers whose adapters are served.
 
     Raises UserError without vLLM, for a build that does not fit this process's GPUs, for arguments that it rejects, and
     for stages of layers without a GPU, and where vLLM records no experts.
@@ -54,7 +61,7 @@ def start(
         )
     arguments = engine_arguments(
         source, options=options, dtype=dtype, max_length=max_length, pictures=pictures, on_gpu=on_gpu
-    )
+    ) | slot_arguments(adapters or {})
     if arguments.get("pipeline_parallel_size", 1) > 1 and arguments["enforce_eager"] and not on_gpu:
         raise UserError(  # only its warm-up allocates what a stage receives, and here it makes none
             "vLLM without a GPU runs no stages of layers: set [rollout.parallel] tp instead of pp, which works"
@@ -67,6 +74,8 @@ def start(
             parsed = AsyncEngineArgs(**arguments)
         except TypeError as error:
             raise UserError(f"rollout.options.extra: vLLM rejects it: {error}") from error
+        if adapters:
+            _check_slots(parsed)
         try:
             return AsyncLLM.from_engine_args(parsed)
         except ValueError as error:
@@ -134,6 +143,30 @@ def engine_arguments(
         **options.extra,
     }
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _check_slots(arguments: Any) -> None:
+    """Raise UserError for a family without adapter slots."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models import supports_lora
+
+    family = get_model_cls(arguments.create_model_config())
+    if not supports_lora(family):
+        raise UserError(
+            f'[model.lora] serve = "adapter": vLLM has no adapter slots for {family.__name__}; set it to "merged"'
+        )
+
+
+def slot_arguments(adapters: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of one adapter slot. adapters: as `start`; empty: none."""
+    if not adapters:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in SLOT_RANKS if rank >= max(adapters.values())),
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in adapters}),
+    }
 
 
 def _experts_in_place(source: str, options: VllmEngineOptions) -> str | None:
