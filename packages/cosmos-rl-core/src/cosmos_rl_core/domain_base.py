@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.episodes.agents import AgentGenerator
     from cosmos_rl_core.episodes.interfaces import Continuation
-    from cosmos_rl_core.interfaces import Recorder, RewardFn, Teacher
+    from cosmos_rl_core.interfaces import Recorder, RewardFn, RolloutEngine, Teacher
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.plan.estimate import MemoryEstimate
     from cosmos_rl_core.plan.needs import MemoryPart
@@ -181,6 +181,13 @@ class DomainBase(Domain):
         token: of requests for rows. Raises UserError without the packages that it needs.
         """
         raise UserError(f"[agent]: the {self.name} domain has no endpoint; remove the section")
+
+    def build_server(self, config: RunConfig, engine: RolloutEngine, *, name: str, token: str) -> Callable[..., Any]:
+        """Return the ASGI app of `cosmos-rl serve`. name: of the model. token: of requests; empty: none is needed.
+
+        Raises UserError for a domain without one, ImportError without the packages that it needs.
+        """
+        raise UserError(f"serve: the {self.name} domain has no endpoint; use cosmos-rl generate or eval")
 
     # -- engines, whose `options` are [rollout.options]
 
