@@ -24,8 +24,8 @@ def client(tmp_path_factory):
     command = [sys.executable, "-c", code, "serve", str(model), "data.chat_template=none", "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert server.stderr is not None
     try:
-        assert server.stderr is not None
         line = next(line for line in server.stderr if "http://" in line)
         with openai.OpenAI(base_url=line.split()[-1], api_key="none", max_retries=0) as asking:
             yield asking
@@ -34,6 +34,7 @@ def client(tmp_path_factory):
     finally:
         server.kill()
         server.wait()
+        server.stderr.close()
 
 
 def contents(completion):
