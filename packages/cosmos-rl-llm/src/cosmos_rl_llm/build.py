@@ -189,10 +189,10 @@ def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: Vl
     )
 
 
-def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:
-    """Load the tokenizer, and prove that its chat template can be continued turn by turn."""
+def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig, single_turn: bool = False) -> ChatContinuation:
+    """Load the tokenizer, and prove that its chat template can be continued turn by turn, except for `single_turn`."""
     chat = load_chat(checkpoint_of(model), data, max_length=model.max_length)
-    return ChatContinuation(chat, plain=data.chat_template == PLAIN_TEXT)
+    return ChatContinuation(chat, plain=data.chat_template == PLAIN_TEXT, single_turn=single_turn)
 
 
 def load_chat(source: str, data: LLMDataConfig, *, max_length: int | None) -> Chat:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.episodes.agents import AgentGenerator
+    from cosmos_rl_core.episodes.interfaces import HoldsSessions
     from cosmos_rl_core.parallel.setup import ModelSetup, SentAdapters
     from cosmos_rl_core.plan.estimate import MemoryEstimate
     from cosmos_rl_core.plan.shape import ModelShape
@@ -162,6 +163,15 @@ class LLMDomain(DomainBase):
 
         decode = cast("ChatContinuation", agents.continuation).decode
         return AgentApp(agents, decode=decode, model=Path(model.path).name, token=token, log=log).asgi
+
+    def build_server(self, config: RunConfig, engine: RolloutEngine, *, name: str, token: str) -> Callable[..., Any]:
+        """OpenAI's interfaces."""
+        from cosmos_rl_llm.endpoint.served import ServedModel
+
+        assert isinstance(config.data, LLMDataConfig) and isinstance(config.model, LLMModelConfig)
+        continuation = _builders().build_continuation(config.model, data=config.data, single_turn=True)
+        sampling = Sampling(max_terms=config.rollout.sampling.max_tokens, renormalise=False)
+        return ServedModel(cast("HoldsSessions", engine), continuation, model=name, sampling=sampling, token=token).asgi
 
     def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:
         """vLLM on GPUs, where it is installed for them and takes the recipe."""
