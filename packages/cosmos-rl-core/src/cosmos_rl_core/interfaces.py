@@ -118,6 +118,8 @@ class Objective(Aggregates):
 
     needs_entropy: bool = False
     needs_reference: bool = False
+    rollout_metrics: bool = False
+    """Whether its metrics have one value a rollout, and the trainer reports their means over rollouts."""
     aggregation: Aggregates
     """Reduces the values of terms to one number, unless a loss has an aggregation of its own."""
 

@@ -225,7 +225,7 @@ class TermBatch:
     rollout_keys: Tensor | None = None
     """[num_rollouts] int64: the same for a row's answer in every epoch; beside `preference`."""
     ref_sums: Tensor | None = None
-    """[num_rollouts] float32: log-probability of each answer under the frozen reference, the sum over its trained terms;
+    """[num_rollouts] float32: log-probability of each answer under the frozen reference, summed over its trained terms;
     beside `preference`, where the objective needs a reference."""
     baseline: Tensor | None = None
     """[] float32: mean log-ratio of policy and reference over `TrainBatch.mismatched`, at least 0."""

@@ -243,6 +243,9 @@ def _inside(details: ErrorDetails) -> InitErrorDetails:
 
 def _idle_keys(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
     """Keys that change nothing under this config, with the reason and the remedy."""
+    if row.rows in ("pairs", "labels"):
+        idle = set(AlgorithmConfig.model_fields) - {"name", "options"}
+        return {key: "preference training does not read it; remove it" for key in idle}
     if config.loss == "supervised":
         idle = set(AlgorithmConfig.model_fields) - _SUPERVISED_KEYS
         return {key: "supervised training does not read it; remove it" for key in idle}

@@ -327,7 +327,7 @@ def _supervised(batch: TrainBatch) -> tuple[Microbatch, ...]:
     return tuple(replace(each, inputs={**each.inputs, **of_rows}) for each in batch.microbatches)
 
 
-def _encode(prompt: Prompt, *, chat: Chat, items: Sequence[MediaItem]) -> TrainSequence:
+def _encode(prompt: Prompt, *, chat: Chat, items: Sequence[MediaItem] | None) -> TrainSequence:
     """A row as `encode_row` returns it; of a pair the chosen answer, with the rejected one among its `others`."""
     row, where = prompt.row, prompt.origin
     if PAIR not in row:
