@@ -37,25 +37,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="section.key=value for the DPO run")
     arguments = parser.parse_args()
-    directory, seed = arguments.dir, f"run.seed={arguments.seed}"
+    directory: Path = arguments.dir
     train, test = write_sums(directory / "data")
     base = write_tiny_model(directory / "base")
     pairs = write_pairs(train, directory / "data/pairs.jsonl", number=4000, seed=arguments.seed)
 
-    overrides = [f"run.output_dir={directory / 'sft'}", f"model.path={base}", f"data.path={train}", seed]
+    overrides = [f"run.output_dir={directory / 'sft'}", f"model.path={base}", f"data.path={train}"]
+    overrides += [f"run.seed={arguments.seed}"]
     warm = run(SUMS / "sft.toml", [*overrides, f"run.max_steps={arguments.warm_up_steps}"], overwrite=True)
     if warm.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
         raise SystemExit(130)
     assert warm.checkpoint is not None
     start = warm.checkpoint / "policy"
-    overrides = [f"run.output_dir={directory / 'dpo'}", f"model.path={start}", f"data.path={pairs}", seed]
+    overrides = [f"run.output_dir={directory / 'dpo'}", f"model.path={start}", f"data.path={pairs}"]
+    overrides += [f"run.seed={arguments.seed}"]
     tuned = run(HERE / "run.toml", [*overrides, *arguments.overrides], overwrite=True)
     if tuned.interrupted:
         raise SystemExit(130)
     assert tuned.checkpoint is not None
 
     for name, model in (("before", start), ("after", tuned.checkpoint / "policy")):
-        judged = [f"model.path={model}", f"data.path={train}", f"eval.data.path={test}", seed]
+        judged = [f"model.path={model}", f"data.path={train}", f"eval.data.path={test}"]
         found = evaluate(SUMS / "run.toml", judged, request=Request(out=directory / name))
         print(f"{name}: right answers to held-out sums {found.metrics['reward'].mean:.3f}")
 
