@@ -49,6 +49,8 @@ class DomainBase(Domain):
     the domain makes its own rows."""
     has_tokens: bool = False
     """Whether terms are tokens, so that rollouts of a prompt can begin with the same terms."""
+    trains_on: Sequence[str] = ("responses",)
+    """Kinds of rows that `collate_sft` takes, as in `Algorithm.rows`."""
     has_media: bool = False
     """Whether rollouts hold images or videos, which [logging] media_every keeps in the run's gallery."""
     export_formats: Sequence[str] = ()

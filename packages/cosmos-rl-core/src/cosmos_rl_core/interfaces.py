@@ -122,6 +122,8 @@ class Objective(Aggregates):
     """Share of a step's terms, those of the highest entropy, that `TermBatch.high_entropy` marks; None: it is None."""
     state: tuple[float, ...] = ()
     """Numbers that steps change, such as an adapted coefficient: equal in all ranks, saved in checkpoints."""
+    rollout_metrics: bool = False
+    """Whether its metrics have one value a rollout, and the trainer reports their means over rollouts."""
     aggregation: Aggregates
     """Reduces the values of terms to one number, unless a loss has an aggregation of its own."""
 

@@ -221,6 +221,17 @@ class TermBatch:
     rollout_terms: Tensor | None = None
     """[num_rollouts] float32: trained terms of each rollout in the whole batch, where a rollout may be cut into several
     microbatches; None: every rollout is whole here."""
+    preference: Tensor | None = None
+    """[num_rollouts] float32, in preference training: above 0 for a chosen answer, below 0 for a rejected one, 0 for
+    padding. Its size is the number of rollouts of the whole batch over that of its kind, 2 in pairs. The i-th chosen
+    and the i-th rejected answer of a microbatch are a pair."""
+    rollout_keys: Tensor | None = None
+    """[num_rollouts] int64: the same for a row's answer in every epoch; beside `preference`."""
+    ref_sums: Tensor | None = None
+    """[num_rollouts] float32: log-probability of each answer under the frozen reference, summed over its trained terms;
+    beside `preference`, where the objective needs a reference."""
+    baseline: Tensor | None = None
+    """[] float32: mean log-ratio of policy and reference over `TrainBatch.mismatched`, at least 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +256,8 @@ class TrainBatch:
     metrics: Mapping[str, float] = field(default_factory=dict)
     rows_dropped: tuple[str, ...] = ()
     """Reasons why rows train nothing, a phrase each; a row that an earlier batch reported may be left out."""
+    mismatched: tuple[Microbatch, ...] = ()
+    """Answers after prompts of other rows, of this rank's share: not trained on, measured for `TermBatch.baseline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,14 @@ class LLMDataConfig(Strict):
     answer_pattern: str | None = None
     """Regular expression with one group that cuts the answer out of its column, such as "#### (.*)"."""
     response_column: str | None = None
-    """Column with the wanted response, for supervised training."""
+    """Column with the wanted response, for supervised training; with `label_column` the response that is judged."""
+    chosen_column: str | None = None
+    """Column with the better of two answers, for preference training: a string, one message of the assistant, or with
+    prompt_column = "" a whole chat or text, whose prompt is what it has in common with the rejected one."""
+    rejected_column: str | None = None
+    """Column with the worse of the two, of the same form."""
+    label_column: str | None = None
+    """Column that is true for a good response and false for a bad one, for "kto"."""
     messages_column: str | None = None
     """Column with whole chats instead: in supervised training every turn of the assistant is learnt; in reinforcement
     learning the prompt is the part before the last answer."""
@@ -226,6 +233,12 @@ class LLMDataConfig(Strict):
             raise ValueError("answer_pattern needs answer_column, the column to search")
         if self.messages_column is not None and self.response_column is not None:
             raise ValueError("messages_column contains the responses too; remove response_column")
+        if (self.chosen_column is None) != (self.rejected_column is None):
+            raise ValueError("chosen_column and rejected_column name the two answers of a pair; set both, or none")
+        if self.chosen_column is not None and (self.messages_column or self.response_column or self.label_column):
+            raise ValueError("a pair has the answers; remove messages_column, response_column and label_column")
+        if self.label_column is not None and self.response_column is None:
+            raise ValueError("label_column needs response_column, the response that it judges")
         if self.messages_column is not None and self.chat_template == PLAIN_TEXT:
             raise ValueError('messages_column needs a chat template; "none" takes prompts of plain text')
         for key in ("image_column", "video_column"):

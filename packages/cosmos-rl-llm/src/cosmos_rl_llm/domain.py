@@ -65,6 +65,7 @@ class LLMDomain(DomainBase):
     engines = ("torch", "vllm")
     row_keys = ("path", "rows", "split", "subset")
     has_tokens = True
+    trains_on = ("responses", "pairs", "labels")
 
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read rows with `prompt`, `answer` and `response` in addition to their own columns, and their origin."""
@@ -276,7 +277,9 @@ class LLMDomain(DomainBase):
         microbatch_terms: int,
         share: Share,
     ) -> TrainBatch:
-        """Pack rows with their wanted responses; the loss covers the assistant's turns and the end of each."""
+        """Pack rows with their wanted responses, pairs or judged responses; the loss covers the assistant's turns and
+        the end of each.
+        """
         from cosmos_rl_llm.data.collate import collate_sft
 
         assert policy.chat is not None

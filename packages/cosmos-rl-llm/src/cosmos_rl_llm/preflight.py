@@ -27,7 +27,7 @@ from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import PLAIN_TEXT, ROUTES, LLMDataConfig, LLMLoraSection, LLMModelConfig
-from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
+from cosmos_rl_llm.data.spans import LABEL, PAIR, SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.choice import refusals
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
 from cosmos_rl_llm.engines.vllm.options import install_vllm
@@ -55,7 +55,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Problem]:
     """Yield problems of model, tokenizer, engine and rows."""
-    if not config.data.prompt_column and not config.has_episodes:
+    yield from _of_preferences(config, rows)
+    if not config.data.prompt_column and not config.has_episodes and config.data.chosen_column is None:
         wrong = "leaves the rows without a prompt, and there is no [environment] or [agent] that begins an episode"
         yield Problem(key="data.prompt_column", given='""', wrong=wrong, suggestion="name the column of the prompts")
     rows, held_out = ([row for row in part if row.get("prompt") != []] for part in (rows, held_out))
@@ -80,6 +81,30 @@ def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Pro
         yield Problem(key="data.chat_template", given=as_toml(config.data.chat_template or "its own"), wrong=SHOWS_NONE)
     elif (directory / "tokenizer.json").is_file():
         yield from _of_lengths(config, directory, template, rows, held_out)
+
+
+def _of_preferences(config: RunConfig, rows: Rows) -> Iterator[Problem]:
+    """Columns of pairs and labels that the algorithm needs or does not read, and labels that are all the same."""
+    name = config.algorithm.name
+    by_reinforcement = (config.eval.loss_data, config.data_regularization.data)
+    sections = {"data": config.data, "eval.data": config.eval.data}
+    sections |= dict(zip(("eval.loss_data", "data_regularization.data"), by_reinforcement, strict=True))
+    for section, data in sections.items():
+        for kind, key in (("pairs", "chosen_column"), ("labels", "label_column")):
+            if data is None or (getattr(data, key) is not None) == (config.trains_on == kind):
+                continue
+            if config.trains_on == kind:
+                wrong, remedy = f'must be set for algorithm.name = "{name}"', "name the column"
+            else:
+                wrong, remedy = f'is not read with algorithm.name = "{name}"', "remove it"
+            yield Problem(key=f"{section}.{key}", wrong=wrong, suggestion=remedy)
+    labels = {row[LABEL] for row in rows if LABEL in row}
+    if config.trains_on == "labels" and len(labels) == 1:
+        wrong = f"is {str(*labels).lower()} in all {len(rows)} rows, and there is nothing to compare them with"
+        yield Problem(key="data.label_column", given=as_toml(config.data.label_column), wrong=wrong)
+    if config.trains_on == "labels" and config.policy.prompts_per_step < 2:
+        wrong = "leaves no other row of the step, whose answer is the baseline"
+        yield Problem(key="policy.prompts_per_step", given="1", wrong=wrong, suggestion="raise it")
 
 
 def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
@@ -260,14 +285,22 @@ def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, h
 def _text(row: Mapping[str, Any], *, sft: bool) -> str | None:
     """The row's characters, to compare lengths; None if it has pictures or videos."""
     parts = [row["prompt"]] if isinstance(row["prompt"], str) else [each.get("content") for each in row["prompt"]]
-    if sft:
+    if sft and PAIR in row:
+        parts.append(max(row[PAIR], key=len))
+    elif sft:
         parts += [row["response"]] if "response" in row else [each.get("content") for each in row.get("messages", ())]
     return "".join(parts) if all(isinstance(part, str) for part in parts) else None
 
 
 def _length(row: Mapping[str, Any], tokenizer: Tokenizer, template: str, config: RunConfig) -> int:
-    """Tokens of a prompt, and in supervised training of its response. Raises PromptError if the template rejects it."""
+    """Tokens of a prompt, and in supervised training of its response, the longer one of a pair.
+
+    Raises PromptError if the template rejects it.
+    """
     prompt = row["prompt"]
+    if config.is_sft and PAIR in row:
+        plain = {name: value for name, value in row.items() if name not in (PAIR, "messages")}
+        return max(_length({**plain, "response": each}, tokenizer, template, config) for each in row[PAIR])
     if isinstance(prompt, str):
         text = prompt + (row.get("response", "") if config.is_sft else "")
         return len(tokenizer.encode(text).ids)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from cosmos_rl_core.algorithms.aggregation import AggregationName
 from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
@@ -28,7 +29,6 @@ LossName = Literal[
 CorrectionName = Literal["truncate", "mask", "none"]
 CorrectionLevel = Literal["term", "sequence", "geometric"]
 KLName = Literal["k1", "k2", "k3", "exact", "exact_dt"]
-AggregationName = Literal["term_mean", "sequence_mean_of_means", "sequence_mean_of_sums", "constant"]
 
 READS: Mapping[LossName, frozenset[str]] = {
     "clipped": frozenset({"clip_low", "clip_high", "dual_clip"}),
@@ -293,6 +293,9 @@ def _inside(details: ErrorDetails) -> InitErrorDetails:
 
 def _idle_keys(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
     """Keys that change nothing under this config, with the reason and the remedy."""
+    if row.rows in ("pairs", "labels"):
+        idle = set(AlgorithmConfig.model_fields) - {"name", "options"}
+        return {key: "preference training does not read it; remove it" for key in idle}
     if config.loss == "supervised":
         idle = set(AlgorithmConfig.model_fields) - _SUPERVISED_KEYS
         return {key: "supervised training does not read it; remove it" for key in idle}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
+from cosmos_rl_core.algorithms import preference
+from cosmos_rl_core.algorithms.preference import PreferenceObjective
 from cosmos_rl_core.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,6 +41,27 @@ class Algorithm:
     """Replaces the whole objective: (config, *, aggregation) -> `interfaces.Objective`. Import torch inside it."""
     Options: type[BaseModel] | None = None
     """Strict model of [algorithm.options]; None: there are none."""
+    rows: Literal["", "responses", "pairs", "labels"] = ""
+    """Trains on the rows of [data], without rollouts: on their responses, on pairs of a chosen and a rejected answer,
+    or on responses with a label. "": on rollouts."""
+    reference: bool = False
+    """Whether `objective` reads `TermBatch.ref_sums`."""
+
+    @classmethod
+    def of_preferences(
+        cls, loss: preference.PreferenceLoss, Options: type[preference.PreferenceOptions], **fields: Any
+    ) -> Algorithm:
+        """Return the row of a preference loss."""
+        fields = {"rows": "pairs", "reference": False, **fields}
+        objective = partial(
+            PreferenceObjective,
+            loss=loss,
+            options=Options,
+            reference=fields["reference"],
+            in_pairs=fields["rows"] == "pairs",
+        )
+        defaults = {"aggregation": "sequence_mean_of_means"}
+        return cls(objective=objective, Options=Options, defaults=defaults, **fields)
 
 
 _ROWS = (
@@ -161,6 +185,60 @@ _ROWS = (
         paper="maximum likelihood",
         summary="minus the log-probability of the wanted terms",
         defaults={"loss": "supervised", "aggregation": "term_mean"},
+        rows="responses",
+    ),
+    Algorithm.of_preferences(
+        preference.dpo_loss,
+        preference.PreferenceOptions,
+        name="dpo",
+        title="Direct Preference Optimization",
+        paper="Rafailov et al., 2023, arXiv 2305.18290",
+        summary="logistic loss of the difference between two answers' log-ratios to the reference",
+        reference=True,
+    ),
+    Algorithm.of_preferences(
+        preference.cdpo_loss,
+        preference.SmoothedOptions,
+        name="cdpo",
+        title="Conservative DPO",
+        paper="Mitchell, 2023, A note on DPO with noisy preferences",
+        summary="DPO for labels of which a share is wrong",
+        reference=True,
+    ),
+    Algorithm.of_preferences(
+        preference.ipo_loss,
+        preference.PreferenceOptions,
+        name="ipo",
+        title="Identity Preference Optimization",
+        paper="Azar et al., 2023, arXiv 2310.12036",
+        summary="squared loss: the difference of mean log-ratios is to be 1 / (2 beta), not as large as possible",
+        reference=True,
+    ),
+    Algorithm.of_preferences(
+        preference.simpo_loss,
+        preference.MarginOptions,
+        name="simpo",
+        title="Simple Preference Optimization",
+        paper="Meng et al., 2024, arXiv 2405.14734",
+        summary="logistic loss of mean log-probabilities with a margin, without a reference",
+    ),
+    Algorithm.of_preferences(
+        preference.orpo_loss,
+        preference.PreferenceOptions,
+        name="orpo",
+        title="Odds Ratio Preference Optimization",
+        paper="Hong et al., 2024, arXiv 2403.07691",
+        summary="likelihood of the chosen answer, and the odds ratio of both, without a reference",
+    ),
+    Algorithm.of_preferences(
+        preference.kto_loss,
+        preference.JudgedOptions,
+        name="kto",
+        title="Kahneman-Tversky Optimization",
+        paper="Ethayarajh et al., 2024, arXiv 2402.01306",
+        summary="single answers that are good or bad, against the mean log-ratio of mismatched ones",
+        rows="labels",
+        reference=True,
     ),
 )
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.assemble import engine_options
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
@@ -205,7 +206,8 @@ def staying(needs: Needs) -> int:
 
 
 def _copies_reference(shape: ModelShape, config: RunConfig, domain: DomainBase) -> bool:
-    """Whether a KL term loads a second model. The reference of a policy that trains adapters alone is its base."""
-    if config.is_sft or not config.algorithm.kl_coef or (shape.adapter_parameters and not shape.whole):
+    """Whether the objective needs a second model. The reference of a policy that trains adapters alone is its base."""
+    needs = config.algorithm.kl_coef or find_algorithm(config.algorithm.name).reference
+    if not needs or (shape.adapter_parameters and not shape.whole):
         return False
     return not domain.is_own_reference(config)

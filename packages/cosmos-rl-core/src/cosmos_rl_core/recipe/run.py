@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
 from cosmos_rl_core.algorithms.table import find_algorithm
@@ -64,8 +64,13 @@ class RunConfig(Strict):
 
     @property
     def is_sft(self) -> bool:
-        """True for supervised fine-tuning: no rollouts, rewards or weight sync."""
-        return self.algorithm.name == "sft"
+        """True for training on the rows of [data], also on preferences: no rollouts, rewards or weight sync."""
+        return self.trains_on != ""
+
+    @property
+    def trains_on(self) -> Literal["", "responses", "pairs", "labels"]:
+        """As `Algorithm.rows`."""
+        return find_algorithm(self.algorithm.name).rows
 
     def num_held_out(self, rows: Sequence[Any]) -> int:
         """Return how many of the first rows of [data] are evaluated and not trained on.
@@ -197,11 +202,15 @@ def _never_measured(config: RunConfig) -> bool:
     metric = config.checkpoint.best_metric.removeprefix("-")
     if metric.startswith("eval/") and config.eval.data is None:
         return True
-    return config.is_sft and "reward" in metric
+    return config.trains_on == "responses" and "reward" in metric
 
 
 def _sft_conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyConflict]:
-    if config.teacher is not None and config.teacher.loss == "advantage":
+    if config.teacher is not None and config.trains_on != "responses":
+        yield KeyConflict(
+            key="teacher", other="algorithm.name", wrong="does not apply with", suggestion="remove [teacher]"
+        )
+    elif config.teacher is not None and config.teacher.loss == "advantage":
         yield KeyConflict(
             key="teacher.loss",
             other="algorithm.name",

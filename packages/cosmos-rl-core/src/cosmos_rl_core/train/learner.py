@@ -24,6 +24,7 @@ from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.device import to_host
 from cosmos_rl_core.parallel.metrics import sum_over_terms
+from cosmos_rl_core.train.answer_sums import AnswerSumsStage
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.residence import Residence
 from cosmos_rl_core.train.trainer import Trainer
@@ -39,11 +40,13 @@ class FrozenModels:
 
     reference: Reference | None = None
     teacher: Teacher | None = None
+    sums: AnswerSumsStage | None = None
+    """Where whole answers of rows are compared: the reference's part of the batch, in place of its terms."""
 
     @torch.no_grad()
     def complete(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """Add their outputs to microbatches."""
-        if self.reference is not None:
+        if self.reference is not None and self.sums is None:
             with self.reference.prepared():
                 microbatches = [self._with_reference(self.reference, microbatch) for microbatch in microbatches]
         if self.teacher is not None:
@@ -107,6 +110,11 @@ class PolicyLearner:
     @property
     def version(self) -> int:
         return self.trainer.version
+
+    @property
+    def sums(self) -> AnswerSumsStage | None:
+        """The reference's part of batches of preferences."""
+        return self._frozen.sums
 
     async def forward_backward(self, step: TrainStep) -> None:
         """Compute the gradients of the step. Raises EpochOver."""
@@ -223,6 +231,8 @@ class PolicyLearner:
     @torch.no_grad()
     def _with_logprobs(self, batch: TrainBatch, *, keeps_old: bool) -> TrainBatch:
         """Add the outputs of the frozen models, and with `keeps_old` the policy's log-probabilities as it is now."""
+        if self._frozen.sums is not None:
+            batch = self._frozen.sums.complete(batch, self.replicas)
         microbatches = self._frozen.complete(batch.microbatches)
         if keeps_old:
             old = [self.trainer.policy.forward(microbatch).logprobs for microbatch in microbatches]

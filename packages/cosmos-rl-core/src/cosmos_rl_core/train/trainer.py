@@ -26,7 +26,7 @@ from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.metrics import sum_metrics
 from cosmos_rl_core.train.replicas import ReplicaGroup
-from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBatch
+from cosmos_rl_core.types import LossTerm, Microbatch, PolicyOutputs, StepResult, TrainBatch
 
 
 class Trainer:
@@ -110,6 +110,11 @@ class Trainer:
             self._add(f"loss_{loss.name}", value)
         self._add("loss", total)
         mask = terms.loss_mask
+        if self._objective.rollout_metrics:
+            for name, values in metrics.items():
+                of_rollouts = LossTerm(name=name, values=values.detach())
+                self._add(name, aggregated(of_rollouts, self._objective, terms=terms, batch=self._batch))
+            metrics = {}
         for name, values in {**metrics, **outputs.metrics}.items():
             trained = values.detach().masked_fill(mask == 0, 0.0)
             self._add(name, (mask * trained).sum() / max(1, self._batch.num_terms))

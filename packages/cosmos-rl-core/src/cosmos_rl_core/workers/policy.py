@@ -140,9 +140,11 @@ class PolicyRole:
         with at.building():
             mesh = assemble.build_mesh(at.config)
             trainer = assemble.build_trainer(at.config, at.domain, mesh)
+            reference = assemble.build_reference(at.config, at.domain, trainer, mesh)
             frozen = FrozenModels(
-                reference=assemble.build_reference(at.config, at.domain, trainer, mesh),
+                reference=reference,
                 teacher=assemble.build_teacher(at.config, at.domain, trainer, mesh),
+                sums=assemble.build_answer_sums(at.config, trainer.policy, reference, mesh),
             )
             if not at.welcome.resume_from:
                 return mesh, trainer, frozen, TrainState(step=0)

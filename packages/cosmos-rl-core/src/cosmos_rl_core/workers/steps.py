@@ -179,7 +179,9 @@ class PolicyReplica:
         context, timeout_s = at.context, at.config.rollout.spool.timeout_s
         reader = SpoolReader(token=context.token, name=context.name, timeout_s=timeout_s, tls=at.data_tls)
         self._payloads = StepPayloads(reader, context.ranks)
-        self._validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
+        self._validation = assemble.build_validation(
+            at.config, at.domain, policy, share=share, mesh=mesh, sums=learner.sums
+        )
         self._profile = self._profile_window()
 
     def _warn(self, text: str) -> None:
