@@ -171,7 +171,7 @@ class LLMDomain(DomainBase):
 
         assert isinstance(config.data, LLMDataConfig) and isinstance(config.model, LLMModelConfig)
         continuation = _builders().build_continuation(config.model, data=config.data, single_turn=True)
-        sampling = Sampling(max_terms=config.rollout.sampling.max_tokens, renormalise=False)
+        sampling = Sampling(max_terms=config.rollout.sampling.max_tokens)
         return ServedModel(cast("HoldsSessions", engine), continuation, model=name, sampling=sampling, token=token).asgi
 
     def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:
