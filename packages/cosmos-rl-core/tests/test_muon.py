@@ -9,7 +9,7 @@ from torch import nn
 from cosmos_rl_core.parallel.config import MuonSection, OptimizerSection, PolicySection
 from cosmos_rl_core.plan.estimate import num_moments
 from cosmos_rl_core.train.learner import Undo
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.types import WeightSpec
 
 KEYS = {"learning_rate": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

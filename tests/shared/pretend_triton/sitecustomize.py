@@ -10,4 +10,4 @@ from types import SimpleNamespace
 
 from triton.backends import backends
 
-backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)  # pyright: ignore[reportArgumentType]

@@ -325,7 +325,7 @@ def build_mesh(config: RunConfig) -> ReplicaMesh | None:
 def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | None = None) -> Trainer:
     from cosmos_rl_core.algorithms.distill import TaughtObjective
     from cosmos_rl_core.algorithms.objective import build_objective, data_term_objective
-    from cosmos_rl_core.train.optim import build_optimizer, factor
+    from cosmos_rl_core.train.optimizers.build import build_optimizer, factor
     from cosmos_rl_core.train.trainer import Trainer
 
     policy = _build_policy(config, domain, mesh)

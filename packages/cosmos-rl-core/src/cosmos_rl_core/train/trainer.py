@@ -110,10 +110,10 @@ class Trainer:
             self._add(f"loss_{loss.name}", value)
         self._add("loss", total)
         mask = terms.loss_mask
-        if self._objective.rollout_metrics:
+        if self.objective.rollout_metrics:
             for name, values in metrics.items():
                 of_rollouts = LossTerm(name=name, values=values.detach())
-                self._add(name, aggregated(of_rollouts, self._objective, terms=terms, batch=self._batch))
+                self._add(name, aggregated(of_rollouts, self.objective, terms=terms, batch=self._batch))
             metrics = {}
         for name, values in {**metrics, **outputs.metrics}.items():
             trained = values.detach().masked_fill(mask == 0, 0.0)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import MuonSection
-from cosmos_rl_core.train.muon import MuonWithAdamW, ShardedMuon, hidden_matrices
-from cosmos_rl_core.train.rounding import StochasticAdam
+from cosmos_rl_core.train.optimizers.muon import MuonWithAdamW, ShardedMuon, hidden_matrices
+from cosmos_rl_core.train.optimizers.rounding import StochasticAdam
 
 
 def parameter_groups(
@@ -68,7 +68,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """`adamw`, `adam`, `sgd` (momentum = betas[0]) or `muon` over the module's trained parameters.
 
-    Where some are bfloat16, adamw and adam round stochastically (`train.rounding`).
+    Where some are bfloat16, adamw and adam round stochastically (`train.optimizers.rounding`).
     """
     groups = parameter_groups(module, weight_decay=weight_decay, learning_rate=learning_rate, rates=rates or {})
     if name == "sgd":
