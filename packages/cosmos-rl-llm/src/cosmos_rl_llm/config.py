@@ -41,6 +41,9 @@ class LLMModelConfig(Strict):
     """Branch, tag or commit on the hub; only for a model id."""
     lora: LLMLoraSection | None = None
     """Train adapters of the model, and send only them to the engines; vLLM gets the weights with them merged."""
+    scores: bool = False
+    """A reward model: one number a text, from a head at its last token, as transformers' sequence classification. Of a
+    language model's directory the head is new. For algorithm.name = "reward_model"."""
     freeze: tuple[Part, ...] = ()
     """Parts of a vision-language model that are not trained, and not sent to the engines; they get no adapters."""
 
@@ -133,6 +136,8 @@ class LLMDataConfig(Strict):
     prompt_column = "" a whole chat or text, whose prompt is what it has in common with the rejected one."""
     rejected_column: str | None = None
     """Column with the worse of the two, of the same form."""
+    margin_column: str | None = None
+    """Column with how much better the chosen answer is, for "reward_model": subtracted from the difference of scores."""
     label_column: str | None = None
     """Column that is true for a good response and false for a bad one, for "kto"."""
     messages_column: str | None = None
@@ -212,6 +217,8 @@ class LLMDataConfig(Strict):
             raise ValueError("messages_column contains the responses too; remove response_column")
         if (self.chosen_column is None) != (self.rejected_column is None):
             raise ValueError("chosen_column and rejected_column name the two answers of a pair; set both, or none")
+        if self.margin_column is not None and self.chosen_column is None:
+            raise ValueError("margin_column is of pairs; set chosen_column and rejected_column, or remove it")
         if self.chosen_column is not None and (self.messages_column or self.response_column or self.label_column):
             raise ValueError("a pair has the answers; remove messages_column, response_column and label_column")
         if self.label_column is not None and self.response_column is None:

@@ -155,6 +155,8 @@ class Rollouter:
             replace(rollout, reward=float(reward), advantage=float(advantage))
             for rollout, reward, advantage in zip(group.rollouts, rewards, advantages, strict=True)
         )
+        if self._rules.selects:
+            rollouts = tuple(replace(each, loss_mask=each.loss_mask & (each.advantage > 0)) for each in rollouts)
         return replace(group, rollouts=rollouts)
 
     def _without_prefixes(self, group: RolloutGroup, rewards: np.ndarray) -> RolloutGroup:
