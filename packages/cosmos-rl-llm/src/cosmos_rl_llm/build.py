@@ -131,9 +131,7 @@ def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torc
 
 
 @torch.no_grad()
-def fill_model(
-    module: nn.Module, source: str, weights: Mapping[str, Weight] | None, *, scores: bool = False
-) -> None:
+def fill_model(module: nn.Module, source: str, weights: Mapping[str, Weight] | None, *, scores: bool = False) -> None:
     """Fill this rank's shards of the parameters and persistent buffers, except adapters.
 
     Args:

@@ -54,7 +54,10 @@ class Algorithm:
 
     @classmethod
     def of_preferences(
-        cls, loss: preference.PreferenceLoss, Options: type[preference.PreferenceOptions | preference.ScoreOptions], **fields: Any
+        cls,
+        loss: preference.PreferenceLoss,
+        Options: type[preference.PreferenceOptions | preference.ScoreOptions],
+        **fields: Any,
     ) -> Algorithm:
         """Return the row of a preference loss."""
         objective = partial(PreferenceObjective, loss=loss, options=Options)

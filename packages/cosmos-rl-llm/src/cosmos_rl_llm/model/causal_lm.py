@@ -36,6 +36,7 @@ from cosmos_rl_llm.model.vision_parts import part_of
 LOADING = threading.Lock()
 """transformers changes global defaults while it builds a model; policy and engine may load theirs in two threads."""
 
+
 def load_model(
     path_or_id: str | os.PathLike[str],
     *,
@@ -82,9 +83,7 @@ def load_model(
     return model
 
 
-def empty_model(
-    path_or_id: str | os.PathLike[str], *, dtype: torch.dtype, scores: bool = False
-) -> PreTrainedModel:
+def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype, scores: bool = False) -> PreTrainedModel:
     """Make the model of a checkpoint without its weights: parameters are on meta.
 
     Computed buffers are set, such as rotary frequencies. scores: as of `load_model`. Raises UserError when there is no

@@ -1,6 +1,6 @@
 """Score of a response by a reward model: a directory of transformers' sequence classification with one output.
 
-    prompt + response -> the reward model's own tokenizer and chat template -> score at the last token, [G]
+prompt + response -> the reward model's own tokenizer and chat template -> score at the last token, [G]
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class RewardModelReward(Strict):
             texts = [chat.encode_answers({**plain, "response": text or " "}).tokens for text in responses]
             longest = max(map(len, texts))
             if chat.max_length is not None and longest > chat.max_length:
-                raise SampleError(f"a text of {longest} tokens, and the reward model {self.path} takes {chat.max_length}")
+                raise SampleError(
+                    f"a text of {longest} tokens, and the reward model {self.path} takes {chat.max_length}"
+                )
             starts = range(0, len(texts), self.batch_size)
             scores = [_scores(model, texts[start : start + self.batch_size]) for start in starts]
         return [self.scale * float(score) for score in np.concatenate(scores)]
