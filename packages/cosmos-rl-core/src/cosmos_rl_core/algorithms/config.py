@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from cosmos_rl_core.algorithms.aggregation import AggregationName
 from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
@@ -17,7 +18,6 @@ AdvantageName = Literal["group_std", "group_mean", "global_std", "pooled_std", "
 LossName = Literal["clipped", "sequence_clipped", "sequence_clipped_token", "truncated", "cispo", "supervised"]
 CorrectionName = Literal["truncate", "mask", "none"]
 KLName = Literal["k1", "k2", "k3", "exact", "exact_dt"]
-AggregationName = Literal["term_mean", "sequence_mean_of_means", "sequence_mean_of_sums", "constant"]
 
 READS: Mapping[LossName, frozenset[str]] = {
     "clipped": frozenset({"clip_low", "clip_high", "dual_clip"}),

@@ -31,8 +31,6 @@ from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cosmos_rl_core.algorithms.config import AlgorithmConfig
-
 
 class PreferenceOptions(Strict):
     """[algorithm.options] of "dpo", "ipo" and "orpo"."""
@@ -177,14 +175,19 @@ class PreferenceObjective(Objective):
     rollout_metrics = True
 
     def __init__(
-        self, config: AlgorithmConfig, *, aggregation: Aggregation, loss: PreferenceLoss, options: type[Strict]
+        self,
+        config: Any,
+        *,
+        aggregation: Aggregation,
+        loss: PreferenceLoss,
+        options: type[Strict],
+        reference: bool,
+        in_pairs: bool,
     ) -> None:
-        from cosmos_rl_core.algorithms.table import find_algorithm
-
-        row = find_algorithm(config.name)
+        """config: the `AlgorithmConfig`, of which the options are read."""
         self.aggregation = aggregation
-        self.needs_reference = row.reference
-        self._in_pairs = row.rows == "pairs"
+        self.needs_reference = reference
+        self._in_pairs = in_pairs
         self._loss = loss
         self._options: Any = options.model_validate(config.options)
 

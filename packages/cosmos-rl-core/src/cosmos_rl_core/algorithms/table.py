@@ -60,9 +60,16 @@ class Algorithm:
         **fields: Any,
     ) -> Algorithm:
         """Return the row of a preference loss."""
-        objective = partial(PreferenceObjective, loss=loss, options=Options)
+        fields = {"rows": "pairs", "reference": False, **fields}
+        objective = partial(
+            PreferenceObjective,
+            loss=loss,
+            options=Options,
+            reference=fields["reference"],
+            in_pairs=fields["rows"] == "pairs",
+        )
         defaults = {"aggregation": "sequence_mean_of_means"}
-        return cls(objective=objective, Options=Options, defaults=defaults, **{"rows": "pairs", **fields})
+        return cls(objective=objective, Options=Options, defaults=defaults, **fields)
 
 
 class SelectionOptions(Strict):

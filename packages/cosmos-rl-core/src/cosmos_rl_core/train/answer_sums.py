@@ -1,4 +1,4 @@
-"""What preference training needs of frozen passes: the reference's log-probability of each answer, and a baseline.
+"""Frozen passes of preference training: the reference's log-probability of each answer, and a baseline.
 
     microbatch i    all answers kept, on every rank?  --yes-->  ref_sums from memory
                                                       --no--->  reference.forward, gathered from all ranks, kept
