@@ -137,7 +137,7 @@ class LLMDataConfig(Strict):
     rejected_column: str | None = None
     """Column with the worse of the two, of the same form."""
     margin_column: str | None = None
-    """Column with how much better the chosen answer is, for "reward_model": subtracted from the difference of scores."""
+    """Column with how much better the chosen answer is, for "reward_model": subtracted from the scores' difference."""
     label_column: str | None = None
     """Column that is true for a good response and false for a bad one, for "kto"."""
     messages_column: str | None = None
@@ -217,8 +217,6 @@ class LLMDataConfig(Strict):
             raise ValueError("messages_column contains the responses too; remove response_column")
         if (self.chosen_column is None) != (self.rejected_column is None):
             raise ValueError("chosen_column and rejected_column name the two answers of a pair; set both, or none")
-        if self.margin_column is not None and self.chosen_column is None:
-            raise ValueError("margin_column is of pairs; set chosen_column and rejected_column, or remove it")
         if self.chosen_column is not None and (self.messages_column or self.response_column or self.label_column):
             raise ValueError("a pair has the answers; remove messages_column, response_column and label_column")
         if self.label_column is not None and self.response_column is None:

@@ -169,7 +169,8 @@ class PreferenceObjective(Objective):
 
     Metrics, means over the answers of their kind: `chosen_logprob` and `rejected_logprob` of whole answers,
     `chosen_reward` and `rejected_reward`, beta times the log-ratio to the reference, or without one the mean
-    log-probability of a term; of a reward model its scores, and no log-probabilities. Of pairs `reward_margin` and `reward_accuracy`; of judged answers `baseline`.
+    log-probability of a term; of a reward model its scores, and no log-probabilities. Of pairs `reward_margin` and
+    `reward_accuracy`; of judged answers `baseline`.
     """
 
     rollout_metrics = True

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import numpy as np
     from pydantic import BaseModel
 
-    from cosmos_rl_core.algorithms.config import AlgorithmConfig
-
 GROUP = "cosmos_rl.algorithms"
 """Entry point group in which a package may offer an `Algorithm`."""
 
@@ -80,8 +78,8 @@ class SelectionOptions(Strict):
     group, of equal ones the first."""
 
 
-def selected(rewards: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """Return the weight of each rollout of a group, 1 or 0, from its rewards [G]."""
+def selected(rewards: np.ndarray, config: Any) -> np.ndarray:
+    """Return the weight of each rollout of a group, 1 or 0, from its rewards [G]; config: `AlgorithmConfig`."""
     import numpy as np
 
     above = config.options["above"]

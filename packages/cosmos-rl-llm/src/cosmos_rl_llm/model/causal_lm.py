@@ -165,7 +165,7 @@ def _config(source: str, *, scores: bool) -> PreTrainedConfig:
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None:
         raise UserError(f"{source!r}: transformers has no {config.model_type} that scores texts; choose another model")
-    config.architectures = [kind.__name__]
+    config.architectures = [cast(type[PreTrainedModel], kind).__name__]
     return config
 
 

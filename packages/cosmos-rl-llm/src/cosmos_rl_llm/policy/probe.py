@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ def describe(model: PreTrainedModel) -> tuple[type[PreTrainedModel], str]:
     """Return the arguments of `family_miniature`: class, and small configuration as JSON."""
     kind = type(model)
     if score_layer(model) is not None:  # the decoder is checked, by the language model that has it
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+        kind = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)])
     return kind, json.dumps(shrink(model.config.to_dict()), sort_keys=True, default=str)
 
 

@@ -244,8 +244,8 @@ class TermModel(nn.Module):
         terms = hidden[0, row.term_rows].to(self.autocast or hidden.dtype)
         if self.returns_hidden:
             return terms
-        if score_layer(self.causal_lm) is not None:
-            values = self._scores(terms)
+        if (layer := score_layer(self.causal_lm)) is not None:
+            values = _scores(terms, layer, self.axis)
             return values if row.own_terms is None else row.own_terms.gather(values), None, {}
         head, vocabulary = self._own_head()
         logprobs, entropy = term_logprobs(
@@ -305,18 +305,6 @@ class TermModel(nn.Module):
             )
         return output.last_hidden_state
 
-    def _scores(self, terms: Tensor) -> Tensor:
-        """Hidden states [t, H] -> scores [t]; over tp each rank multiplies its part of H."""
-        layer = score_layer(self.causal_lm)
-        assert layer is not None
-        if self.axis is None:
-            return layer(terms).squeeze(-1).to(torch.promote_types(terms.dtype, torch.float32))
-        assert isinstance(layer.weight, DTensor)
-        start, end = self.axis.bounds(terms.shape[-1])
-        part = F.linear(terms[:, start:end], own_part(layer.weight)).to(torch.float32)
-        summed = DTensor.from_local(part, self.axis.mesh, [Partial()]).redistribute(placements=[Replicate()])
-        return summed.to_local().squeeze(-1)
-
     def head(self) -> OutputHead:
         """Return the output head with its parameters as they are sharded now."""
         return OutputHead.of(self.causal_lm).without(self.banned)
@@ -331,6 +319,18 @@ class TermModel(nn.Module):
         own = replace(head, weight=own_part(head.weight), bias=bias)
         vocabulary = Vocabulary.part(head.weight.shape[0], self.axis)
         return own.without([token - vocabulary.start for token in self.banned]), vocabulary
+
+
+def _scores(terms: Tensor, layer: nn.Linear, axis: TensorAxis | None) -> Tensor:
+    """Hidden states [t, H] -> scores [t] of a reward model; over tp each rank multiplies its part of H."""
+    if axis is None:
+        return layer(terms).squeeze(-1).to(torch.promote_types(terms.dtype, torch.float32))
+    assert isinstance(layer.weight, DTensor)
+    start, end = axis.bounds(terms.shape[-1])
+    part = F.linear(terms[:, start:end], own_part(layer.weight)).to(torch.float32)
+    summed = DTensor.from_local(part, axis.mesh, [Partial()]).redistribute(placements=[Replicate()])
+    assert isinstance(summed, DTensor)
+    return summed.to_local().squeeze(-1)
 
 
 def outputs_of(passed: Any) -> PolicyOutputs:
