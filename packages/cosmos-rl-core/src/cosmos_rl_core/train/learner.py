@@ -108,6 +108,11 @@ class PolicyLearner:
     def version(self) -> int:
         return self.trainer.version
 
+    @property
+    def sums(self) -> AnswerSumsStage | None:
+        """The reference's part of batches of preferences."""
+        return self._frozen.sums
+
     async def forward_backward(self, step: TrainStep) -> None:
         """Compute the gradients of the step. Raises EpochOver."""
         if self._skipped > self._max_skipped_steps:

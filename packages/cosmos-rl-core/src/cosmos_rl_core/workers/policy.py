@@ -97,12 +97,10 @@ class PolicyRole:
             mesh=mesh,
             replicas=replicas,
             residence=self._residence,
-            sums=frozen.sums,
         )
         steps = PolicySteps(self._link, replica, at.context.timeline)
-        await self._link.send(
-            p.Ready(address=publisher.address if publisher else "", version=trainer.version, gpu=at.own_gpu())
-        )
+        address = publisher.address if publisher else ""
+        await self._link.send(p.Ready(address=address, version=trainer.version, gpu=at.own_gpu()))
         at.context.log(f"ready at version {trainer.version}")
         together = mesh is None
         """Whether all ranks reached this point, so that they can save; after an error some may not have."""

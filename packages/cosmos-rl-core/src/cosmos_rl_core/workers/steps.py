@@ -25,7 +25,6 @@ from cosmos_rl_core.errors import EpochOver, PeersUnreachable
 from cosmos_rl_core.observe.trace import WAITS, Timeline
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.rollout.spool.reader import SpoolReader
-from cosmos_rl_core.train.answer_sums import AnswerSumsStage
 from cosmos_rl_core.train.learner import PolicyLearner
 from cosmos_rl_core.train.profile import ProfileWindow
 from cosmos_rl_core.train.residence import Residence
@@ -169,7 +168,6 @@ class PolicyReplica:
         mesh: ReplicaMesh | None,
         replicas: PolicyMesh,
         residence: Residence,
-        sums: AnswerSumsStage | None,
     ) -> None:
         self._at, self._link = at, link
         self._learner, self._saver, self._replicas, self._residence = learner, saver, replicas, residence
@@ -181,7 +179,9 @@ class PolicyReplica:
         context, timeout_s = at.context, at.config.rollout.spool.timeout_s
         reader = SpoolReader(token=context.token, name=context.name, timeout_s=timeout_s, tls=at.data_tls)
         self._payloads = StepPayloads(reader, context.ranks)
-        self._validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh, sums=sums)
+        self._validation = assemble.build_validation(
+            at.config, at.domain, policy, share=share, mesh=mesh, sums=learner.sums
+        )
         self._profile = self._profile_window()
 
     def _warn(self, text: str) -> None:
