@@ -225,6 +225,8 @@ class TermBatch:
     """[num_rollouts] float32, in preference training: above 0 for a chosen answer, below 0 for a rejected one, 0 for
     padding. Its size is the number of rollouts of the whole batch over that of its kind, 2 in pairs. The i-th chosen
     and the i-th rejected answer of a microbatch are a pair."""
+    margins: Tensor | None = None
+    """[num_rollouts] float32: how much better a pair's chosen answer is, the same for both; beside `preference`."""
     rollout_keys: Tensor | None = None
     """[num_rollouts] int64: the same for a row's answer in every epoch; beside `preference`."""
     ref_sums: Tensor | None = None

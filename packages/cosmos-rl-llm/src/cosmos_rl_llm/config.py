@@ -64,6 +64,9 @@ class LLMModelConfig(Strict):
     """Branch, tag or commit on the hub; only for a model id."""
     lora: LLMLoraSection | None = None
     """Train adapters of the model, and send only them to the engines."""
+    scores: bool = False
+    """A reward model: one number a text, from a head at its last token, as transformers' sequence classification. Of a
+    language model's directory the head is new. For algorithm.name = "reward_model"."""
     freeze: tuple[Part, ...] = ()
     """Parts of a vision-language model that are not trained, and not sent to the engines; they get no adapters."""
 
@@ -156,6 +159,8 @@ class LLMDataConfig(Strict):
     prompt_column = "" a whole chat or text, whose prompt is what it has in common with the rejected one."""
     rejected_column: str | None = None
     """Column with the worse of the two, of the same form."""
+    margin_column: str | None = None
+    """Column with how much better the chosen answer is, for "reward_model": subtracted from the scores' difference."""
     label_column: str | None = None
     """Column that is true for a good response and false for a bad one, for "kto"."""
     messages_column: str | None = None

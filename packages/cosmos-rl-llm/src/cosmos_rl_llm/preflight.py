@@ -98,6 +98,13 @@ def _of_preferences(config: RunConfig, rows: Rows) -> Iterator[Problem]:
             else:
                 wrong, remedy = f'is not read with algorithm.name = "{name}"', "remove it"
             yield Problem(key=f"{section}.{key}", wrong=wrong, suggestion=remedy)
+    scores = name == "reward_model"
+    if config.model.scores != scores:
+        wrong = f'must be {str(scores).lower()} with algorithm.name = "{name}"'
+        yield Problem(key="model.scores", given=str(not scores).lower(), wrong=wrong, suggestion="change it")
+    if config.data.margin_column is not None and not scores:
+        wrong = f'is not read with algorithm.name = "{name}"'
+        yield Problem(key="data.margin_column", wrong=wrong, suggestion="remove it")
     labels = {row[LABEL] for row in rows if LABEL in row}
     if config.trains_on == "labels" and len(labels) == 1:
         wrong = f"is {str(*labels).lower()} in all {len(rows)} rows, and there is nothing to compare them with"

@@ -298,6 +298,7 @@ def _idle_keys(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
         return {key: "preference training does not read it; remove it" for key in idle}
     if config.loss == "supervised":
         idle = set(AlgorithmConfig.model_fields) - _SUPERVISED_KEYS
+        idle -= {"options", "filter_zero_variance", "filter_low", "filter_high"} if row.selects else set()
         return {key: "supervised training does not read it; remove it" for key in idle}
     return _idle_in_loss(config, row) | _idle_in_correction(config) | _idle_elsewhere(config, row)
 

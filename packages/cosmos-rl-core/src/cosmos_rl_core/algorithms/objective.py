@@ -48,7 +48,7 @@ def build_objective(config: AlgorithmConfig, *, max_terms: int) -> Objective:
     if row.objective is not None:
         return row.objective(config, aggregation=aggregation)
     if config.loss == "supervised":
-        return SupervisedObjective(aggregation=aggregation)
+        return SupervisedObjective(aggregation=aggregation, weighted=row.selects)
     return PolicyObjective(config, loss=row.loss or LOSSES[config.loss], aggregation=aggregation)
 
 
@@ -198,15 +198,17 @@ class PolicyObjective(Objective):
 
 
 class SupervisedObjective(Objective):
-    """Maximum likelihood of the trained terms; advantages and rollout log-probs are not read."""
+    """Maximum likelihood of the trained terms; rollout log-probs are not read, advantages only where they weigh."""
 
-    def __init__(self, *, aggregation: Aggregation, coef: float = 1.0) -> None:
+    def __init__(self, *, aggregation: Aggregation, coef: float = 1.0, weighted: bool = False) -> None:
         self.aggregation = aggregation
         self.coef = coef
+        self._weighted = weighted
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:
         logprobs = outputs.logprobs.masked_fill(terms.loss_mask == 0, 0.0)
-        return [LossTerm(name="nll", values=-logprobs, coef=self.coef)], {}
+        values = -logprobs * terms.advantages if self._weighted else -logprobs
+        return [LossTerm(name="nll", values=values, coef=self.coef)], {}
 
 
 def _trained_only(outputs: PolicyOutputs, terms: TermBatch) -> tuple[PolicyOutputs, TermBatch]:

@@ -9,6 +9,7 @@ With s = sum_t log p_t of an answer, n its terms, r = s - s_ref, and c, w the ch
     orpo    -s_c / n_c - beta log sigmoid(odds_c - odds_w),   odds = m - log(1 - exp m),   m = s / n
     kto     desirable_weight (1 - sigmoid(beta (r - z))) of a chosen answer,
             undesirable_weight (1 - sigmoid(beta (z - r))) of a rejected one
+    reward_model    -log sigmoid(v_c - v_w - margin) + center_coef (v_c + v_w)^2,   v = score of a whole text
 
 z is the mean r of answers after prompts of other rows, at least 0, without gradient. The loss of a pair is given to
 both of its rollouts, and a mean over rollouts is then the mean over pairs, however the batch is split.
@@ -65,6 +66,13 @@ class JudgedOptions(PreferenceOptions):
     """Weight of bad answers."""
 
 
+class ScoreOptions(Strict):
+    """[algorithm.options] of "reward_model"."""
+
+    center_coef: float = Field(default=0.0, ge=0)
+    """Weight of the squared sum of a pair's scores, which keeps their mean at 0; 0.01 is usual."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSums:
     """The answers of a microbatch, each as a whole."""
@@ -79,6 +87,8 @@ class AnswerSums:
     """[num_rollouts], as in `TermBatch`."""
     baseline: Tensor | None
     """As in `TermBatch`."""
+    margins: Tensor | None = None
+    """[num_rollouts], as in `TermBatch`."""
 
     def difference(self, values: Tensor) -> Tensor:
         """Return the values [num_rollouts] of the chosen answers minus those of the rejected ones [pairs]."""
@@ -138,6 +148,15 @@ def kto_loss(answers: AnswerSums, options: JudgedOptions) -> Tensor:
     return losses + options.undesirable_weight * (1 - torch.sigmoid(-margins)) * bad
 
 
+def score_loss(answers: AnswerSums, options: ScoreOptions) -> Tensor:
+    """Bradley-Terry with margins (Llama 2, arXiv 2307.09288, equation 2) and centred (arXiv 2312.09244, section 3)."""
+    from torch.nn.functional import logsigmoid
+
+    chosen, rejected = (answers.logprobs[sign * answers.preference > 0] for sign in (1, -1))
+    margins = 0.0 if answers.margins is None else answers.margins[answers.preference > 0]
+    return answers.of_both(-logsigmoid(chosen - rejected - margins) + options.center_coef * (chosen + rejected) ** 2)
+
+
 def _smoothed(answers: AnswerSums, scores: Tensor, beta: float, *, smoothing: float, gamma: float = 0.0) -> Tensor:
     from torch.nn.functional import logsigmoid
 
@@ -150,7 +169,8 @@ class PreferenceObjective(Objective):
 
     Metrics, means over the answers of their kind: `chosen_logprob` and `rejected_logprob` of whole answers,
     `chosen_reward` and `rejected_reward`, beta times the log-ratio to the reference, or without one the mean
-    log-probability of a term. Of pairs `reward_margin` and `reward_accuracy`; of judged answers `baseline`.
+    log-probability of a term; of a reward model its scores, and no log-probabilities. Of pairs `reward_margin` and
+    `reward_accuracy`; of judged answers `baseline`.
     """
 
     rollout_metrics = True
@@ -181,6 +201,7 @@ class PreferenceObjective(Objective):
             lengths=rollout_lengths(terms),
             preference=sums.new_zeros(len(sums)) if terms.preference is None else terms.preference,
             baseline=terms.baseline,
+            margins=terms.margins,
         )
         losses = self._loss(answers, self._options)
         metrics = {name: values[terms.rollout_index] for name, values in self._metrics(answers).items()}
@@ -191,13 +212,11 @@ class PreferenceObjective(Objective):
         chosen, rejected = answers.preference.clamp(min=0), (-answers.preference).clamp(min=0)
         logprobs = answers.logprobs.detach()
         scores = answers.ratios.detach() if self.needs_reference else logprobs / answers.lengths
-        rewards = self._options.beta * scores
-        metrics = {
-            "chosen_logprob": chosen * logprobs,
-            "rejected_logprob": rejected * logprobs,
-            "chosen_reward": chosen * rewards,
-            "rejected_reward": rejected * rewards,
-        }
+        is_scored = isinstance(self._options, ScoreOptions)
+        rewards = scores if is_scored else self._options.beta * scores
+        metrics = {"chosen_reward": chosen * rewards, "rejected_reward": rejected * rewards}
+        if not is_scored:
+            metrics |= {"chosen_logprob": chosen * logprobs, "rejected_logprob": rejected * logprobs}
         if self._in_pairs:
             margins = answers.difference(rewards)
             metrics |= {

@@ -15,6 +15,7 @@ from cosmos_rl_core.algorithms.advantages import (
     build_step_advantages,
     generalized,
 )
+from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml
@@ -46,6 +47,8 @@ class GroupRules:
     advantage: GroupAdvantage
     of_steps: Callable[[Episode], Episode] | None = None
     """Estimates the advantages of an episode's steps; `advantage` is not called for it."""
+    selects: bool = False
+    """Whether rollouts with advantage 0 are not trained on."""
     waits_for_step: bool = False
     """Whether advantages need all groups of a step, so that a group alone has none yet."""
 
@@ -70,6 +73,7 @@ def group_rules(
         num_trained=config.max_variance_rollouts,
         advantage=build_advantage(config) if compares else _no_advantage,
         of_steps=_generalized(config) if config.advantage == "gae" else None,
+        selects=find_algorithm(config.name).selects,
         waits_for_step=compares and build_step_advantages(config) is not None,
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cosmos_rl_core.algorithms import preference
 from cosmos_rl_core.algorithms.preference import PreferenceObjective
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,12 +45,17 @@ class Algorithm:
     rows: Literal["", "responses", "pairs", "labels"] = ""
     """Trains on the rows of [data], without rollouts: on their responses, on pairs of a chosen and a rejected answer,
     or on responses with a label. "": on rollouts."""
+    selects: bool = False
+    """Whether advantages are weights, and rollouts of weight 0 are left out."""
     reference: bool = False
     """Whether `objective` reads `TermBatch.ref_sums`."""
 
     @classmethod
     def of_preferences(
-        cls, loss: preference.PreferenceLoss, Options: type[preference.PreferenceOptions], **fields: Any
+        cls,
+        loss: preference.PreferenceLoss,
+        Options: type[preference.PreferenceOptions | preference.ScoreOptions],
+        **fields: Any,
     ) -> Algorithm:
         """Return the row of a preference loss."""
         fields = {"rows": "pairs", "reference": False, **fields}
@@ -62,6 +68,27 @@ class Algorithm:
         )
         defaults = {"aggregation": "sequence_mean_of_means"}
         return cls(objective=objective, Options=Options, defaults=defaults, **fields)
+
+
+class SelectionOptions(Strict):
+    """[algorithm.options] of "raft"."""
+
+    above: float | None = None
+    """Train on every rollout with at least this reward, which may be none of a group. Not set: on the best of each
+    group, of equal ones the first."""
+
+
+def selected(rewards: np.ndarray, config: Any) -> np.ndarray:
+    """Return the weight of each rollout of a group, 1 or 0, from its rewards [G]; config: `AlgorithmConfig`."""
+    import numpy as np
+
+    above = config.options["above"]
+    chosen = np.arange(len(rewards)) == np.argmax(rewards) if above is None else rewards >= above
+    return chosen.astype(np.float64)
+
+
+def _own_rewards(rewards: np.ndarray) -> np.ndarray:
+    return rewards
 
 
 _ROWS = (
@@ -180,6 +207,17 @@ _ROWS = (
         defaults={"advantage": "gae", "loss": "clipped", "aggregation": "term_mean"},
     ),
     Algorithm(
+        name="raft",
+        title="Reward-ranked fine-tuning",
+        paper="Dong et al., 2023, arXiv 2304.06767",
+        summary="maximum likelihood of the best own rollouts: of a group, or all above a bar",
+        defaults={"loss": "supervised", "aggregation": "term_mean"},
+        advantage=_own_rewards,
+        shaping=selected,
+        Options=SelectionOptions,
+        selects=True,
+    ),
+    Algorithm(
         name="sft",
         title="Supervised fine-tuning",
         paper="maximum likelihood",
@@ -239,6 +277,14 @@ _ROWS = (
         summary="single answers that are good or bad, against the mean log-ratio of mismatched ones",
         rows="labels",
         reference=True,
+    ),
+    Algorithm.of_preferences(
+        preference.score_loss,
+        preference.ScoreOptions,
+        name="reward_model",
+        title="Reward model of pairs",
+        paper="Bradley and Terry, 1952; Ouyang et al., 2022, arXiv 2203.02155",
+        summary="a scalar head at the last token; logistic loss of the difference of two answers' scores",
     ),
 )
 

@@ -155,7 +155,8 @@ class Rollouter:
         if self._rules.num_trained is not None:
             return self._of_most_varied(group, rewards, self._rules.num_trained)
         advantages = np.full(len(rewards), np.nan) if self._rules.waits_for_step else self._rules.advantage(rewards)
-        return _with_rewards(group, rewards, advantages)
+        group = _with_rewards(group, rewards, advantages)
+        return _trained(group, [r.advantage > 0 for r in group.rollouts]) if self._rules.selects else group
 
     def _of_most_varied(self, group: RolloutGroup, rewards: np.ndarray, count: int) -> RolloutGroup:
         """Train on a part of the group, whose rollouts are compared with one another alone."""

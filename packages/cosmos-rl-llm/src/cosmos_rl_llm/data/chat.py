@@ -56,6 +56,8 @@ class Chat:
     """Maximum tokens of prompt and response together; None: no limit."""
     overlong: Overlong = "error"
     """Treatment of longer rows in supervised training."""
+    scores: bool = False
+    """Whether the model scores whole texts at their last token."""
     vision: Vision | None = None
     """Reads pictures and videos; None for a model of text."""
     faults: Faults = field(default_factory=lambda: Faults("cannot be learnt"), compare=False)

@@ -39,7 +39,7 @@ from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.items import read_items
 from cosmos_rl_llm.data.reading import side_by_side
-from cosmos_rl_llm.data.spans import LABEL, PAIR
+from cosmos_rl_llm.data.spans import LABEL, MARGIN, PAIR
 from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
 from cosmos_rl_llm.media.source import parts_of
@@ -72,6 +72,8 @@ class TrainSequence:
     """1 for a chosen answer, -1 for a rejected one, else 0."""
     key: int = 0
     """As in `TermBatch.rollout_keys`."""
+    margin: float = 0.0
+    """Of a pair's answers."""
 
     @property
     def length(self) -> int:
@@ -278,6 +280,7 @@ def _pack(samples: Sequence[TrainSequence], weights: Mapping[float, float]) -> M
             if weights
             else None,
             rollout_keys=_tensor(np.array([each.key for each in rollouts]), torch.int64) if weights else None,
+            margins=_tensor(np.array([each.margin for each in rollouts]), torch.float32) if weights else None,
         ),
     )
 
@@ -348,12 +351,13 @@ def _encode(prompt: Prompt, *, chat: Chat, items: Sequence[MediaItem] | None) ->
     if PAIR not in row:
         sample = encode_row(row, chat=chat, items=items, where=where)
         return _judged(sample, good=row[LABEL], where=where) if LABEL in row else sample
-    plain = {name: value for name, value in row.items() if name != PAIR}
+    plain = {name: value for name, value in row.items() if name not in (PAIR, MARGIN)}
     chosen, rejected = (
         _judged(encode_row({**plain, "response": answer}, chat=chat, items=items, where=where), good=good, where=where)
         for answer, good in zip(row[PAIR], (True, False), strict=True)
     )
-    return replace(chosen, others=(rejected,))
+    margin = row.get(MARGIN, 0.0)
+    return replace(chosen, others=(replace(rejected, margin=margin),), margin=margin)
 
 
 def _judged(sample: TrainSequence, *, good: bool, where: str) -> TrainSequence:
@@ -390,6 +394,8 @@ def encode_row(
         )
     encoded = chat.encode_answers(row, items=items, where=where)
     tokens, mask = encoded.tokens, encoded.learnt
+    if chat.scores:  # the hidden state at the last token is that of one term, whose token is not read
+        tokens, mask = np.append(tokens, tokens[-1:]), np.arange(len(tokens) + 1) == len(tokens)
     learnt = np.flatnonzero(mask[1:]) + 1  # the first token is predicted from nothing
     if not len(learnt):
         raise PromptError(f"{where or 'a row'}: there is no assistant token to learn; it begins {_beginning(row)}")

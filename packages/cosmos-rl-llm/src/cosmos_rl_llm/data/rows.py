@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,12 +30,12 @@ from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.columns import readable_columns, with_base64
 from cosmos_rl_llm.data.message_parts import normalise_content, with_media
-from cosmos_rl_llm.data.spans import LABEL, PAIR
+from cosmos_rl_llm.data.spans import LABEL, MARGIN, PAIR
 from cosmos_rl_llm.media.source import LIMITS, shows_media
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
-OURS = (LIMITS, PAIR, LABEL)
+OURS = (LIMITS, PAIR, LABEL, MARGIN)
 """Names in a row that no column of the user's has."""
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -250,7 +251,7 @@ _TEXT_ALONE = {"prompt_column": "prompt", "prompt_template": None, "image_column
 def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
     """Return the row of a prompt to answer, given as text or columns; needs no reference answer."""
     unasked = {"answer_column": None, "answer_pattern": None, "response_column": None, "messages_column": None}
-    unasked |= {"chosen_column": None, "rejected_column": None, "label_column": None}
+    unasked |= {"chosen_column": None, "rejected_column": None, "label_column": None, "margin_column": None}
     if isinstance(given, str):
         return normalise(
             {"prompt": given},
@@ -388,7 +389,18 @@ def _pair(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[
             f"{where}: the chosen and the rejected answer are equal, {shown(answers[0])} "
             f"(data.chosen_column = {config.chosen_column!r}, rejected_column = {config.rejected_column!r})"
         )
-    return {"prompt": _prompt(row, where=where, config=config), PAIR: answers}
+    pair = {"prompt": _prompt(row, where=where, config=config), PAIR: answers}
+    return pair if config.margin_column is None else pair | {MARGIN: _margin(row, where=where, config=config)}
+
+
+def _margin(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> float:
+    assert config.margin_column is not None
+    value = _column(row, config.margin_column, where=where, key="data.margin_column")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(
+            f"{where}: a margin must be a number, not {shown(value)} (data.margin_column = {config.margin_column!r})"
+        )
+    return float(value)
 
 
 def _without_common_start(

@@ -26,6 +26,8 @@ Message = Mapping[str, Any]
 
 PAIR = "data.pair"
 """Key of a row with two answers: the chosen one and the rejected one."""
+MARGIN = "data.margin"
+"""Key of a pair's margin: how much better the chosen answer is."""
 LABEL = "data.label"
 """Key of a row whose response is judged: whether it is good."""
 

@@ -82,7 +82,7 @@ class LanguagePolicy(PolicyBase[M]):
             model.config.save_pretrained(directory / MERGED)
         else:
             model.config.save_pretrained(directory)
-        if model.generation_config is not None:
+        if model.can_generate() and model.generation_config is not None:
             model.generation_config.to_json_file(directory / "generation_config.json")
         if self.chat is not None:
             self.chat.tokenizer.save_pretrained(directory)
