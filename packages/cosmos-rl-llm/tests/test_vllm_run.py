@@ -97,9 +97,15 @@ def test_a_run_with_vllm(tmp_path, colocate):
 
 
 @slow
-def test_a_run_that_trains_adapters_sends_merged_weights(tmp_path):
+@pytest.mark.parametrize(
+    ("serve", "changes"),
+    [("adapter", {"run__colocate": True}), ("adapter", {"rollout__parallel": {"tp": 2}}), ("merged", {})],
+    ids=["slots, in turns", "slots over two processes", "merged"],
+)
+def test_a_run_trains_adapters_that_the_engine_applies(tmp_path, serve, changes):
     model = write_tiny_model(tmp_path / "model", num_layers=2)
-    recipe = tiny_run(tmp_path, model=model, run__colocate=True, model__lora={"rank": 4}, sync__max_staleness=0)
+    lora = {"rank": 4, "serve": serve}
+    recipe = tiny_run(tmp_path, model=model, model__lora=lora, sync__max_staleness=0, **changes)
     recipe["policy"]["optimizer"]["learning_rate"] = 2e-2
     metrics = run(recipe).metrics
     assert [line["step"] for line in metrics] == list(range(STEPS))
