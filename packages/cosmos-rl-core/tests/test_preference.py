@@ -78,6 +78,11 @@ def measured(objective, terms: TermBatch, values: torch.Tensor, *, num_rollouts:
             [-log_sigmoid(2 * (-0.75 + 2.5 / 3) - 0.5), -log_sigmoid(2 * (-2 + 0.625) - 0.5)],
         ),
         (
+            "reward_model",
+            {"center_coef": 0.01},
+            [-log_sigmoid(-1.5 + 2.5) + 0.01 * 4.0**2, -log_sigmoid(-2.0 + 1.25) + 0.01 * 3.25**2],
+        ),
+        (
             "orpo",
             {"beta": 0.5},
             [
@@ -90,6 +95,16 @@ def measured(objective, terms: TermBatch, values: torch.Tensor, *, num_rollouts:
 def test_pairs_by_hand(name, options, of_pairs):
     found = measured(objective_of(name, **options), batch(), logprobs())
     assert float(found["loss"]) == pytest.approx(sum(of_pairs) / 2, rel=1e-12)
+
+
+def test_a_margin_is_subtracted_from_the_difference_of_scores():
+    terms = replace(batch(), margins=torch.tensor([0.5, 0.5, 2.0, 2.0], dtype=torch.float64))
+    found = measured(objective_of("reward_model"), terms, logprobs())
+    assert float(found["loss"]) == pytest.approx(-(log_sigmoid(0.5) + log_sigmoid(-2.75)) / 2, rel=1e-12)
+    assert float(found["reward_accuracy"]) == pytest.approx(0.5)
+    assert float(found["reward_margin"]) == pytest.approx((1.0 - 0.75) / 2)
+    assert float(found["chosen_reward"]) == pytest.approx((-1.5 - 2.0) / 2)
+    assert "chosen_logprob" not in found
 
 
 def test_judged_answers_by_hand():

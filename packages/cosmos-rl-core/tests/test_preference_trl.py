@@ -30,7 +30,14 @@ class Answers:
         self.order = torch.arange(2 * PAIRS).view(2, PAIRS).T.flatten()
         """Chosen and rejected answers by turns."""
 
-    def ours(self, name: str, *, baseline: torch.Tensor | None = None, **options: float) -> torch.Tensor:
+    def ours(
+        self,
+        name: str,
+        *,
+        baseline: torch.Tensor | None = None,
+        margins: torch.Tensor | None = None,
+        **options: float,
+    ) -> torch.Tensor:
         """Our loss, in two microbatches, the second of which has the first three pairs."""
         config = AlgorithmConfig(name=name, options=options)
         objective = build_objective(config, max_terms=1)
@@ -48,6 +55,7 @@ class Answers:
                 preference=torch.where(rows < PAIRS, 2.0, -2.0).double(),
                 ref_sums=self.reference[rows].sum(1),
                 baseline=baseline,
+                margins=None if margins is None else margins[rows],
             )
             (loss,), _ = objective(PolicyOutputs(logprobs=values), terms)
             total = total + (objective.term_weights(terms) * loss.values).sum() / objective.normalizer(counts)
@@ -186,3 +194,20 @@ def test_judged_answers(seed, shift):
         "kto", baseline=mismatched.mean().clamp(min=0), beta=0.3, desirable_weight=1.5, undesirable_weight=0.5
     )
     must_be_equal(answers, ours, of_kto(answers, mismatched=mismatched, beta=0.3, good=1.5, bad=0.5))
+
+
+@every_seed
+@pytest.mark.parametrize("center", [None, 0.01])
+@pytest.mark.parametrize("with_margins", [False, True])
+def test_scores_of_a_reward_model(seed, center, with_margins):
+    from trl import RewardTrainer
+
+    answers = Answers(seed)
+    margins = torch.rand(PAIRS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    me = trainer(args=SimpleNamespace(center_rewards_coefficient=center))
+    mask = answers.padded()
+    inputs = {"input_ids": mask, "attention_mask": mask} | ({"margin": margins} if with_margins else {})
+    scores = answers.logprobs.sum(1)  # any function of the leaves that has one value an answer
+    theirs = RewardTrainer.compute_loss(me, Model(SimpleNamespace(logits=scores[:, None])), inputs)
+    ours = answers.ours("reward_model", margins=margins.repeat(2) if with_margins else None, center_coef=center or 0.0)
+    must_be_equal(answers, ours, theirs)

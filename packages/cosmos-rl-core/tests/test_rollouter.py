@@ -206,6 +206,12 @@ def test_a_shared_prefix_is_masked_by_the_rewards_after_shaping():
     assert all(r.loss_mask.all() for r in run(ScriptedEngine((2, 3)), **keys).rollouts)  # equal rewards
 
 
+def test_rollouts_that_are_not_selected_train_nothing():
+    group = run(ScriptedEngine(), advantage=lambda rewards: (rewards == rewards.max()).astype(float), selects=True)
+    assert [r.loss_mask.any() for r in group.rollouts] == [False, False, True]
+    assert [r.reward for r in group.rollouts] == [2.0, 4.0, 6.0]
+
+
 def test_evaluation_draws_one_rollout_under_its_own_sampling_and_seed():
     engine = ScriptedEngine((3, 3, 3))
     group = asyncio.run(rollouter(engine, keep=has_signal).evaluate(PROMPT))

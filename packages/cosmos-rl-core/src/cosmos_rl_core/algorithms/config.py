@@ -276,7 +276,7 @@ def _own_options(row: Algorithm, options: Any) -> Any:
             raise _problems({"options": f"{row.name} has none; remove them"}, {"options": options})
         return {}
     try:
-        return validated(row.Options, options).model_dump(mode="json")
+        return validated(row.Options, options).model_dump(mode="json", exclude_none=True)  # TOML has no null
     except ValidationError as error:
         inside = [_inside(each) for each in error.errors()]
         raise ValidationError.from_exception_data("AlgorithmConfig", inside) from error

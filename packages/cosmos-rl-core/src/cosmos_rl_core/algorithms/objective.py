@@ -207,8 +207,8 @@ class SupervisedObjective(Objective):
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:
         logprobs = outputs.logprobs.masked_fill(terms.loss_mask == 0, 0.0)
-        values = -logprobs * terms.advantages if self._weighted else -logprobs
-        return [LossTerm(name="nll", values=values, coef=self.coef)], {}
+        weights = terms.advantages.masked_fill(terms.loss_mask == 0, 0.0) if self._weighted else 1.0
+        return [LossTerm(name="nll", values=-weights * logprobs, coef=self.coef)], {}
 
 
 def _trained_only(outputs: PolicyOutputs, terms: TermBatch) -> tuple[PolicyOutputs, TermBatch]:

@@ -213,7 +213,7 @@ class PreferenceObjective(Objective):
         logprobs = answers.logprobs.detach()
         scores = answers.ratios.detach() if self.needs_reference else logprobs / answers.lengths
         is_scored = isinstance(self._options, ScoreOptions)
-        rewards = scores if is_scored else self._options.beta * scores
+        rewards = logprobs if is_scored else self._options.beta * scores
         metrics = {"chosen_reward": chosen * rewards, "rejected_reward": rejected * rewards}
         if not is_scored:
             metrics |= {"chosen_logprob": chosen * logprobs, "rejected_logprob": rejected * logprobs}

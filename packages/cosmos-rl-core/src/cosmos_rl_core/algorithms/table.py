@@ -82,7 +82,7 @@ def selected(rewards: np.ndarray, config: Any) -> np.ndarray:
     """Return the weight of each rollout of a group, 1 or 0, from its rewards [G]; config: `AlgorithmConfig`."""
     import numpy as np
 
-    above = config.options["above"]
+    above = config.options.get("above")
     chosen = np.arange(len(rewards)) == np.argmax(rewards) if above is None else rewards >= above
     return chosen.astype(np.float64)
 

@@ -89,7 +89,8 @@ class RewardModelReward(Strict):
         cuda = torch.cuda.is_available()
         device = ("cuda" if cuda else "cpu") if self.device == "auto" else self.device
         model.to(device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
-        return model, load_chat(self.path, LLMDataConfig(chat_template=self.chat_template), max_length=None)
+        data = LLMDataConfig(path=self.path, chat_template=self.chat_template)  # rows of the run, of no file
+        return model, load_chat(self.path, data, max_length=None)
 
 
 def _scores(model: PreTrainedModel, texts: list[np.ndarray]) -> np.ndarray:

@@ -75,7 +75,7 @@ def start(
         except TypeError as error:
             raise UserError(f"rollout.options.extra: vLLM rejects it: {error}") from error
         if adapters:
-            _check_slots(parsed)
+            _check_slots(parsed, on_gpu=on_gpu)
         try:
             return AsyncLLM.from_engine_args(parsed)
         except ValueError as error:
@@ -145,12 +145,18 @@ def engine_arguments(
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _check_slots(arguments: Any) -> None:
-    """Raise UserError for a family without adapter slots."""
+def _check_slots(arguments: Any, *, on_gpu: bool) -> None:
+    """Raise UserError for a family without adapter slots, and for experts without a GPU."""
     from vllm.model_executor.model_loader.utils import get_model_cls
     from vllm.model_executor.models import supports_lora
 
-    family = get_model_cls(arguments.create_model_config())
+    config = arguments.create_model_config()
+    family = get_model_cls(config)
+    if config.is_moe and not on_gpu:  # its kernel for experts with adapters is written in Triton
+        raise UserError(
+            '[model.lora] serve = "adapter": vLLM without a GPU has no adapter slots for a mixture of experts; set it '
+            'to "merged"'
+        )
     if not supports_lora(family):
         raise UserError(
             f'[model.lora] serve = "adapter": vLLM has no adapter slots for {family.__name__}; set it to "merged"'
