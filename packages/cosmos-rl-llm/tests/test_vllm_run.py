@@ -126,6 +126,16 @@ def test_a_run_whose_engine_is_sharded_over_two_processes_generates_with_the_wei
     assert "VllmWorker-1" in log  # of the second process
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its kernel for experts runs")
+def test_adapters_of_experts_without_a_gpu_are_refused(tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    mixture = AutoConfig.for_model("qwen3_moe", hidden_size=64, num_attention_heads=2, vocab_size=32, **sizes)
+    mixture.architectures = ["Qwen3MoeForCausalLM"]
+    mixture.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match='no adapter slots for a mixture of experts; set it to "merged"'):
+        start(str(tmp_path), options=VllmEngineOptions(), dtype="float32", max_length=64, adapters={"q_proj": 4})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it has stages")
 def test_stages_of_layers_without_a_gpu_are_refused(tmp_path):
     options = VllmEngineOptions(extra={"pipeline_parallel_size": 2})
