@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cosmos_rl_core.algorithms.objective import data_term_objective
+from cosmos_rl_core.interfaces import Objective
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.gradients import accumulate, clip_gradients
@@ -49,10 +50,8 @@ class Linear:
         return {}
 
 
-class TwoLosses:
+class TwoLosses(Objective):
     """-advantage * logprob, and half the mean square beside it; a rollout's terms weigh 1 / its length."""
-
-    needs_reference = False
 
     def __init__(self, *, needs_entropy=False, normalizer=None):
         self.needs_entropy = needs_entropy
