@@ -50,14 +50,16 @@ def main() -> None:
     train, test = directory / "pairs.jsonl", directory / "held_out.jsonl"
     for path, number, seed in ((train, 2000, 2 * arguments.seed), (test, 64, 2 * arguments.seed + 1)):
         path.write_text("".join(json.dumps(row) + "\n" for row in pairs(number, seed=seed)), encoding="utf-8")
-    common = [f"data.path={train}", f"eval.data.path={test}", f"model.path={base}", f"run.seed={arguments.seed}"]
+    common = [f"data.path={train}", f"eval.data.path={test}", f"model.path={base}"]
 
-    scored = run(HERE / "reward_model.toml", [*common, f"run.output_dir={directory / 'reward_model'}"], overwrite=True)
+    overrides = [f"run.output_dir={directory / 'reward_model'}", f"run.seed={arguments.seed}"]
+    scored = run(HERE / "reward_model.toml", [*common, *overrides], overwrite=True)
     if scored.interrupted:  # by Ctrl-C or SIGTERM, which ends one run
         raise SystemExit(130)
     assert scored.checkpoint is not None
     overrides = [
         f"run.output_dir={directory / 'rl'}",
+        f"run.seed={arguments.seed}",
         f"reward.functions.0.options.path={scored.checkpoint / 'policy'}",
     ]
     run(HERE / "run.toml", [*common, *overrides, *arguments.overrides], overwrite=True, python_path=[str(HERE)])
