@@ -17,22 +17,35 @@ from cosmos_rl_llm import write_tiny_model
 
 HERE = Path(__file__).parent
 CHARACTERS = "0123456789*+x,:"
-HELD_OUT = 12
+HELD_OUT = 24
+ANSWERS = 8
+"""Sampled answers to each of the held-out prompts in an evaluation."""
+WORKED = 32
+"""Programs of the warm-up for each prompt."""
+RIGHT = 0.3
+"""The fraction of them that is right."""
 
 
 def rows(*, seed: int) -> list[dict[str, Any]]:
-    """Prompts such as "3,4:", the slope and the offset of a line, and a hidden test for each of the two.
-
-    `response` is a program of the right form for a random line: the warm-up teaches the grammar, and no solution.
-    """
-    random_numbers = random.Random(seed)
+    """Prompts such as "3,4:", the slope and the offset of a line, and a hidden test for each of the two."""
     made = []
-    for slope in range(1, 9):
-        for offset in range(9):
+    for slope in range(1, 10):
+        for offset in range(10):
             tests = [f"assert f(0) == {offset}", f"assert f(5) - f(4) == {slope}"]
-            program = f"{random_numbers.randint(1, 8)}*x+{random_numbers.randint(0, 8)}"
-            made.append({"prompt": f"{slope},{offset}:", "response": program, "tests": tests})
-    random_numbers.shuffle(made)
+            made.append({"prompt": f"{slope},{offset}:", "tests": tests})
+    random.Random(seed).shuffle(made)
+    return made
+
+
+def worked(prompts: Sequence[dict[str, Any]], *, seed: int) -> list[dict[str, Any]]:
+    """Programs for the warm-up: all of the right form, most for another line than the prompt's."""
+    sampled = random.Random(seed)
+    made = []
+    for row in [row for row in prompts for _ in range(WORKED)]:
+        slope, offset = row["prompt"].rstrip(":").split(",")
+        if sampled.random() > RIGHT:
+            slope, offset = str(sampled.randint(1, 9)), str(sampled.randint(0, 9))
+        made.append({"prompt": row["prompt"], "response": f"{slope}*x+{offset}"})
     return made
 
 
@@ -52,11 +65,13 @@ def main() -> None:
     directory: Path = arguments.dir
 
     made = rows(seed=0)
-    test, train = write(directory / "test.jsonl", made[:HELD_OUT]), write(directory / "train.jsonl", made[HELD_OUT:])
+    test = write(directory / "test.jsonl", made[:HELD_OUT] * ANSWERS)
+    train = write(directory / "train.jsonl", made[HELD_OUT:])
+    warm_up = write(directory / "worked.jsonl", worked(made[HELD_OUT:], seed=0))
     base = write_tiny_model(
         directory / "base", characters=CHARACTERS, num_layers=2, hidden_size=64, seed=arguments.seed
     )
-    overrides = [f"run.output_dir={directory / 'sft'}", f"model.path={base}", f"data.path={train}"]
+    overrides = [f"run.output_dir={directory / 'sft'}", f"model.path={base}", f"data.path={warm_up}"]
     overrides += [f"run.seed={arguments.seed}"]
     overrides += [f"run.max_steps={arguments.warm_up_steps}"] if arguments.warm_up_steps else []
     warm = run(HERE / "sft.toml", overrides, overwrite=True)

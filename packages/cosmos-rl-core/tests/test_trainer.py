@@ -16,7 +16,7 @@ from cosmos_rl_core.algorithms.objective import data_term_objective
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.gradients import accumulate, clip_gradients
-from cosmos_rl_core.train.optim import build_optimizer, factor, parameter_groups
+from cosmos_rl_core.train.optimizers.build import build_optimizer, factor, parameter_groups
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import LossTerm, Microbatch, PolicyOutputs, TermBatch, TrainBatch
 from doubles.pretend_cuda import pretend_cuda

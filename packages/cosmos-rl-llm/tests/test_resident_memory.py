@@ -124,8 +124,9 @@ ENGINE = {"group_size": 2, "engine": "torch", "options": {"max_sequences": 8}}
 
 
 def engine_rank(rank, world_size, *, folder):
-    # twice as many as run at once: the second half is read while the cache is as long as it becomes
-    prompts = [Prompt(sample_id=number, row={"prompt": PROMPT}) for number in range(8)]
+    # twice as many as run at once: the second half is read while the cache is as long as it becomes; they differ, as
+    # equal prompts of one pass are read once
+    prompts = [Prompt(sample_id=number, row={"prompt": f"{number}{PROMPT[1:]}"}) for number in range(8)]
     found = {}
     for size in ("small", "large"):
         config = config_of(folder, size, rollout=ENGINE)

@@ -22,7 +22,7 @@ from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.parallel.setup import ModelSetup, SentAdapters
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RewardFunctionSection
@@ -325,7 +325,7 @@ def build_mesh(config: RunConfig) -> ReplicaMesh | None:
 def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | None = None) -> Trainer:
     from cosmos_rl_core.algorithms.distill import TaughtObjective
     from cosmos_rl_core.algorithms.objective import build_objective, data_term_objective
-    from cosmos_rl_core.train.optim import build_optimizer, factor
+    from cosmos_rl_core.train.optimizers.build import build_optimizer, factor
     from cosmos_rl_core.train.trainer import Trainer
 
     policy = _build_policy(config, domain, mesh)
@@ -344,6 +344,7 @@ def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | Non
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             rates=optimizer.rates,
+            muon=optimizer.muon,
         ),
         lr_factor=lambda step: factor(
             schedule.name,
@@ -394,7 +395,7 @@ def build_teacher(
 
 
 def _model_setup(
-    config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool, merges_adapters: bool = False
+    config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool, sent_adapters: SentAdapters = "live"
 ) -> ModelSetup:
     section = config.policy
     return ModelSetup(
@@ -403,13 +404,13 @@ def _model_setup(
         memory=section.memory,
         precision=section.precision,
         frozen=frozen,
-        merges_adapters=merges_adapters,
+        sent_adapters=sent_adapters,
     )
 
 
 def _build_policy(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | None, *, frozen: bool = False) -> Policy:
-    merges = not (frozen or config.is_sft) and domain.merges_adapters(config.rollout.engine)
-    setup = _model_setup(config, mesh, frozen=frozen, merges_adapters=merges)
+    sent = "live" if frozen or config.is_sft else domain.sent_adapters(config)
+    setup = _model_setup(config, mesh, frozen=frozen, sent_adapters=sent)
     return domain.build_policy(
         config.model, data=config.data, sampling=config.policy_sampling, seed=config.run.seed, setup=setup
     )

@@ -211,6 +211,9 @@ class TermBatch:
     loss = "advantage"; else the domain's own."""
     old_logprobs: Tensor | None = None
     """[T] float32 under the policy at the start of the step, where later updates of the step need it."""
+    high_entropy: Tensor | None = None
+    """[T] float32, 0 or 1: terms with the highest entropies of the step, under the policy at its start; None: all are
+    trained on alike."""
     values: Tensor | None = None
     """[T] float32: the critic's estimate when the rollout was made, for the step each term belongs to."""
     returns: Tensor | None = None

@@ -23,7 +23,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.startup import READING, phase
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.dtensor import fill_own_part, materialise
-from cosmos_rl_core.parallel.lora import base_name, fill_adapters
+from cosmos_rl_core.parallel.lora import base_name, fill_adapters, ranks_of
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Sampling
@@ -172,14 +172,32 @@ def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: Vl
     chat = load_chat(source, data, max_length=options.max_model_len or model.max_length)
     check_rope(config, chat.max_length)
     phase("starting vLLM")
-    llm = start(source, options=options, dtype=model.dtype, max_length=chat.max_length, pictures=pictures)
-    return VllmEngine(llm, chat, recompute_kv=options.recompute_kv)
+    adapters = None
+    if model.lora is not None and model.lora.serve == "adapter":
+        network = empty_model(source, dtype=torch.float32)
+        _prepare(network, model=model)
+        adapters = ranks_of(network)
+    llm = start(
+        source,
+        options=options,
+        dtype=model.dtype,
+        max_length=chat.max_length,
+        pictures=pictures,
+        adapters=adapters,
+    )
+    return VllmEngine(
+        llm,
+        chat,
+        recompute_kv=options.recompute_kv,
+        records_routes=options.record_routes,
+        adapters=tuple(adapters or ()),
+    )
 
 
-def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:
-    """Load the tokenizer, and prove that its chat template can be continued turn by turn."""
+def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig, single_turn: bool = False) -> ChatContinuation:
+    """Load the tokenizer, and prove that its chat template can be continued turn by turn, except for `single_turn`."""
     chat = load_chat(checkpoint_of(model), data, max_length=model.max_length)
-    return ChatContinuation(chat, plain=data.chat_template == PLAIN_TEXT)
+    return ChatContinuation(chat, plain=data.chat_template == PLAIN_TEXT, single_turn=single_turn)
 
 
 def load_chat(source: str, data: LLMDataConfig, *, max_length: int | None) -> Chat:

@@ -19,13 +19,14 @@ from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.parallel.config import unmatched
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
-from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.config import PLAIN_TEXT, ROUTES, LLMDataConfig, LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.data.spans import LABEL, PAIR, SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.choice import refusals
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
@@ -125,6 +126,9 @@ def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> Rollo
 def _of_engine(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     if not config.is_sft:
         yield from _of_advantage(config)
+    if config.has_episodes and config.rollout.options.get("record_routes"):
+        wrong = "the experts of episodes, whose turns are requests of their own, are not recorded"
+        yield Problem(key=ROUTES, given="true", wrong=wrong, suggestion="set it to false")
     if config.model.lora is not None:
         yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":
@@ -189,19 +193,28 @@ def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
 
 def adapter_problems(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
     """Names of adapted layers that the model does not have."""
-    if model.lora is None or not model.lora.unmatched(_matrices(read_specs(directory))):
+    lora = model.lora
+    if lora is None or not any(unmatched(_matrices(read_specs(directory)), ends) for ends in _ends(lora).values()):
         return
     from cosmos_rl_llm.model.weights import specs_of_config  # exact, and slow: files may have other names than modules
 
     layers = _matrices(specs_of_config(directory))
-    if unmatched := model.lora.unmatched(layers):
-        known = sorted({layer.rpartition(".")[2] for layer in layers if layer.count(".") > 2})
-        yield Problem(
-            key="model.lora.target_modules",
-            given=as_toml(model.lora.target_modules),
-            wrong=f"no layer's name ends in {', '.join(unmatched)}",
-            suggestion=f"the model's layers are {', '.join(known)}",
-        )
+    known = sorted({layer.rpartition(".")[2] for layer in layers if layer.count(".") > 2})
+    for key, ends in _ends(lora).items():
+        if missing := unmatched(layers, ends):
+            yield Problem(
+                key=f"model.lora.{key}",
+                given=as_toml(getattr(lora, key)),
+                wrong=f"no layer's name ends in {', '.join(missing)}",
+                suggestion=f"the model's layers are {', '.join(known)}",
+            )
+
+
+def _ends(lora: LLMLoraSection) -> dict[str, tuple[str, ...]]:
+    """The ends of names of layers that the keys of the section have."""
+    targets = () if isinstance(lora.target_modules, str) else lora.target_modules
+    patterns = {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
+    return {"target_modules": targets} | {key: tuple(pattern) for key, pattern in patterns.items()}
 
 
 def _matrices(specs: Iterable[WeightSpec]) -> list[str]:

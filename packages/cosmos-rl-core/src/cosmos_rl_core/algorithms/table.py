@@ -174,6 +174,32 @@ _ROWS = (
         },
     ),
     Algorithm(
+        name="sapo",
+        title="Soft Adaptive Policy Optimization",
+        paper="Gao et al., 2025, arXiv 2511.20347",
+        summary="a sigmoid gate around ratio 1 in place of the clip, steeper for bad rollouts",
+        defaults={"advantage": "group_std", "loss": "sapo", "aggregation": "sequence_mean_of_means"},
+    ),
+    Algorithm(
+        name="vespo",
+        title="Variational sEquence-level Soft Policy Optimization",
+        paper="2026, arXiv 2602.10693",
+        summary="REINFORCE with a soft window over each rollout's weight, without division by its length",
+        defaults={"advantage": "group_std", "loss": "vespo", "aggregation": "term_mean"},
+    ),
+    Algorithm(
+        name="dppo",
+        title="Divergence Proximal Policy Optimization",
+        paper="Qi et al., 2026, arXiv 2602.04879",
+        summary="terms are dropped by the change of their probability, not of the ratio",
+        defaults={
+            "advantage": "group_mean",
+            "loss": "dppo",
+            "rollout_kl_coef": 1e-3,  # as in prime-rl
+            "aggregation": "term_mean",
+        },
+    ),
+    Algorithm(
         name="ppo",
         title="Proximal Policy Optimization",
         paper="Schulman et al., 2017, arXiv 1707.06347; GAE, arXiv 1506.02438",

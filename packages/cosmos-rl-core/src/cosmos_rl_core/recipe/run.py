@@ -243,6 +243,12 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
             other="algorithm.advantage",
             wrong="must be at least 2, to compare rollouts of a prompt, for",
         )
+    if (config.algorithm.max_variance_rollouts or 0) > config.rollout.group_size:
+        yield KeyConflict(
+            key="algorithm.max_variance_rollouts",
+            other="rollout.group_size",
+            wrong="must be at most",
+        )
     if config.data_regularization.data is not None and not config.data_regularization.coef:
         yield KeyConflict(
             key="data_regularization.coef",
@@ -261,6 +267,7 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
 def _filter_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Reject rules about the rewards of a group where there are none."""
     keys = {"filter_zero_variance": False, "filter_low": None, "filter_high": None, "mask_prefix_terms": 0}
+    keys |= {"max_variance_rollouts": None}
     for key, default in keys.items():
         if getattr(config.algorithm, key) != default:
             yield KeyConflict(
@@ -402,17 +409,19 @@ def _episode_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
 
 
 def _cut_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
-    """Reject averages over whole rollouts in a domain that splits rollouts across microbatches."""
+    """Reject sums and averages over whole rollouts in a domain that splits rollouts across microbatches."""
+    algorithm = config.algorithm
     averages = {
-        "algorithm.loss": config.algorithm.loss == "sequence_clipped",
-        "algorithm.sequence_mask_delta": config.algorithm.sequence_mask_delta is not None,
+        "algorithm.loss": algorithm.loss in ("sequence_clipped", "vespo"),
+        "algorithm.correction_level": algorithm.correction_level != "term",
+        "algorithm.sequence_mask_delta": algorithm.sequence_mask_delta is not None,
     }
     for key, is_average in averages.items():
         if is_average:
             yield KeyConflict(
                 key=key,
                 other="policy.microbatch_terms",
-                wrong="averages over whole rollouts, but this domain splits them into microbatches of",
+                wrong="needs whole rollouts, but this domain splits them into microbatches of",
                 suggestion='set loss = "clipped"' if key == "algorithm.loss" else "remove it",
             )
 

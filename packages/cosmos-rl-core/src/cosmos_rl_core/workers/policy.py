@@ -152,6 +152,8 @@ class PolicyRole:
             rank = 0 if mesh is None else mesh.rank
             state = restore.load(at.welcome.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
             trainer.version = state.step
+            if len(state.objective) == len(trainer.objective.state):  # else the recipe has switched it on or off since
+                trainer.objective.state = state.objective
             return mesh, trainer, frozen, state
 
     def _saver(self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState) -> CheckpointSaver:

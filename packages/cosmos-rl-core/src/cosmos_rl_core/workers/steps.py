@@ -241,7 +241,12 @@ class PolicyReplica:
 
     async def finish_step(self, committed: p.Committed) -> None:
         """Save a checkpoint where one is due."""
-        state = TrainState(step=committed.step + 1, next_sample=committed.next_sample, unfinished=committed.unfinished)
+        state = TrainState(
+            step=committed.step + 1,
+            next_sample=committed.next_sample,
+            unfinished=committed.unfinished,
+            objective=self._learner.trainer.objective.state,
+        )
         leads = self._replicas.leads
         await self._learner.in_compute_thread(partial(self._saver.after_step, state, leads=leads, now=committed.save))
 

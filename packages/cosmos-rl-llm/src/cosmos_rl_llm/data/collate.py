@@ -35,6 +35,7 @@ import torch
 from cosmos_rl_core.errors import PromptError, SampleError, UserError
 from cosmos_rl_core.train.balance import deal, time_of
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.items import read_items
 from cosmos_rl_llm.data.reading import side_by_side
@@ -139,12 +140,11 @@ def _from_rollout(rollout: Rollout) -> TrainSequence:
             logprobs=rollout.rollout_logprobs[part],
             loss_mask=rollout.loss_mask[part],
             advantage=rollout.term_advantages[part],
-            routes=arrays.get("routes") if "branch_lengths" not in arrays else None,
+            routes=arrays.get("routes"),
             view=View.of_arrays(arrays) if place == 0 else EMPTY_VIEW,
         )
         assert len(sequence.prompt_tokens), "a rollout without a prompt token"
         assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.loss_mask), "terms out of step"
-        assert sequence.routes is None or len(sequence.routes) == sequence.length, "routes out of step"
         if sequence.loss_mask.any():
             sequences.append(sequence)
     assert start == len(arrays["tokens"]), "branches out of step"
@@ -176,8 +176,7 @@ def pack_batch(
     costs = _costs(sequences, groups)
     dealt = deal(lengths, capacity=microbatch_terms, share=share, costs=costs, groups=groups)
     room = len(dealt) * share.count * microbatch_terms
-    if any(sequence.routes is None for sequence in sequences):  # replayed for the whole batch or for none
-        sequences = [replace(sequence, routes=None) for sequence in sequences]
+    _check_routes(sequences)
     routes = sequences[0].routes if sequences else None
     empty = replace(EMPTY, routes=None if routes is None else np.zeros_like(routes[:1]))
     kinds = batch_kinds([item for sequence in sequences for branch in sequence.branches for item in branch.view.items])
@@ -192,6 +191,22 @@ def pack_batch(
         num_rollouts=sum(bool(rollout.loss_mask.any()) for sequence in sequences for rollout in sequence.rollouts),
         metrics={**metrics, "packing_fraction": sum(lengths) / room if room else 1.0},
     )
+
+
+def _check_routes(sequences: Sequence[TrainSequence]) -> None:
+    """Raise UserError unless all sequences have routes, of the same layers and experts a token, or none has.
+
+    A rollout that chose other experts than the rest of its batch replays would look like one of another policy.
+    """
+    branches = [branch for sequence in sequences for branch in sequence.branches]
+    shapes = {None if branch.routes is None else (branch.routes.ndim, *branch.routes.shape[1:]) for branch in branches}
+    if len(shapes) > 1:
+        given = ", ".join(sorted("no experts" if shape is None else f"{list(shape[1:])}" for shape in shapes))
+        raise UserError(f"{ROUTES}: rollouts of a step have experts [layers, k] of different shapes: {given}")
+    for branch in branches:
+        if branch.routes is not None and (branch.routes.ndim != 3 or len(branch.routes) != branch.length):
+            given, wanted = list(branch.routes.shape), branch.length
+            raise UserError(f"{ROUTES}: a rollout has experts {given} for {wanted} tokens, not [{wanted}, layers, k]")
 
 
 def _costs(sequences: Sequence[TrainSequence], groups: Sequence[int] | None) -> list[float] | None:

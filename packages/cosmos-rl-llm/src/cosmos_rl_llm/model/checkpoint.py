@@ -188,7 +188,8 @@ def _adapter_parameters(weights: Iterable[WeightSpec], lora: LoraSection | None,
     """Number of parameters in the low-rank updates of linear layers: rank x (inputs + outputs) each."""
     if lora is None:
         return 0
-    return sum(lora.rank * sum(spec.shape) for spec in weights if _is_adapted(spec, lora, experts=experts))
+    adapted = (spec for spec in weights if _is_adapted(spec, lora, experts=experts))
+    return sum(lora.rank_of(spec.name.removesuffix(".weight")) * sum(spec.shape) for spec in adapted)
 
 
 def _are_frozen(weights: Iterable[WeightSpec], lora: LoraSection | None, *layers: str) -> bool:

@@ -82,20 +82,20 @@ def with_adapters(plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def merge_adapters(
-    base: Path, adapters: Iterable[tuple[str, Tensor]], *, scaling: float
+    base: Path, adapters: Iterable[tuple[str, Tensor]], *, section: LLMLoraSection
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the model at `base` with its adapters merged, by their names in its files.
 
     transformers has other names for some models than their published files, such as those of Qwen2.5-VL.
 
-    adapters: by their names in peft's files. scaling: alpha / rank. Raises UserError for those of another model.
+    adapters: by their names in peft's files. Raises UserError for those of another model.
     """
     weights = find_weights(empty_model(base, dtype=torch.float32), str(base)) or {}
     plain = {name: weight.names[0][0] for name, weight in weights.items() if len(weight.names) == 1}
     named = ((lora.renamed(name, lambda layer: plain.get(layer, layer)), tensor) for name, tensor in adapters)
     head = f"base_model.model.{SCORE_WEIGHT}"  # of a reward model, whose base may be a language model
     named = ((SCORE_WEIGHT if name == head else name, tensor) for name, tensor in named)
-    return lora.merge(read_tensors(base), named, scaling=scaling)
+    return lora.merge(read_tensors(base), named, scaling=section.scaling)
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
