@@ -156,6 +156,7 @@ def test_the_files_of_a_trained_model_load_in_transformers(base, tmp_path):
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert type(loaded).__name__ == "Qwen3ForSequenceClassification" and loaded.config.num_labels == 1
     (microbatch,) = collate([ROW], policy.chat).microbatches
+    assert policy.chat is not None
     tokenizer = policy.chat.tokenizer
     rows = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in ("12=345", "12=7")]
     width = max(map(len, rows))
