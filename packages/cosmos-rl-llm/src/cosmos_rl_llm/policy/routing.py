@@ -33,6 +33,9 @@ from cosmos_rl_llm.policy.experts import is_experts
 _ROUTERS = ("gate", "router")
 """Attribute names of the router of a layer with `experts`. It returns (logits, gates [N, k], experts [N, k])."""
 
+_REPLAY = "route_replay"
+"""Attribute of a router whose choice can be replayed: its `_Replay`."""
+
 
 def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The routers by layer number, of the local layers; empty for a dense model."""
@@ -131,8 +134,8 @@ class ExpertLoad:
         if chosen is not None:
             num_experts = self._shape[1]
             slots = max(_num_scores(router) or 0, num_experts)  # no-op experts come last and are not counted
-            given = router.forward.__self__  # pyright: ignore[reportFunctionMemberAccess] a bound method
-            replays = isinstance(given, _Replay) and given.is_given
+            replay = vars(router).get(_REPLAY)  # `forward` itself may be wrapped by a region of tensor parallelism
+            replays = replay is not None and replay.is_given
             more = chosen.new_tensor([replays * chosen.numel(), chosen.numel()], dtype=torch.int64)
             counts = torch.cat([count_slots(chosen.detach(), slots)[:num_experts], more])
             self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
@@ -151,6 +154,7 @@ def install_replay(model: PreTrainedModel) -> None:
             replay = _Replay(layer, router, num_layers=num_layers, num_experts=_num_scores(router) or num_experts)
             beside["self_attn"].register_forward_pre_hook(replay.listen, with_kwargs=True)
             router.forward = replay.route
+            setattr(router, _REPLAY, replay)
 
 
 def check_replay(model: PreTrainedModel) -> None:
