@@ -93,7 +93,7 @@ def test_agent_code_shortened(tmp_path):
     """A warm-up and a few steps: the programs run in the sandbox, and some of them pass tests."""
     if not_protected := [line for line in checks() if line.level == "note" and line.name != "sandbox: mounts"]:
         pytest.skip(f"the sandbox lacks layers here: {not_protected}")
-    short = ["run.max_steps=6", "run.placement=inline", "eval.every_steps=0", "policy.prompts_per_step=4"]
+    short = ["run.max_steps=6", "run.placement=inline", "eval.limit=16", "policy.prompts_per_step=4"]
     python("agent_code/recipe.py", "--dir", tmp_path, "--warm-up-steps", 40, *short)
     metrics = lines(tmp_path / "grpo/metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(6))
