@@ -94,7 +94,8 @@ def write_model(directory: Path) -> None:
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(directory)
-    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1}, unk_token="<unk>"))
+    numbers = {str(number): number for number in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1, **numbers}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(directory)
 
