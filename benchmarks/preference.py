@@ -42,8 +42,8 @@ NOTE = (
     "steps. On a busy machine seconds are noise, and CPU time counts"
 )
 MEMORY_NOTE = (
-    "peak RSS: the peak of each process (VmHWM) added up, libraries included. TRL is one process; ours are controller "
-    "and policy. PSS counts shared pages once"
+    "peak RSS: the peak of each process (VmHWM) added up, libraries included. TRL is one process; ours are the "
+    "command, the controller, its guard of processes and the policy. PSS counts shared pages once"
 )
 
 
