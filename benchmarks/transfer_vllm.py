@@ -60,12 +60,13 @@ Taken = tuple[float, float]
 class Engine:
     """vLLM with the extension for the other ways, and running sequences."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, adapters: Mapping[str, int] | None = None) -> None:
+        """adapters: the ranks of the layers that need adapter slots."""
         options = VllmEngineOptions(
             cache_bytes=256 << 20, extra={"worker_extension_cls": "_vllm_worker.TakesWholeTensors"}
         )
-        self._llm = start(str(model), options=options, dtype="bfloat16", max_length=MAX_LENGTH)
-        self.engine = VllmEngine(self._llm, TokenChat())
+        self._llm = start(str(model), options=options, dtype="bfloat16", max_length=MAX_LENGTH, adapters=adapters)
+        self.engine = VllmEngine(self._llm, TokenChat(), adapters=tuple(adapters or ()))
 
     async def rpc(self, method: str, **arguments: Any) -> None:
         """Call a method of the worker."""
@@ -88,25 +89,25 @@ class Ways:
 
     def __init__(self, weights: Mapping[str, Tensor], engine: Engine, directory: Path) -> None:
         self._weights, self._engine, self._directory = weights, engine, directory
-        self._publisher = Publisher(weights, token=TOKEN, settings=SETTINGS)
+        self.publisher = Publisher(weights, token=TOKEN, settings=SETTINGS)
 
     async def open(self) -> None:
         """Connect the engine to the publisher."""
-        self._subscriber = await self._engine.engine.subscriber(self._publisher.address, settings=SETTINGS, token=TOKEN)
+        self._subscriber = await self._engine.engine.subscriber(self.publisher.address, settings=SETTINGS, token=TOKEN)
 
     async def close(self) -> None:
         """Disconnect."""
         await self._subscriber.close()
-        await self._publisher.close()
+        await self.publisher.close()
 
     async def ours(self, version: int) -> Taken:
         """Publish, pull beside generation, write while paused."""
         started = time.perf_counter()
-        await self._publisher.publish(version, self._weights)
+        await self.publisher.publish(version, self._weights)
         await self._subscriber.stage(after=version - 1)
         pause = await self._switch(version, self._subscriber.apply)
         taken = time.perf_counter() - started, pause
-        await self._publisher.fence()
+        await self.publisher.fence()
         return taken
 
     async def safetensors(self, version: int) -> Taken:
