@@ -19,9 +19,9 @@ HERE = Path(__file__).parent
 CHARACTERS = "0123456789*+x,:"
 HELD_OUT = 24
 ANSWERS = 8
-"""Sampled answers to each of the held-out prompts in an evaluation."""
+"""Number of sampled answers to each held-out prompt in an evaluation."""
 WORKED = 32
-"""Programs of the warm-up for each prompt."""
+"""Number of the warm-up's programs for each prompt."""
 RIGHT = 0.3
 """The fraction of them that is right."""
 
@@ -38,7 +38,7 @@ def rows(*, seed: int) -> list[dict[str, Any]]:
 
 
 def worked(prompts: Sequence[dict[str, Any]], *, seed: int) -> list[dict[str, Any]]:
-    """Programs for the warm-up: all of the right form, most for another line than the prompt's."""
+    """Rows for the warm-up. All programs have the right form, and most are for another line than the prompt asks for."""
     sampled = random.Random(seed)
     made = []
     for row in [row for row in prompts for _ in range(WORKED)]:

@@ -124,8 +124,8 @@ ENGINE = {"group_size": 2, "engine": "torch", "options": {"max_sequences": 8}}
 
 
 def engine_rank(rank, world_size, *, folder):
-    # twice as many as run at once: the second half is read while the cache is as long as it becomes; they differ, as
-    # equal prompts of one pass are read once
+    # Twice as many as run at once: the second half is read while the cache has its greatest length. The prompts differ,
+    # since equal prompts of one pass are read once.
     prompts = [Prompt(sample_id=number, row={"prompt": f"{number}{PROMPT[1:]}"}) for number in range(8)]
     found = {}
     for size in ("small", "large"):
