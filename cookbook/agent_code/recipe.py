@@ -38,7 +38,7 @@ def rows(*, seed: int) -> list[dict[str, Any]]:
 
 
 def worked(prompts: Sequence[dict[str, Any]], *, seed: int) -> list[dict[str, Any]]:
-    """Rows for the warm-up. All programs have the right form, and most are for another line than the prompt asks for."""
+    """Rows for the warm-up. All programs have the right form; most are for another line than the prompt asks for."""
     sampled = random.Random(seed)
     made = []
     for row in [row for row in prompts for _ in range(WORKED)]:

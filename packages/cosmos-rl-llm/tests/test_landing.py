@@ -376,7 +376,7 @@ def test_every_copy_of_a_redundant_expert_is_a_place(checkpoint):
 
 
 def serving_config(path: Path, family: str) -> Any:
-    """A config that computes in float32. On CPUs with AMX vLLM's own choice for latent attention takes bfloat16 alone."""
+    """A config that computes in float32; vLLM's own choice for latent attention on CPUs with AMX does not."""
     return vllm_config(path, **({"attention_backend": "CPU_MLA"} if family == "deepseek_v3" else {}))
 
 

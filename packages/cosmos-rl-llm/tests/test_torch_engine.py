@@ -193,7 +193,7 @@ def test_a_groups_prompt_is_prefilled_once():
 
 
 def test_a_group_larger_than_the_batch_is_cut():
-    """Its first samples have the bits of a smaller group, which fits: no sample depends on the others of its batch."""
+    """Its first samples have the bits of a group that fits: no sample depends on the others of its batch."""
     (prompt,) = prompts_of(6)
     cut, fits = (
         generate_all(engine_of(tiny(), max_sequences=4, batch_invariant=True), [prompt], num_samples=count)[0]
