@@ -22,7 +22,7 @@ from endpoint_service import (
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import RolloutGroup, Sampling, Share, ToolCall
 from cosmos_rl_llm.config import LLMTorchOptions

@@ -204,3 +204,13 @@ def test_vlm_quickstart_shortened(tmp_path):
         metrics = json.loads((tmp_path / "run" / folder / "eval.json").read_text())["metrics"]
         for asked in ("as it is", "with a grey picture", "with another question"):
             assert metrics[f"reward/exact asked={asked}"]["count"] == 12
+
+
+def test_llm_reward_model(tmp_path):
+    python("llm_reward_model/recipe.py", "--dir", tmp_path, "run.max_steps=20")
+    assert before_and_after(tmp_path / "reward_model", metric="eval/reward_accuracy")[1] > 0.9
+    before, after = before_and_after(tmp_path / "rl", metric="eval/reward/reward_model")
+    assert after > before + 3
+    assert before_and_after(tmp_path / "rl", metric="eval/reward/true_reward")[1] < after - 1
+    assert any(line["action"] == "warn" for line in lines(tmp_path / "rl/monitor.jsonl"))
+    assert all_are_described(tmp_path / "reward_model", tmp_path / "rl")

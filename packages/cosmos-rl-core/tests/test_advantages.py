@@ -80,7 +80,7 @@ def test_advantage_clip_limits_both_sides():
     assert advantage(REWARDS).tolist() == [0.0, -1.0, -1.0, 1.5]
 
 
-@pytest.mark.parametrize("name", sorted(set(TABLE) - {"sft", "ppo"}))
+@pytest.mark.parametrize("name", sorted(name for name, row in TABLE.items() if not row.rows and name != "ppo"))
 def test_every_algorithm_of_the_table_prefers_the_better_rollout(name):
     advantages = build_advantage(AlgorithmConfig(name=name))(REWARDS)
     assert advantages.argmax() == 3 and advantages.dtype == np.float64
@@ -158,3 +158,21 @@ def test_the_pooled_deviation_divides_all_groups_alike_by_hand():
 
 def test_other_advantages_need_nothing_but_their_group():
     assert build_batch_advantage(AlgorithmConfig(name="grpo")) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [({}, [0, 0, 0, 1]), ({"above": 1.0}, [1, 0, 0, 1]), ({"above": 9.0}, [0, 0, 0, 0])],
+)
+def test_raft_selects_the_best_or_all_above_a_bar(options, weights):
+    assert build_advantage(AlgorithmConfig(name="raft", options=options))(REWARDS).tolist() == weights
+
+
+def test_of_equal_rewards_raft_takes_the_first():
+    assert build_advantage(AlgorithmConfig(name="raft"))(np.ones(3)).tolist() == [1, 0, 0]
+
+
+def test_raft_takes_filters_and_refuses_keys_of_ratios():
+    assert AlgorithmConfig(name="raft", filter_zero_variance=True).loss == "supervised"
+    with pytest.raises(ValueError, match="does not read it"):
+        AlgorithmConfig(name="raft", clip_low=0.1)

@@ -35,6 +35,7 @@ def test_defaults_come_from_the_row(name):
         ("dapo", ("group_std", "clipped", 0.2, 0.28, "term_mean")),
         ("gspo", ("group_std", "sequence_clipped", 3e-4, 4e-4, "sequence_mean_of_means")),
         ("cispo", ("group_std", "cispo", 1.0, 4.0, "term_mean")),
+        ("dppo", ("group_mean", "dppo", 0.2, 0.2, "term_mean")),
     ],
 )
 def test_rows_are_what_the_papers_say(name, expected):
@@ -74,7 +75,7 @@ def test_a_key_that_is_not_known_is_an_error():
         (
             {"name": "aipo", "clip_high": 0.3},
             "clip_high",
-            'set loss = "clipped" or "sequence_clipped" or "sequence_clipped_token" or "cispo"',
+            'set loss = "clipped" or "sequence_clipped" or "sequence_clipped_token" or "cispo" or "dppo"',
         ),
         ({"name": "grpo", "max_ratio": 4.0}, "max_ratio", 'set loss = "truncated"'),
         ({"correction": "mask"}, "correction", 'set old_logprobs = "policy"'),
@@ -96,6 +97,22 @@ def test_a_key_that_is_not_known_is_an_error():
         ({"aggregation_constant": 100}, "aggregation_constant", 'aggregation = "constant"'),
         ({"overlong_penalty": 0.5}, "overlong_penalty", "overlong_buffer_terms"),
         ({"name": "sft", "kl_coef": 0.1}, "kl_coef", "remove it"),
+        ({"name": "sapo", "clip_high": 0.3}, "clip_high", "set loss ="),
+        ({"sapo_temperature": 2.0}, "sapo_temperature", 'set loss = "sapo"'),
+        ({"vespo_k": 1.0}, "vespo_k", 'set loss = "vespo"'),
+        ({"name": "vespo", "old_logprobs": "policy"}, "old_logprobs", 'take "rollout"'),
+        ({"name": "dppo", "old_logprobs": "policy"}, "old_logprobs", 'take "rollout"'),
+        ({"correction_level": "sequence"}, "correction_level", 'set old_logprobs = "policy"'),
+        (
+            {"old_logprobs": "policy", "correction": "none", "correction_level": "geometric"},
+            "correction_level",
+            "remove it",
+        ),
+        ({"entropy_coef_step": 0.1}, "entropy_coef_step", "set entropy_target"),
+        ({"entropy_coef_max": 0.1}, "entropy_coef_max", "set entropy_target"),
+        ({"entropy_target": 0.2, "entropy_coef": 0.2, "entropy_coef_max": 0.1}, "entropy_coef", "lower it"),
+        ({"advantage": "pooled_std", "max_variance_rollouts": 4}, "max_variance_rollouts", "remove it"),
+        ({"name": "sft", "top_entropy": 0.2}, "top_entropy", "remove it"),
     ],
 )
 def test_a_key_without_effect_is_an_error_with_the_remedy(keys, key, fix):
@@ -122,6 +139,9 @@ def test_a_key_at_its_default_is_harmless():
         {"aggregation": "constant", "aggregation_constant": 100},
         {"entropy_coef": 0.1, "entropy_aggregation": "constant", "aggregation_constant": 100},
         {"name": "sft", "aggregation": "sequence_mean_of_sums"},
+        {"entropy_target": 0.2, "entropy_aggregation": "term_mean", "entropy_coef_step": 0.1},
+        {"old_logprobs": "policy", "correction": "mask", "correction_level": "sequence"},
+        {"name": "grpo", "rollout_kl_coef": 0.01, "top_entropy": 0.2, "mask_truncated": True},
     ],
 )
 def test_keys_with_an_effect_are_taken(keys):

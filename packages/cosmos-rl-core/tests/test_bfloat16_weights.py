@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_core.train.optim import build_optimizer
-from cosmos_rl_core.train.rounding import StochasticAdam, stochastic
+from cosmos_rl_core.train.optimizers.build import build_optimizer
+from cosmos_rl_core.train.optimizers.rounding import StochasticAdam, stochastic
 
 LR, STEPS = 1e-6, 100
 

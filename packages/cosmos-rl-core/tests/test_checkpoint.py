@@ -24,7 +24,7 @@ from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 
@@ -547,3 +547,8 @@ def test_a_replica_that_joined_no_mesh_leaves_later_checkpoints_of_others(tmp_pa
         newcomer = saver_of(make(version=2), tmp_path, step=2, resumed_from=resumed_from)
         assert newcomer.finish() is None
     assert list_steps(tmp_path) == [2, 4]
+
+
+def test_the_numbers_of_the_objective_are_read_back_to_the_bit(tmp_path):
+    numbers = (0.1 + 0.2, 1.0)
+    assert load(save(tmp_path, make(), objective=numbers), make()).objective == numbers

@@ -23,7 +23,7 @@ from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 from doubles.ranks import run_ranks

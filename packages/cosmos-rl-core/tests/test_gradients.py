@@ -89,7 +89,7 @@ def optimizer_groups(rank, world_size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from cosmos_rl_core.train.optim import build_optimizer
+    from cosmos_rl_core.train.optimizers.build import build_optimizer
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     module = nn.Module()

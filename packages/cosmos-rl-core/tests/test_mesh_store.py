@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cosmos_rl_core.algorithms.objective import data_term_objective
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.rendezvous import Rendezvous
 from cosmos_rl_core.errors import EpochOver
@@ -59,7 +60,9 @@ def mesh_of(name, address, token):
     module = nn.Linear(2, 1)
     policy = SimpleNamespace(module=module, weights=lambda: dict(module.named_parameters()))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    trainer = Trainer(policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0)
+    trainer = Trainer(
+        policy, objective=data_term_objective(1.0), optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0
+    )
     context = WorkerContext(name=name, token=token, timeline=Timeline(process=name), threads=1)
     limits = WaitLimits(timeout_s=30.0)
     return PolicyMesh(context, controller=lambda: address, trainer=trainer, is_over=lambda epoch: False, limits=limits)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import PolicyOutputs, TermBatch, TrainBatch
 
-POLICY_ALGORITHMS = sorted(set(TABLE) - {"sft", "ppo"})
+POLICY_ALGORITHMS = sorted(name for name, row in TABLE.items() if not row.rows and not row.selects and name != "ppo")
 every_algorithm = pytest.mark.parametrize("name", POLICY_ALGORITHMS)
 
 LENGTHS = (3, 2, 1, 2)
@@ -260,3 +261,51 @@ def test_a_loss_of_the_wrong_shape_is_an_error():
     objective = objective_of(name="my_losses:TOTAL")
     with pytest.raises(UserError, match="one value a term"):
         objective(PolicyOutputs(logprobs=drawn()), batch(rollout_logprobs=drawn(1)))
+
+
+def test_the_entropy_coefficient_follows_its_target_by_hand():
+    objective = objective_of(
+        name="grpo", entropy_coef=0.01, entropy_target=0.4, entropy_coef_step=0.01, entropy_coef_max=0.02
+    )
+    terms = batch(rollout_logprobs=drawn())
+
+    def coef():
+        losses, metrics = objective(PolicyOutputs(logprobs=drawn(), entropy=-drawn()), terms)
+        coefs = [loss.coef for loss in losses if loss.name == "entropy"]
+        assert metrics["entropy_coef"].tolist() == (coefs or [0.0]) * len(MASK)
+        return coefs
+
+    assert coef() == []  # no entropy is known yet
+    for entropy, expected in [
+        (0.3, [0.02]),
+        (0.4, [0.02]),
+        (0.5, []),
+        (0.3, [0.02]),
+        (0.5, []),
+        (0.5, []),
+        (0.1, [0.01]),
+    ]:
+        objective.stepped({"entropy": entropy})
+        assert coef() == pytest.approx(expected)
+
+
+def test_terms_of_low_entropy_lose_their_policy_and_entropy_loss_and_keep_the_kl():
+    logprobs = tensor(-1.0, -2.0)
+    terms = batch(
+        rollout_logprobs=logprobs, ref_logprobs=logprobs - 1, advantages=(2.0, 2.0), lengths=(2,), mask=(1, 1)
+    )
+    terms = replace(terms, high_entropy=tensor(0.0, 1.0))
+    objective = objective_of(name="grpo", kl_coef=0.1, entropy_coef=0.01, top_entropy=0.5)
+    losses, metrics = objective(PolicyOutputs(logprobs=logprobs, entropy=tensor(0.3, 0.5)), terms)
+    values = {loss.name: loss.values for loss in losses}
+    torch.testing.assert_close(values["policy"], tensor(0.0, -2.0))
+    torch.testing.assert_close(values["entropy"], tensor(0.0, -0.5))
+    assert (values["kl"] > 0).all()
+    assert metrics["high_entropy"].tolist() == [0.0, 1.0]
+
+
+def test_the_policy_is_kept_near_the_rollout_by_hand():
+    logprobs = tensor(-1.0, -2.0)
+    terms = batch(rollout_logprobs=logprobs - tensor(0.3, -0.1), advantages=(0.0, 0.0), lengths=(2,), mask=(1, 1))
+    objective = objective_of(name="dppo", rollout_kl_coef=0.5)
+    assert total(objective, PolicyOutputs(logprobs=logprobs), terms).item() == pytest.approx(0.5 * (0.09 + 0.01) / 2)

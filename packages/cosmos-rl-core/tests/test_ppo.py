@@ -19,7 +19,7 @@ from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.train.batcher import deal_minibatches
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.types import Episode, Exchange, PolicyOutputs, Prompt, Rollout, RolloutGroup, TermBatch, TrainBatch
 
 

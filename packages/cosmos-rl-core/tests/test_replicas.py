@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cosmos_rl_core.algorithms.objective import data_term_objective
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
 from cosmos_rl_core.errors import EpochOver, PeersUnreachable, UserError
@@ -260,7 +261,9 @@ def trainer(seed, *, steps=0, hidden=3, layers=2, dtype=torch.float32, frozen=0)
         module(torch.full((2, 4), 1.0 + step)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    built = Trainer(policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0)
+    built = Trainer(
+        policy, objective=data_term_objective(1.0), optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0
+    )
     built.version = steps
     return built
 

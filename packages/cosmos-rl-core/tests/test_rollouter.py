@@ -1,6 +1,7 @@
 """One prompt becomes one scored group with advantages."""
 
 import asyncio
+import itertools
 import threading
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import pytest
 
 from cosmos_rl_core.algorithms.advantages import group_mean
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
-from cosmos_rl_core.algorithms.rules import GroupRules, group_rules, has_signal
+from cosmos_rl_core.algorithms.rules import GroupRules, group_rules, has_signal, most_varied
 from cosmos_rl_core.errors import PromptError, SampleError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Requests, Rollouter, request_seed
@@ -205,6 +206,12 @@ def test_a_shared_prefix_is_masked_by_the_rewards_after_shaping():
     assert all(r.loss_mask.all() for r in run(ScriptedEngine((2, 3)), **keys).rollouts)  # equal rewards
 
 
+def test_rollouts_that_are_not_selected_train_nothing():
+    group = run(ScriptedEngine(), advantage=lambda rewards: (rewards == rewards.max()).astype(float), selects=True)
+    assert [r.loss_mask.any() for r in group.rollouts] == [False, False, True]
+    assert [r.reward for r in group.rollouts] == [2.0, 4.0, 6.0]
+
+
 def test_evaluation_draws_one_rollout_under_its_own_sampling_and_seed():
     engine = ScriptedEngine((3, 3, 3))
     group = asyncio.run(rollouter(engine, keep=has_signal).evaluate(PROMPT))
@@ -245,3 +252,30 @@ def test_advantages_that_wait_for_the_other_groups_of_the_step_are_not_shown_as_
 )
 def test_which_advantages_wait(keys, waits):
     assert group_rules(AlgorithmConfig.model_validate(keys), max_terms=8).waits_for_step is waits
+
+
+def test_rollouts_that_were_cut_off_are_compared_and_not_trained_on():
+    group = run(ScriptedEngine(lengths=(1, 8, 3)), mask_truncated=True)
+    assert [r.loss_mask.any() for r in group.rollouts] == [True, False, True]
+    assert [r.advantage for r in group.rollouts] == [-6.0, 8.0, -2.0]  # around 8, the mean of 2, 16 and 6
+
+
+def test_the_rollouts_with_the_most_varied_rewards_are_compared_alone():
+    group = run(ScriptedEngine(lengths=(3, 1, 4, 6, 7)), group_size=5, num_trained=3)  # rewards 6, 2, 8, 12, 14
+    assert [r.loss_mask.any() for r in group.rollouts] == [False, True, False, True, True]
+    assert [r.reward for r in group.rollouts] == [6.0, 2.0, 8.0, 12.0, 14.0]
+    np.testing.assert_allclose([r.advantage for r in group.rollouts], [0, 2 - 28 / 3, 0, 12 - 28 / 3, 14 - 28 / 3])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_has_the_largest_variance_of_all(seed):
+    rewards = np.random.default_rng(seed).integers(0, 4, 8).astype(float)
+    for count in (2, 3, 5):
+        best = max(np.var(rewards[list(chosen)]) for chosen in itertools.combinations(range(8), count))
+        assert np.var(rewards[most_varied(rewards, count)]) == pytest.approx(best)
+
+
+def test_the_keys_of_left_out_rollouts_reach_the_rules():
+    config = AlgorithmConfig(name="grpo", mask_truncated=True, max_variance_rollouts=2)
+    rules = group_rules(config, max_terms=8)
+    assert (rules.mask_truncated, rules.num_trained) == (True, 2)

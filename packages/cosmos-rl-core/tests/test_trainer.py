@@ -13,10 +13,11 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cosmos_rl_core.algorithms.objective import data_term_objective
+from cosmos_rl_core.interfaces import Objective
 from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.gradients import accumulate, clip_gradients
-from cosmos_rl_core.train.optim import build_optimizer, factor, parameter_groups
+from cosmos_rl_core.train.optimizers.build import build_optimizer, factor, parameter_groups
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import LossTerm, Microbatch, PolicyOutputs, TermBatch, TrainBatch
 from doubles.pretend_cuda import pretend_cuda
@@ -49,10 +50,8 @@ class Linear:
         return {}
 
 
-class TwoLosses:
+class TwoLosses(Objective):
     """-advantage * logprob, and half the mean square beside it; a rollout's terms weigh 1 / its length."""
-
-    needs_reference = False
 
     def __init__(self, *, needs_entropy=False, normalizer=None):
         self.needs_entropy = needs_entropy

@@ -23,7 +23,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy

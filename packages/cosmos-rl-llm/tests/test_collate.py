@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.algorithms.rules import mask_prefixes
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Episode, FinishReason, PolicyOutputs, Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.domain import LLM
@@ -171,8 +172,25 @@ def test_routes_lie_beside_the_tokens():
     (microbatch,) = collate([group], microbatch_terms=100, share=Share()).microbatches
     assert microbatch.inputs["routes"].shape == (5, 2, 1)
     assert microbatch.inputs["routes"][:, 0, 0].tolist() == [0, 0, 0, 1, 1]
-    (mixed,) = collate([group, make_group(rollouts[0])], microbatch_terms=100, share=Share()).microbatches
-    assert "routes" not in mixed.inputs
+
+
+@pytest.mark.parametrize(
+    ("routes", "wrong"),
+    [
+        (None, r"different shapes: \[2, 1\], no experts"),
+        (np.zeros((2, 2, 2), np.uint8), r"different shapes: \[2, 1\], \[2, 2\]"),
+        (np.zeros((3, 2, 1), np.uint8), r"experts \[3, 2, 1\] for 2 tokens, not \[2, layers, k\]"),
+    ],
+)
+def test_a_rollout_without_its_routes_ends_the_run(routes, wrong):
+    rollouts = [make_rollout([1, 2], [3, 4]), make_rollout([5], [6, 7])]
+    shapes = [np.zeros((3, 2, 1), np.uint8), routes]
+    given = [
+        each if part is None else replace(each, arrays={**each.arrays, "routes": part})
+        for each, part in zip(rollouts, shapes, strict=True)
+    ]
+    with pytest.raises(UserError, match=f"rollout.options.record_routes: .*{wrong}"):
+        collate([make_group(*given)], microbatch_terms=100, share=Share())
 
 
 @pytest.mark.parametrize("shown", [(0, 1), (0, 2), (0, 3)])

@@ -132,6 +132,41 @@ def test_what_vllm_does_not_take_of_a_model_is_generated_by_torch(file, changes,
     assert re.search(why, reason), reason
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "wrong"),
+    [
+        (["model.lora.rank=513"], "model.lora.rank", "at most a rank of 512"),
+        (
+            ["model.lora.rank=8", "model.lora.rank_pattern.v_proj=513"],
+            "model.lora.rank_pattern",
+            "at most a rank of 512",
+        ),
+        (["model.lora.rank_pattern.x_proj=8"], "model.lora.rank_pattern", "no layer's name ends in x_proj"),
+    ],
+)
+def test_adapters_without_a_slot_or_a_layer_are_named_before_the_first_step(file, overrides, key, wrong):
+    loaded = load(file, ["rollout.engine=vllm", *overrides])
+    found = [problem for problem in find_problems(loaded.config, [], []) if problem.key.startswith("model.lora")]
+    assert [problem.key for problem in found] == [key]
+    assert wrong in found[0].wrong
+
+
+def test_merged_adapters_need_no_slot(file):
+    assert chosen(file, "model.lora.rank=513")[1].startswith("not vllm: model.lora.rank: ")
+    assert chosen(file, "model.lora.rank=513", "model.lora.serve=merged")[0] == "vllm"
+
+
+def test_adapters_of_the_parts_that_see_have_no_slot(file):
+    path = file.with_name("model") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vision_config": {}, "model_type": "qwen3_vl"}))
+    rank = "model.lora.rank=8"
+    for others in ((), ['model.freeze=["tower"]'], ['model.lora.whole=["projector"]']):
+        assert "tower or projector get adapters" in chosen(file, rank, *others)[1]
+    unadapted = ['model.freeze=["tower"]', 'model.lora.whole=["projector"]']
+    for others in (unadapted, ['model.lora.target_modules=["q_proj"]'], ["model.lora.serve=merged"]):
+        assert chosen(file, rank, *others)[0] == "vllm"
+
+
 @pytest.mark.skipif(not vllm_platform(), reason="the extra cosmos-rl-llm[vllm] is not installed")
 def test_an_architecture_that_vllm_does_not_have_is_generated_by_torch(file):
     assert chosen(file)[0] == "vllm"

@@ -103,7 +103,7 @@ def test_weights_are_the_live_adapters():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_weights_give_the_same_logprobs(family):
     network, base = adapted(family, trained=True), model(family)
-    merged = dict(merge(base.state_dict().items(), adapter_weights(network).items(), scaling=6.0 / 4))
+    merged = dict(merge(base.state_dict().items(), adapter_weights(network).items(), scaling=lambda layer: 6.0 / 4))
     expected = logprobs(network)
     assert not torch.allclose(expected, logprobs(model(family)), atol=1e-3)
     base.load_state_dict(merged)
@@ -145,7 +145,7 @@ def test_adapters_of_another_model_are_told():
     name = "base_model.model.model.layers.9.mlp.up_proj.lora_{}.weight"
     adapters = {name.format("A"): torch.zeros(4, 64), name.format("B"): torch.zeros(96, 4)}
     with pytest.raises(UserError, match=r"no weight model\.layers\.9\.mlp\.up_proj\.weight"):
-        dict(merge(model().state_dict().items(), adapters.items(), scaling=1.0))
+        dict(merge(model().state_dict().items(), adapters.items(), scaling=lambda layer: 1.0))
 
 
 def test_a_policy_without_adapters_is_no_reference():
@@ -191,7 +191,7 @@ def test_transformers_loads_what_is_written(tmp_path):
     assert found.keys() == policy.weights().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in policy.weights().items())
     tokens = torch.arange(12)[None]
-    merged = dict(merge(read_tensors(base), found.items(), scaling=6.0 / 4))
+    merged = dict(merge(read_tensors(base), found.items(), scaling=lambda layer: 6.0 / 4))
     whole = load_model(base, dtype=torch.float32)
     whole.load_state_dict(merged, strict=False)  # without the tied head
     torch.testing.assert_close(loaded.double()(tokens).logits, whole.double()(tokens).logits, rtol=1e-6, atol=1e-6)
@@ -200,13 +200,13 @@ def test_transformers_loads_what_is_written(tmp_path):
 def policy_for_whole_weights(mesh=None):
     """A policy with adapters whose engines take whole weights."""
     parallel = ParallelSection() if mesh is None else ParallelSection(dp_shard=mesh.dims.dp_shard, tp=mesh.dims.tp)
-    return CausalLMPolicy(adapted(trained=True), setup=ModelSetup(mesh=mesh, parallel=parallel, merges_adapters=True))
+    return CausalLMPolicy(adapted(trained=True), setup=ModelSetup(mesh=mesh, parallel=parallel, sent_adapters="merged"))
 
 
 def merged_by_export():
     """The adapted layers of the model that an export would write."""
     adapters = adapter_weights(adapted(trained=True))
-    merged = dict(merge(named_weights(model()).items(), adapters.items(), scaling=6.0 / 4))
+    merged = dict(merge(named_weights(model()).items(), adapters.items(), scaling=lambda layer: 6.0 / 4))
     layers = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters}
     return {f"{layer}.weight": merged[f"{layer}.weight"] for layer in layers}
 
@@ -232,7 +232,7 @@ def test_an_engine_of_whole_weights_gets_them_merged_as_of_the_last_publication(
 def test_merged_weights_are_in_host_memory():
     with pretend_cuda():
         network = adapted(trained=True).to("cuda")
-        policy = CausalLMPolicy(network, setup=ModelSetup(merges_adapters=True))
+        policy = CausalLMPolicy(network, setup=ModelSetup(sent_adapters="merged"))
         sent = policy.rollout_weights()
     assert {tensor.device.type for tensor in sent.values()} == {"cpu"}
     assert all(torch.equal(sent[name], tensor) for name, tensor in merged_by_export().items())

@@ -16,7 +16,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.plan.estimate import estimate
 from cosmos_rl_core.plan.live_bytes import LiveBytes
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.data.collate import collate

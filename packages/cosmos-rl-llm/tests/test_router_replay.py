@@ -216,12 +216,43 @@ def test_load_figures_tell_an_even_load_from_one_expert_for_all():
     load = ExpertLoad(model)
     hidden_states(model, torch.arange(2 * LENGTH).view(LENGTH, 1, 2).expand(-1, 2, -1) % 8)
     even = load.take(None)
-    assert even == {"expert_load_max": pytest.approx(1.0), "expert_load_entropy": pytest.approx(1.0)}
+    assert even == {
+        "expert_load_max": pytest.approx(1.0),
+        "expert_load_entropy": pytest.approx(1.0),
+        "replayed_routes": 1.0,
+    }
     with torch.no_grad():
         hidden_states(model)  # not training
     hidden_states(model, torch.tensor([3, 5]).expand(LENGTH, 2, 2))
     skewed = load.take(None)
-    assert skewed == {"expert_load_max": pytest.approx(4.0), "expert_load_entropy": pytest.approx(math.log(2, 8))}
+    assert skewed == {
+        "expert_load_max": pytest.approx(4.0),
+        "expert_load_entropy": pytest.approx(math.log(2, 8)),
+        "replayed_routes": 1.0,
+    }
+
+
+def test_the_share_of_replayed_routes_counts_tokens():
+    model = tiny()
+    install_replay(model)
+    load = ExpertLoad(model)
+    hidden_states(model)
+    assert load.take(None)["replayed_routes"] == 0.0
+    routes = torch.arange(2 * LENGTH).view(LENGTH, 1, 2).expand(-1, 2, -1) % 8
+    hidden_states(model, routes)
+    hidden_states(model, tokens=TOKENS[:4])
+    assert load.take(None)["replayed_routes"] == LENGTH / (LENGTH + 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wrong"),
+    [((3, 2), "experts of 3 layers, and the policy has 2"), ((2, 3), "3 experts of a token, and the policy chooses 2")],
+)
+def test_routes_of_another_model_are_refused(shape, wrong):
+    model = tiny()
+    install_replay(model)
+    with pytest.raises(UserError, match=f"record_routes: rollouts have {wrong}"):
+        hidden_states(model, torch.zeros(LENGTH, *shape, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("family", ["aria_text", "deepseek_v3", "granitemoe", "mixtral"])

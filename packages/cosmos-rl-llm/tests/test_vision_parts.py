@@ -14,7 +14,7 @@ from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PrecisionSection
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.train.optim import parameter_groups
+from cosmos_rl_core.train.optimizers.build import parameter_groups
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.config import PARTS, LLMDataConfig, LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.data.collate import collate

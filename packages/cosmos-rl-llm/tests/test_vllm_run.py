@@ -97,9 +97,15 @@ def test_a_run_with_vllm(tmp_path, colocate):
 
 
 @slow
-def test_a_run_that_trains_adapters_sends_merged_weights(tmp_path):
+@pytest.mark.parametrize(
+    ("serve", "changes"),
+    [("adapter", {"run__colocate": True}), ("adapter", {"rollout__parallel": {"tp": 2}}), ("merged", {})],
+    ids=["slots, in turns", "slots over two processes", "merged"],
+)
+def test_a_run_trains_adapters_that_the_engine_applies(tmp_path, serve, changes):
     model = write_tiny_model(tmp_path / "model", num_layers=2)
-    recipe = tiny_run(tmp_path, model=model, run__colocate=True, model__lora={"rank": 4}, sync__max_staleness=0)
+    lora = {"rank": 4, "serve": serve}
+    recipe = tiny_run(tmp_path, model=model, model__lora=lora, sync__max_staleness=0, **changes)
     recipe["policy"]["optimizer"]["learning_rate"] = 2e-2
     metrics = run(recipe).metrics
     assert [line["step"] for line in metrics] == list(range(STEPS))
@@ -118,6 +124,16 @@ def test_a_run_whose_engine_is_sharded_over_two_processes_generates_with_the_wei
     assert len({line["reward_mean"] for line in metrics}) > 1
     log = (tmp_path / "run" / "logs" / "rollout-0.log").read_text()
     assert "VllmWorker-1" in log  # of the second process
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU its kernel for experts runs")
+def test_adapters_of_experts_without_a_gpu_are_refused(tmp_path):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    mixture = AutoConfig.for_model("qwen3_moe", hidden_size=64, num_attention_heads=2, vocab_size=32, **sizes)
+    mixture.architectures = ["Qwen3MoeForCausalLM"]
+    mixture.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match='no adapter slots for a mixture of experts; set it to "merged"'):
+        start(str(tmp_path), options=VllmEngineOptions(), dtype="float32", max_length=64, adapters={"q_proj": 4})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it has stages")

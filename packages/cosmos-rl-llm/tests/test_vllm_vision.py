@@ -22,7 +22,7 @@ from cosmos_rl_core.weight_sync import SyncSection
 from cosmos_rl_llm.config import MediaSection
 from cosmos_rl_llm.data.chat import Encoded
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.engines.vllm.engine import VllmEngine
+from cosmos_rl_llm.engines.vllm.engine import VllmEngine, input_of
 from cosmos_rl_llm.engines.vllm.media import placeholders
 from cosmos_rl_llm.engines.vllm.options import PICTURES, VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
@@ -160,7 +160,7 @@ def test_its_own_processor_makes_the_same_tokens_and_tensors_of_a_picture(llm, f
         [{"prompt_token_ids": tokenizer(text)["input_ids"], "multi_modal_data": {"image": shown}}]
     )
     engine = engine_of(llm, family, [])
-    found = engine._input(Encoded(text="", tokens=tokens, view=view), salt=0)
+    found = input_of(Encoded(text="", tokens=tokens, view=view), salt=0, media=engine._media)
     assert found["prompt_token_ids"] == wanted["prompt_token_ids"]
     assert [shown_at(each) for each in found["mm_placeholders"]["image"]] == [
         shown_at(each) for each in wanted["mm_placeholders"]["image"]

@@ -9,7 +9,9 @@ from cosmos_rl_transfer import (
     Publisher,
     Subscriber,
     TransferError,
+    WeightMismatch,
 )
+from cosmos_rl_transfer.pull.subscriber import prove
 
 TRANSPORTS = ["shm", "tcp"]
 
@@ -213,5 +215,22 @@ def test_publishing_other_tensors_than_at_the_start_is_an_error():
                 await pair.publisher.publish(0, weights_at(0) | {"extra": torch.zeros(1)})
             with pytest.raises(LayoutError, match="norm"):
                 await pair.publisher.publish(0, weights_at(0) | {"norm": torch.zeros(8)})
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("staging", ["shadow", "in_place"])
+def test_live_tensors_are_proven_to_be_the_published_ones(staging):
+    async def main():
+        async with Pair("tcp", staging=staging) as pair:
+            for version in range(2):
+                await pair.publish(version)
+                assert await pair.subscriber.stage(after=version - 1) == version
+                pair.subscriber.apply()
+                prove(pair.subscriber)
+            name, tensor = next((name, one) for name, one in pair.live.items() if one.is_floating_point())
+            tensor.view(-1)[0] += 1.0  # as an engine that clears or moves what it was sent
+            with pytest.raises(WeightMismatch, match=rf"1 live tensors are not those of version 1: {name}"):
+                prove(pair.subscriber)
 
     asyncio.run(main())

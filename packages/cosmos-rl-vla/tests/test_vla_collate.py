@@ -52,7 +52,10 @@ def test_every_episode_weighs_the_same_however_it_is_cut(microbatch_terms, ranks
     assert found == pytest.approx([1 / 28] * 28 + [1 / 4] * 4)
 
 
-@pytest.mark.parametrize(("key", "chosen"), [("loss", {"name": "gspo"}), ("sequence_mask_delta", {"name": "grpo"})])
+@pytest.mark.parametrize(
+    ("key", "chosen"),
+    [("loss", {"name": "gspo"}), ("loss", {"name": "vespo"}), ("sequence_mask_delta", {"name": "grpo"})],
+)
 def test_what_looks_at_whole_episodes_is_refused(key, chosen):
     algorithm = {**chosen, "sequence_mask_delta": 0.5} if key == "sequence_mask_delta" else chosen
     recipe = {
@@ -62,5 +65,5 @@ def test_what_looks_at_whole_episodes_is_refused(key, chosen):
         "algorithm": algorithm,
         "reward": {"functions": [{"name": "success"}]},
     }
-    with pytest.raises(ConfigError, match=f"algorithm.{key}.*averages over whole rollouts"):
+    with pytest.raises(ConfigError, match=f"algorithm.{key}.*needs whole rollouts"):
         load_config(recipe)

@@ -20,7 +20,7 @@ from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, TrainBatch
 from cosmos_rl_vla.build import build_policy

@@ -117,11 +117,11 @@ def test_merging_by_hand():
         "base_model.model.layer.lora_A.weight": torch.tensor([[1.0, 2.0]]),
         "base_model.model.layer.lora_B.weight": torch.tensor([[3.0], [4.0]]),
     }
-    merged = dict(merge(base.items(), adapters.items(), scaling=0.5))
+    merged = dict(merge(base.items(), adapters.items(), scaling=lambda layer: 0.5))
     assert merged["layer.weight"].tolist() == [[2.5, 3.0], [2.0, 5.0]]
     assert merged["layer.bias"].tolist() == [5.0, 6.0]
     with pytest.raises(UserError, match=r"no weight layer.weight for an adapter"):
-        dict(merge({}, adapters.items(), scaling=1.0))
+        dict(merge({}, adapters.items(), scaling=lambda layer: 1.0))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import Reference, RewardFn, RolloutEngine, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.parallel.setup import ModelSetup, SentAdapters
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RewardFunctionSection
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.data.mixing import DataTerm
     from cosmos_rl_core.interfaces import Policy
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
+    from cosmos_rl_core.train.answer_sums import AnswerSumsStage
     from cosmos_rl_core.train.comparison import EngineComparison
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.train.validation import Validation
@@ -324,7 +325,7 @@ def build_mesh(config: RunConfig) -> ReplicaMesh | None:
 def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | None = None) -> Trainer:
     from cosmos_rl_core.algorithms.distill import TaughtObjective
     from cosmos_rl_core.algorithms.objective import build_objective, data_term_objective
-    from cosmos_rl_core.train.optim import build_optimizer, factor
+    from cosmos_rl_core.train.optimizers.build import build_optimizer, factor
     from cosmos_rl_core.train.trainer import Trainer
 
     policy = _build_policy(config, domain, mesh)
@@ -343,6 +344,7 @@ def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | Non
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             rates=optimizer.rates,
+            muon=optimizer.muon,
         ),
         lr_factor=lambda step: factor(
             schedule.name,
@@ -359,14 +361,25 @@ def build_trainer(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | Non
 def build_reference(
     config: RunConfig, domain: DomainBase, trainer: Trainer, mesh: ReplicaMesh | None = None
 ) -> Reference | None:
-    """The reference of a KL term, if any: the policy's own, or a frozen copy of the model the run starts from."""
-    if config.is_sft or not trainer.needs_reference:
+    """The reference of the objective, if any: the policy's own, or a frozen copy of the model the run starts from."""
+    if not trainer.needs_reference:
         return None
     if (reference := trainer.policy.reference()) is not None:
         return reference
     copy = _build_policy(config, domain, mesh, frozen=True)
     copy.module.requires_grad_(False)
     return copy
+
+
+def build_answer_sums(
+    config: RunConfig, policy: Policy, reference: Reference | None, mesh: ReplicaMesh | None = None
+) -> AnswerSumsStage | None:
+    """The reference's part of batches of preferences, in each rank; None without a reference or preferences."""
+    from cosmos_rl_core.train.answer_sums import AnswerSumsStage
+
+    if reference is None or config.trains_on not in ("pairs", "labels"):
+        return None
+    return AnswerSumsStage(policy, reference, mesh)
 
 
 def build_teacher(
@@ -382,7 +395,7 @@ def build_teacher(
 
 
 def _model_setup(
-    config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool, merges_adapters: bool = False
+    config: RunConfig, mesh: ReplicaMesh | None, *, frozen: bool, sent_adapters: SentAdapters = "live"
 ) -> ModelSetup:
     section = config.policy
     return ModelSetup(
@@ -391,13 +404,13 @@ def _model_setup(
         memory=section.memory,
         precision=section.precision,
         frozen=frozen,
-        merges_adapters=merges_adapters,
+        sent_adapters=sent_adapters,
     )
 
 
 def _build_policy(config: RunConfig, domain: DomainBase, mesh: ReplicaMesh | None, *, frozen: bool = False) -> Policy:
-    merges = not (frozen or config.is_sft) and domain.merges_adapters(config.rollout.engine)
-    setup = _model_setup(config, mesh, frozen=frozen, merges_adapters=merges)
+    sent = "live" if frozen or config.is_sft else domain.sent_adapters(config)
+    setup = _model_setup(config, mesh, frozen=frozen, sent_adapters=sent)
     return domain.build_policy(
         config.model, data=config.data, sampling=config.policy_sampling, seed=config.run.seed, setup=setup
     )
@@ -411,16 +424,27 @@ def build_collate(
 
 
 def build_validation(
-    config: RunConfig, domain: DomainBase, policy: Policy, *, share: Share, mesh: ReplicaMesh | None = None
+    config: RunConfig,
+    domain: DomainBase,
+    policy: Policy,
+    *,
+    share: Share,
+    mesh: ReplicaMesh | None = None,
+    sums: AnswerSumsStage | None = None,
 ) -> Validation | None:
     """The loss on held-out rows, in each rank: of [eval.data], or of [eval.loss_data] beside rewards; None without."""
-    from cosmos_rl_core.train.validation import Validation
+    from cosmos_rl_core.algorithms.objective import build_objective
+    from cosmos_rl_core.train.validation import PreferenceValidation, Validation
 
     data = config.eval.data if config.is_sft else config.eval.loss_data
     if data is None:
         return None
     rows, origin = _loaded(domain, data)
-    return Validation(
+    kind = Validation
+    if config.trains_on in ("pairs", "labels"):
+        objective = build_objective(config.algorithm, max_terms=1)
+        kind = partial(PreferenceValidation, objective=objective, sums=sums)
+    return kind(
         policy,
         source=PromptSource(config.evaluated(rows), origin=origin, shuffle=False, epochs=1),
         rows_at_once=config.policy.prompts_per_step,

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.episodes.agents import AgentGenerator
     from cosmos_rl_core.episodes.interfaces import Continuation
-    from cosmos_rl_core.interfaces import Recorder, RewardFn, Teacher
-    from cosmos_rl_core.parallel.setup import ModelSetup
+    from cosmos_rl_core.interfaces import Recorder, RewardFn, RolloutEngine, Teacher
+    from cosmos_rl_core.parallel.setup import ModelSetup, SentAdapters
     from cosmos_rl_core.plan.estimate import MemoryEstimate
     from cosmos_rl_core.plan.needs import MemoryPart
     from cosmos_rl_core.plan.shape import ModelShape
@@ -49,6 +49,8 @@ class DomainBase(Domain):
     the domain makes its own rows."""
     has_tokens: bool = False
     """Whether terms are tokens, so that rollouts of a prompt can begin with the same terms."""
+    trains_on: Sequence[str] = ("responses",)
+    """Kinds of rows that `collate_sft` takes, as in `Algorithm.rows`."""
     has_media: bool = False
     """Whether rollouts hold images or videos, which [logging] media_every keeps in the run's gallery."""
     export_formats: Sequence[str] = ()
@@ -176,11 +178,12 @@ class DomainBase(Domain):
     def build_endpoint(
         self, model: Any, agents: AgentGenerator, *, token: str, log: Callable[[str], None]
     ) -> Callable[..., Any]:
-        """Return the ASGI app by which agents ask the model, over the continuation of `build_continuation`.
-
-        token: of requests for rows. Raises UserError without the packages that it needs.
-        """
+        """Return the ASGI app by which agents ask the model. token: of requests for rows. Raises UserError."""
         raise UserError(f"[agent]: the {self.name} domain has no endpoint; remove the section")
+
+    def build_server(self, config: RunConfig, engine: RolloutEngine, *, name: str, token: str) -> Callable[..., Any]:
+        """Return the ASGI app of `cosmos-rl serve` for a model `name`; an empty token is none. Raises UserError."""
+        raise UserError(f"serve: the {self.name} domain has no endpoint; use cosmos-rl generate or eval")
 
     # -- engines, whose `options` are [rollout.options]
 
@@ -214,9 +217,9 @@ class DomainBase(Domain):
         """Return the options of an engine that sleeps between its turns (`interfaces.Sleeps`); None if it cannot."""
         return None
 
-    def merges_adapters(self, name: str) -> bool:
-        """Whether an engine takes whole weights alone, with trained adapters merged into them."""
-        return False
+    def sent_adapters(self, config: RunConfig) -> SentAdapters:
+        """Return the form in which the recipe's engine takes trained adapters."""
+        return "live"
 
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """Return the dtype of the engine's weights: "float32", "bfloat16" or "float16". computed: that of products."""

@@ -118,12 +118,21 @@ class Objective(Aggregates):
 
     needs_entropy: bool = False
     needs_reference: bool = False
+    top_entropy: float | None = None
+    """Share of a step's terms, those of the highest entropy, that `TermBatch.high_entropy` marks; None: it is None."""
+    state: tuple[float, ...] = ()
+    """Numbers that steps change, such as an adapted coefficient: equal in all ranks, saved in checkpoints."""
+    rollout_metrics: bool = False
+    """Whether its metrics have one value a rollout, and the trainer reports their means over rollouts."""
     aggregation: Aggregates
     """Reduces the values of terms to one number, unless a loss has an aggregation of its own."""
 
     @abstractmethod
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[list[LossTerm], Mapping[str, Tensor]]:
         """Return the named losses [T] and metrics [T] (per term; the trainer reports means over masked terms)."""
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        """Receive the metrics of a committed step with trained terms, equal in all ranks, and change `state`."""
 
     def term_weights(self, terms: TermBatch) -> Tensor:
         return self.aggregation.term_weights(terms)

@@ -211,6 +211,9 @@ class TermBatch:
     loss = "advantage"; else the domain's own."""
     old_logprobs: Tensor | None = None
     """[T] float32 under the policy at the start of the step, where later updates of the step need it."""
+    high_entropy: Tensor | None = None
+    """[T] float32, 0 or 1: terms with the highest entropies of the step, under the policy at its start; None: all are
+    trained on alike."""
     values: Tensor | None = None
     """[T] float32: the critic's estimate when the rollout was made, for the step each term belongs to."""
     returns: Tensor | None = None
@@ -218,6 +221,19 @@ class TermBatch:
     rollout_terms: Tensor | None = None
     """[num_rollouts] float32: trained terms of each rollout in the whole batch, where a rollout may be cut into several
     microbatches; None: every rollout is whole here."""
+    preference: Tensor | None = None
+    """[num_rollouts] float32, in preference training: above 0 for a chosen answer, below 0 for a rejected one, 0 for
+    padding. Its size is the number of rollouts of the whole batch over that of its kind, 2 in pairs. The i-th chosen
+    and the i-th rejected answer of a microbatch are a pair."""
+    margins: Tensor | None = None
+    """[num_rollouts] float32: how much better a pair's chosen answer is, the same for both; beside `preference`."""
+    rollout_keys: Tensor | None = None
+    """[num_rollouts] int64: the same for a row's answer in every epoch; beside `preference`."""
+    ref_sums: Tensor | None = None
+    """[num_rollouts] float32: log-probability of each answer under the frozen reference, summed over its trained terms;
+    beside `preference`, where the objective needs a reference."""
+    baseline: Tensor | None = None
+    """[] float32: mean log-ratio of policy and reference over `TrainBatch.mismatched`, at least 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +258,8 @@ class TrainBatch:
     metrics: Mapping[str, float] = field(default_factory=dict)
     rows_dropped: tuple[str, ...] = ()
     """Reasons why rows train nothing, a phrase each; a row that an earlier batch reported may be left out."""
+    mismatched: tuple[Microbatch, ...] = ()
+    """Answers after prompts of other rows, of this rank's share: not trained on, measured for `TermBatch.baseline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

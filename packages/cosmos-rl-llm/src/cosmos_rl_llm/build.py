@@ -23,7 +23,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.startup import READING, phase
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.dtensor import fill_own_part, materialise
-from cosmos_rl_core.parallel.lora import base_name, fill_adapters
+from cosmos_rl_core.parallel.lora import base_name, fill_adapters, ranks_of
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Sampling
@@ -67,17 +67,20 @@ def build_policy(
     source = checkpoint_of(model)
     dtype, compute_dtype = _dtypes(model, setup)
     if setup.mesh is None:
-        network, weights = load_model(source, dtype=dtype), None
+        network, weights = load_model(source, dtype=dtype, scores=model.scores), None
         network.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     else:
-        network = empty_model(source, dtype=dtype)
+        network = empty_model(source, dtype=dtype, scores=model.scores)
         weights = find_weights(network, source)
     _check_stages(model, pp=setup.parallel.pp)
     prepare = partial(_prepare, model=model, seed=seed)
     prepare(network)
     check_ranks(network, setup, prepare=prepare)
     log_kernels(network, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)
-    chat = replace(load_chat(source, data, max_length=model.max_length), ranks=cache(RankGroup.of_all))
+    chat = load_chat(source, data, max_length=model.max_length)
+    chat = replace(chat, ranks=cache(RankGroup.of_all), scores=model.scores)
+    if model.scores and network.config.pad_token_id is None:  # transformers scores no batch without
+        network.config.pad_token_id = chat.tokenizer.pad_token_id or chat.tokenizer.eos_token_id
     options = TermOptions(
         temperature=1.0 if sampling is None else sampling.temperature,
         truncation=Truncation.of(sampling),
@@ -88,7 +91,7 @@ def build_policy(
     if setup.mesh is not None:
         materialise(policy.module, device=torch.device("cpu") if setup.memory.parameter_offload else setup.mesh.device)
         fill_adapters(policy.module, seed=seed)
-        fill_model(policy.module, source, weights)
+        fill_model(policy.module, source, weights, scores=model.scores)
     return policy
 
 
@@ -99,6 +102,8 @@ def _check_stages(model: LLMModelConfig, *, pp: int) -> None:
             f'[policy.parallel] pp = {pp}: model.freeze = ["language_model"] leaves stages without a parameter to '
             "train; set pp = 1"
         )
+    if model.scores and pp > 1:
+        raise UserError(f"[policy.parallel] pp = {pp}: a reward model has no stages; set pp = 1")
     if model.lora is not None and model.lora.whole and pp > 1:
         raise UserError(
             f"[policy.parallel] pp = {pp}: stages after the first have none of the weights of model.lora.whole; set "
@@ -126,7 +131,7 @@ def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torc
 
 
 @torch.no_grad()
-def fill_model(module: nn.Module, source: str, weights: Mapping[str, Weight] | None) -> None:
+def fill_model(module: nn.Module, source: str, weights: Mapping[str, Weight] | None, *, scores: bool = False) -> None:
     """Fill this rank's shards of the parameters and persistent buffers, except adapters.
 
     Args:
@@ -136,7 +141,7 @@ def fill_model(module: nn.Module, source: str, weights: Mapping[str, Weight] | N
     targets = {base: tensor for name, tensor in tensors.values() if (base := base_name(name)) is not None}
     if weights is None:
         log.warning("weights: every rank loads the whole model on the host, as its safetensors cannot be read by parts")
-        state = load_model(source, dtype=next(module.parameters()).dtype).state_dict()
+        state = load_model(source, dtype=next(module.parameters()).dtype, scores=scores).state_dict()
         for name, tensor in targets.items():
             fill_own_part(tensor, state[name].__getitem__)
         return
@@ -167,14 +172,32 @@ def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: Vl
     chat = load_chat(source, data, max_length=options.max_model_len or model.max_length)
     check_rope(config, chat.max_length)
     phase("starting vLLM")
-    llm = start(source, options=options, dtype=model.dtype, max_length=chat.max_length, pictures=pictures)
-    return VllmEngine(llm, chat, recompute_kv=options.recompute_kv)
+    adapters = None
+    if model.lora is not None and model.lora.serve == "adapter":
+        network = empty_model(source, dtype=torch.float32)
+        _prepare(network, model=model)
+        adapters = ranks_of(network)
+    llm = start(
+        source,
+        options=options,
+        dtype=model.dtype,
+        max_length=chat.max_length,
+        pictures=pictures,
+        adapters=adapters,
+    )
+    return VllmEngine(
+        llm,
+        chat,
+        recompute_kv=options.recompute_kv,
+        records_routes=options.record_routes,
+        adapters=tuple(adapters or ()),
+    )
 
 
-def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig) -> ChatContinuation:
-    """Load the tokenizer, and prove that its chat template can be continued turn by turn."""
+def build_continuation(model: LLMModelConfig, *, data: LLMDataConfig, single_turn: bool = False) -> ChatContinuation:
+    """Load the tokenizer, and prove that its chat template can be continued turn by turn, except for `single_turn`."""
     chat = load_chat(checkpoint_of(model), data, max_length=model.max_length)
-    return ChatContinuation(chat, plain=data.chat_template == PLAIN_TEXT)
+    return ChatContinuation(chat, plain=data.chat_template == PLAIN_TEXT, single_turn=single_turn)
 
 
 def load_chat(source: str, data: LLMDataConfig, *, max_length: int | None) -> Chat:

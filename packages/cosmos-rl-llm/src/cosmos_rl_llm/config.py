@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from string import Formatter
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self, TypeVar, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from cosmos_rl_core.parallel.config import LoraSection
+from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.settings.base import Strict
 
 PLAIN_TEXT = "none"
@@ -19,13 +20,35 @@ Part = Literal["tower", "projector", "language_model"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
+N = TypeVar("N", int, float)
+
+
+def _first_of(pattern: Mapping[str, N], layer: str, *, otherwise: N) -> N:
+    """Return the value of the first end that the name of a layer has."""
+    return next((value for end, value in pattern.items() if ends_in(layer, [end])), otherwise)
+
+
 class LLMLoraSection(LoraSection):
     """[model.lora]: train low-rank adapters on linear layers and freeze the model itself."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the update of a layer's weight."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Other ranks by the end of a layer's name, such as { "v_proj" = 32, "3.mlp.up_proj" = 4 }; the first that fits."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Other values of alpha, likewise."""
     whole: tuple[Literal["tower", "projector"], ...] = ()
     """Parts of a vision-language model that are trained in full beside the adapters; they get none."""
+    serve: Literal["adapter", "merged"] = "adapter"
+    """With vLLM: send A and B into its adapter slots, or the weights of adapted layers with B A added to them."""
+
+    def rank_of(self, layer: str) -> int:
+        """By `rank_pattern`."""
+        return _first_of(self.rank_pattern, layer, otherwise=self.rank)
+
+    def alpha_of(self, layer: str) -> float:
+        """By `alpha_pattern`."""
+        return _first_of(self.alpha_pattern, layer, otherwise=self.alpha)
 
 
 class LLMModelConfig(Strict):
@@ -40,7 +63,10 @@ class LLMModelConfig(Strict):
     revision: str | None = None
     """Branch, tag or commit on the hub; only for a model id."""
     lora: LLMLoraSection | None = None
-    """Train adapters of the model, and send only them to the engines; vLLM gets the weights with them merged."""
+    """Train adapters of the model, and send only them to the engines."""
+    scores: bool = False
+    """A reward model: one number a text, from a head at its last token, as transformers' sequence classification. Of a
+    language model's directory the head is new. For algorithm.name = "reward_model"."""
     freeze: tuple[Part, ...] = ()
     """Parts of a vision-language model that are not trained, and not sent to the engines; they get no adapters."""
 
@@ -127,7 +153,16 @@ class LLMDataConfig(Strict):
     answer_pattern: str | None = None
     """Regular expression with one group that cuts the answer out of its column, such as "#### (.*)"."""
     response_column: str | None = None
-    """Column with the wanted response, for supervised training."""
+    """Column with the wanted response, for supervised training; with `label_column` the response that is judged."""
+    chosen_column: str | None = None
+    """Column with the better of two answers, for preference training: a string, one message of the assistant, or with
+    prompt_column = "" a whole chat or text, whose prompt is what it has in common with the rejected one."""
+    rejected_column: str | None = None
+    """Column with the worse of the two, of the same form."""
+    margin_column: str | None = None
+    """Column with how much better the chosen answer is, for "reward_model": subtracted from the scores' difference."""
+    label_column: str | None = None
+    """Column that is true for a good response and false for a bad one, for "kto"."""
     messages_column: str | None = None
     """Column with whole chats instead: in supervised training every turn of the assistant is learnt; in reinforcement
     learning the prompt is the part before the last answer."""
@@ -203,6 +238,12 @@ class LLMDataConfig(Strict):
             raise ValueError("answer_pattern needs answer_column, the column to search")
         if self.messages_column is not None and self.response_column is not None:
             raise ValueError("messages_column contains the responses too; remove response_column")
+        if (self.chosen_column is None) != (self.rejected_column is None):
+            raise ValueError("chosen_column and rejected_column name the two answers of a pair; set both, or none")
+        if self.chosen_column is not None and (self.messages_column or self.response_column or self.label_column):
+            raise ValueError("a pair has the answers; remove messages_column, response_column and label_column")
+        if self.label_column is not None and self.response_column is None:
+            raise ValueError("label_column needs response_column, the response that it judges")
         if self.messages_column is not None and self.chat_template == PLAIN_TEXT:
             raise ValueError('messages_column needs a chat template; "none" takes prompts of plain text')
         for key in ("image_column", "video_column"):
@@ -211,6 +252,10 @@ class LLMDataConfig(Strict):
         if self.system_prompt is not None and self.chat_template == PLAIN_TEXT:
             raise ValueError('system_prompt needs a chat template; with "none", put it into prompt_template')
         return self
+
+
+ROUTES = "rollout.options.record_routes"
+"""The key by which an engine records the experts of each token."""
 
 
 class LLMTorchOptions(Strict):

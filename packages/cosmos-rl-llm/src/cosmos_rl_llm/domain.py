@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.algorithms.config import TeacherSection
     from cosmos_rl_core.episodes.agents import AgentGenerator
-    from cosmos_rl_core.parallel.setup import ModelSetup
+    from cosmos_rl_core.episodes.interfaces import HoldsSessions
+    from cosmos_rl_core.parallel.setup import ModelSetup, SentAdapters
     from cosmos_rl_core.plan.estimate import MemoryEstimate
     from cosmos_rl_core.plan.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
@@ -64,6 +65,7 @@ class LLMDomain(DomainBase):
     engines = ("torch", "vllm")
     row_keys = ("path", "rows", "split", "subset")
     has_tokens = True
+    trains_on = ("responses", "pairs", "labels")
 
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read rows with `prompt`, `answer` and `response` in addition to their own columns, and their origin."""
@@ -163,6 +165,15 @@ class LLMDomain(DomainBase):
         decode = cast("ChatContinuation", agents.continuation).decode
         return AgentApp(agents, decode=decode, model=Path(model.path).name, token=token, log=log).asgi
 
+    def build_server(self, config: RunConfig, engine: RolloutEngine, *, name: str, token: str) -> Callable[..., Any]:
+        """OpenAI's interfaces."""
+        from cosmos_rl_llm.endpoint.served import ServedModel
+
+        assert isinstance(config.data, LLMDataConfig) and isinstance(config.model, LLMModelConfig)
+        continuation = _builders().build_continuation(config.model, data=config.data, single_turn=True)
+        sampling = Sampling(max_terms=config.rollout.sampling.max_tokens)
+        return ServedModel(cast("HoldsSessions", engine), continuation, model=name, sampling=sampling, token=token).asgi
+
     def choose_engine(self, config: RunConfig, *, gpu: bool, packages_known: bool = True) -> tuple[str, str]:
         """vLLM on GPUs, where it is installed for them and takes the recipe."""
         from cosmos_rl_llm.engines.vllm.choice import choose_engine
@@ -235,9 +246,12 @@ class LLMDomain(DomainBase):
         """Keys and values, activations, and logits."""
         return held_by_rollout(config) if config.rollout.engine in self.engines else super().held_by_rollout(config)
 
-    def merges_adapters(self, name: str) -> bool:
-        """vLLM's own adapters belong to a request, and cannot change while it runs."""
-        return name == "vllm"
+    def sent_adapters(self, config: RunConfig) -> SentAdapters:
+        """Into vLLM's slots, which have no scale of their own, or merged."""
+        lora = config.model.lora
+        if lora is None or config.rollout.engine != "vllm":
+            return "live"
+        return "merged" if lora.serve == "merged" else "scaled"
 
     def engine_dtype(self, config: RunConfig, *, computed: str) -> str:
         """vLLM has a dtype of its own."""
@@ -263,7 +277,9 @@ class LLMDomain(DomainBase):
         microbatch_terms: int,
         share: Share,
     ) -> TrainBatch:
-        """Pack rows with their wanted responses; the loss covers the assistant's turns and the end of each."""
+        """Pack rows with their wanted responses, pairs or judged responses; the loss covers the assistant's turns and
+        the end of each.
+        """
         from cosmos_rl_llm.data.collate import collate_sft
 
         assert policy.chat is not None
@@ -288,7 +304,7 @@ class LLMDomain(DomainBase):
             return tensors
         from cosmos_rl_llm.policy.lora import merge_adapters as merged
 
-        return merged(model_directory(model), tensors, scaling=model.lora.scaling)
+        return merged(model_directory(model), tensors, section=model.lora)
 
 
 def _builders() -> ModuleType:

@@ -19,14 +19,15 @@ from cosmos_rl_core.algorithms.rules import needs_episodes
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
+from cosmos_rl_core.parallel.config import unmatched
 from cosmos_rl_core.reward.specimen import text_specimen
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml, missing_package, neighbour
 from cosmos_rl_core.storage import hub
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import weight_files
-from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig, LLMModelConfig
-from cosmos_rl_llm.data.spans import SHOWS_NONE, shows_messages
+from cosmos_rl_llm.config import PLAIN_TEXT, ROUTES, LLMDataConfig, LLMLoraSection, LLMModelConfig
+from cosmos_rl_llm.data.spans import LABEL, PAIR, SHOWS_NONE, shows_messages
 from cosmos_rl_llm.engines.vllm.choice import refusals
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
 from cosmos_rl_llm.engines.vllm.options import install_vllm
@@ -54,7 +55,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Problem]:
     """Yield problems of model, tokenizer, engine and rows."""
-    if not config.data.prompt_column and not config.has_episodes:
+    yield from _of_preferences(config, rows)
+    if not config.data.prompt_column and not config.has_episodes and config.data.chosen_column is None:
         wrong = "leaves the rows without a prompt, and there is no [environment] or [agent] that begins an episode"
         yield Problem(key="data.prompt_column", given='""', wrong=wrong, suggestion="name the column of the prompts")
     rows, held_out = ([row for row in part if row.get("prompt") != []] for part in (rows, held_out))
@@ -81,6 +83,37 @@ def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Pro
         yield from _of_lengths(config, directory, template, rows, held_out)
 
 
+def _of_preferences(config: RunConfig, rows: Rows) -> Iterator[Problem]:
+    """Columns of pairs and labels that the algorithm needs or does not read, and labels that are all the same."""
+    name = config.algorithm.name
+    by_reinforcement = (config.eval.loss_data, config.data_regularization.data)
+    sections = {"data": config.data, "eval.data": config.eval.data}
+    sections |= dict(zip(("eval.loss_data", "data_regularization.data"), by_reinforcement, strict=True))
+    for section, data in sections.items():
+        for kind, key in (("pairs", "chosen_column"), ("labels", "label_column")):
+            if data is None or (getattr(data, key) is not None) == (config.trains_on == kind):
+                continue
+            if config.trains_on == kind:
+                wrong, remedy = f'must be set for algorithm.name = "{name}"', "name the column"
+            else:
+                wrong, remedy = f'is not read with algorithm.name = "{name}"', "remove it"
+            yield Problem(key=f"{section}.{key}", wrong=wrong, suggestion=remedy)
+    scores = name == "reward_model"
+    if config.model.scores != scores:
+        wrong = f'must be {str(scores).lower()} with algorithm.name = "{name}"'
+        yield Problem(key="model.scores", given=str(not scores).lower(), wrong=wrong, suggestion="change it")
+    if config.data.margin_column is not None and not scores:
+        wrong = f'is not read with algorithm.name = "{name}"'
+        yield Problem(key="data.margin_column", wrong=wrong, suggestion="remove it")
+    labels = {row[LABEL] for row in rows if LABEL in row}
+    if config.trains_on == "labels" and len(labels) == 1:
+        wrong = f"is {str(*labels).lower()} in all {len(rows)} rows, and there is nothing to compare them with"
+        yield Problem(key="data.label_column", given=as_toml(config.data.label_column), wrong=wrong)
+    if config.trains_on == "labels" and config.policy.prompts_per_step < 2:
+        wrong = "leaves no other row of the step, whose answer is the baseline"
+        yield Problem(key="policy.prompts_per_step", given="1", wrong=wrong, suggestion="raise it")
+
+
 def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> RolloutGroup:
     """A group whose responses are the row's answer, with the tokens left at 0."""
     text = str(row.get("response") or row.get("answer") or "An answer.")
@@ -93,6 +126,9 @@ def specimen(config: RunConfig, row: Mapping[str, Any], *, origin: str) -> Rollo
 def _of_engine(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     if not config.is_sft:
         yield from _of_advantage(config)
+    if config.has_episodes and config.rollout.options.get("record_routes"):
+        wrong = "the experts of episodes, whose turns are requests of their own, are not recorded"
+        yield Problem(key=ROUTES, given="true", wrong=wrong, suggestion="set it to false")
     if config.model.lora is not None:
         yield from missing_package("peft", key="model.lora", install=pip_install("cosmos-rl-llm[lora]"))
     if config.is_sft or config.rollout.engine != "vllm":
@@ -157,19 +193,28 @@ def _of_folder(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
 
 def adapter_problems(model: LLMModelConfig, directory: Path) -> Iterator[Problem]:
     """Names of adapted layers that the model does not have."""
-    if model.lora is None or not model.lora.unmatched(_matrices(read_specs(directory))):
+    lora = model.lora
+    if lora is None or not any(unmatched(_matrices(read_specs(directory)), ends) for ends in _ends(lora).values()):
         return
     from cosmos_rl_llm.model.weights import specs_of_config  # exact, and slow: files may have other names than modules
 
     layers = _matrices(specs_of_config(directory))
-    if unmatched := model.lora.unmatched(layers):
-        known = sorted({layer.rpartition(".")[2] for layer in layers if layer.count(".") > 2})
-        yield Problem(
-            key="model.lora.target_modules",
-            given=as_toml(model.lora.target_modules),
-            wrong=f"no layer's name ends in {', '.join(unmatched)}",
-            suggestion=f"the model's layers are {', '.join(known)}",
-        )
+    known = sorted({layer.rpartition(".")[2] for layer in layers if layer.count(".") > 2})
+    for key, ends in _ends(lora).items():
+        if missing := unmatched(layers, ends):
+            yield Problem(
+                key=f"model.lora.{key}",
+                given=as_toml(getattr(lora, key)),
+                wrong=f"no layer's name ends in {', '.join(missing)}",
+                suggestion=f"the model's layers are {', '.join(known)}",
+            )
+
+
+def _ends(lora: LLMLoraSection) -> dict[str, tuple[str, ...]]:
+    """The ends of names of layers that the keys of the section have."""
+    targets = () if isinstance(lora.target_modules, str) else lora.target_modules
+    patterns = {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
+    return {"target_modules": targets} | {key: tuple(pattern) for key, pattern in patterns.items()}
 
 
 def _matrices(specs: Iterable[WeightSpec]) -> list[str]:
@@ -247,14 +292,22 @@ def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, h
 def _text(row: Mapping[str, Any], *, sft: bool) -> str | None:
     """The row's characters, to compare lengths; None if it has pictures or videos."""
     parts = [row["prompt"]] if isinstance(row["prompt"], str) else [each.get("content") for each in row["prompt"]]
-    if sft:
+    if sft and PAIR in row:
+        parts.append(max(row[PAIR], key=len))
+    elif sft:
         parts += [row["response"]] if "response" in row else [each.get("content") for each in row.get("messages", ())]
     return "".join(parts) if all(isinstance(part, str) for part in parts) else None
 
 
 def _length(row: Mapping[str, Any], tokenizer: Tokenizer, template: str, config: RunConfig) -> int:
-    """Tokens of a prompt, and in supervised training of its response. Raises PromptError if the template rejects it."""
+    """Tokens of a prompt, and in supervised training of its response, the longer one of a pair.
+
+    Raises PromptError if the template rejects it.
+    """
     prompt = row["prompt"]
+    if config.is_sft and PAIR in row:
+        plain = {name: value for name, value in row.items() if name not in (PAIR, "messages")}
+        return max(_length({**plain, "response": each}, tokenizer, template, config) for each in row[PAIR])
     if isinstance(prompt, str):
         text = prompt + (row.get("response", "") if config.is_sft else "")
         return len(tokenizer.encode(text).ids)

@@ -29,7 +29,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple
-from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
 from cosmos_rl_llm.config import LLMLoraSection, Part

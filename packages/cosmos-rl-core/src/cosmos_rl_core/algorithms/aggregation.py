@@ -15,15 +15,16 @@ normalizer only global counts, so that any split of a batch into microbatches an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cosmos_rl_core.types import Aggregates
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cosmos_rl_core.algorithms.config import AggregationName
     from cosmos_rl_core.types import LossTerm, TermBatch, TrainBatch
+
+AggregationName = Literal["term_mean", "sequence_mean_of_means", "sequence_mean_of_sums", "constant"]
 
 
 def rollout_sums(values: Tensor, terms: TermBatch) -> Tensor:

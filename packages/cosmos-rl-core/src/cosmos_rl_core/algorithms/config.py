@@ -8,16 +8,27 @@ from typing import Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from cosmos_rl_core.algorithms.aggregation import AggregationName
 from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.settings.problems import validated
 
 AdvantageName = Literal["group_std", "group_mean", "global_std", "pooled_std", "leave_one_out", "gae"]
-LossName = Literal["clipped", "sequence_clipped", "sequence_clipped_token", "truncated", "cispo", "supervised"]
+LossName = Literal[
+    "clipped",
+    "sequence_clipped",
+    "sequence_clipped_token",
+    "truncated",
+    "cispo",
+    "sapo",
+    "vespo",
+    "dppo",
+    "supervised",
+]
 CorrectionName = Literal["truncate", "mask", "none"]
+CorrectionLevel = Literal["term", "sequence", "geometric"]
 KLName = Literal["k1", "k2", "k3", "exact", "exact_dt"]
-AggregationName = Literal["term_mean", "sequence_mean_of_means", "sequence_mean_of_sums", "constant"]
 
 READS: Mapping[LossName, frozenset[str]] = {
     "clipped": frozenset({"clip_low", "clip_high", "dual_clip"}),
@@ -25,6 +36,9 @@ READS: Mapping[LossName, frozenset[str]] = {
     "sequence_clipped_token": frozenset({"clip_low", "clip_high"}),
     "truncated": frozenset({"max_ratio"}),
     "cispo": frozenset({"clip_low", "clip_high"}),
+    "sapo": frozenset({"sapo_temperature", "sapo_temperature_negative"}),
+    "vespo": frozenset({"vespo_k", "vespo_lambda", "vespo_k_negative", "vespo_lambda_negative"}),
+    "dppo": frozenset({"clip_low", "clip_high"}),
     "supervised": frozenset(),
 }
 """Which of the keys about the ratio each loss reads."""
@@ -85,13 +99,28 @@ class AlgorithmConfig(Strict):
     loss: LossName = "clipped"
     """The policy loss."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below at 1 - clip_low; 1 means no lower clip."""
+    """The ratio is clipped below at 1 - clip_low; 1 means no lower clip. dppo: a bad term is dropped once its
+    probability is lower than the rollout's by more than this."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 + clip_high."""
+    """The ratio is clipped above at 1 + clip_high. dppo: a good term is dropped once its probability is higher than
+    the rollout's by more than this."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Where the advantage A is negative, a term's loss is at most dual_clip * |A|."""
     max_ratio: float = Field(default=2.0, ge=1)
     """Cap of the ratio of loss = "truncated"."""
+    sapo_temperature: float = Field(default=1.0, gt=0)
+    """sapo: steepness of the gate of terms with a positive advantage."""
+    sapo_temperature_negative: float = Field(default=1.05, gt=0)
+    """sapo: steepness of the gate of all other terms."""
+    vespo_k: float = Field(default=2.0, ge=0)
+    """vespo: power of a rollout's weight where the advantage is at least 0; larger ones suppress low weights."""
+    vespo_lambda: float = Field(default=3.0, gt=0)
+    """vespo: rate of decay with a rollout's weight where the advantage is at least 0; larger ones suppress high
+    weights."""
+    vespo_k_negative: float = Field(default=3.0, ge=0)
+    """vespo: that power for negative advantages."""
+    vespo_lambda_negative: float = Field(default=2.0, gt=0)
+    """vespo: that rate for negative advantages."""
 
     old_logprobs: Literal["rollout", "policy"] = "rollout"
     """The ratio's denominator: the engine's log-probs, or (decoupled) the policy's own before the step. The latter is
@@ -102,9 +131,14 @@ class AlgorithmConfig(Strict):
     """Weights above it are cut to it ("truncate") or drop their term ("mask")."""
     correction_floor: float = Field(default=0.0, ge=0, le=1)
     """Weights below it drop their term ("mask")."""
+    correction_level: CorrectionLevel = "term"
+    """Terms that share a weight: "term" gives each its own, "sequence" all of a rollout the product of theirs,
+    "geometric" all of a rollout the geometric mean of theirs."""
     sequence_mask_delta: float | None = Field(default=None, ge=0)
     """Drops terms with a negative advantage where their rollout's mean log(rollout / policy) exceeds it."""
 
+    rollout_kl_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the square of log(policy / rollout), which keeps the policy near the one that sampled."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of KL(policy || reference); above 0 a frozen reference is loaded."""
     kl_estimator: KLName = "k3"
@@ -119,6 +153,17 @@ class AlgorithmConfig(Strict):
     """Coefficient of the entropy that is added to the objective."""
     entropy_aggregation: AggregationName | None = None
     """Reduction of the terms' entropies to one number; by default that of their losses (`aggregation`)."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy in nats below which the policy is to stay broad: the coefficient starts at entropy_coef, rises by
+    entropy_coef_step after a step with an entropy of at most this, falls by as much after any other, and applies only
+    while the entropy is at most this."""
+    entropy_coef_step: float = Field(default=0.005, gt=0)
+    """entropy_target: change of the coefficient after each step."""
+    entropy_coef_max: float = Field(default=1.0, gt=0)
+    """entropy_target: largest coefficient."""
+    top_entropy: float | None = Field(default=None, gt=0, lt=1)
+    """Share of a step's terms, those of the highest entropy, whose policy loss and entropy term count; needs one more
+    forward pass."""
 
     aggregation: AggregationName = "term_mean"
     """Reduction of the terms' losses to one number."""
@@ -134,6 +179,11 @@ class AlgorithmConfig(Strict):
     mask_prefix_terms: int = Field(default=0, ge=0)
     """Rollouts of a prompt that begin with the same tokens, at least this many, and have different rewards are not
     trained on those tokens; 0: on all. For domains whose terms are tokens."""
+    mask_truncated: bool = False
+    """Rollouts that a limit cut off are not trained on; their rewards still count in their group's."""
+    max_variance_rollouts: int | None = Field(default=None, ge=2)
+    """Rollouts of each group that are trained on: as many as this, chosen so that the variance of their rewards is
+    largest."""
     overlong_buffer_terms: int = Field(default=0, ge=0)
     """The last terms before the limit of length over which a penalty on length rises from 0; 0 switches it off."""
     overlong_penalty: float = Field(default=1.0, gt=0)
@@ -226,7 +276,7 @@ def _own_options(row: Algorithm, options: Any) -> Any:
             raise _problems({"options": f"{row.name} has none; remove them"}, {"options": options})
         return {}
     try:
-        return validated(row.Options, options).model_dump(mode="json")
+        return validated(row.Options, options).model_dump(mode="json", exclude_none=True)  # TOML has no null
     except ValidationError as error:
         inside = [_inside(each) for each in error.errors()]
         raise ValidationError.from_exception_data("AlgorithmConfig", inside) from error
@@ -243,8 +293,12 @@ def _inside(details: ErrorDetails) -> InitErrorDetails:
 
 def _idle_keys(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
     """Keys that change nothing under this config, with the reason and the remedy."""
+    if row.rows in ("pairs", "labels"):
+        idle = set(AlgorithmConfig.model_fields) - {"name", "options"}
+        return {key: "preference training does not read it; remove it" for key in idle}
     if config.loss == "supervised":
         idle = set(AlgorithmConfig.model_fields) - _SUPERVISED_KEYS
+        idle -= {"options", "filter_zero_variance", "filter_low", "filter_high"} if row.selects else set()
         return {key: "supervised training does not read it; remove it" for key in idle}
     return _idle_in_loss(config, row) | _idle_in_correction(config) | _idle_elsewhere(config, row)
 
@@ -263,10 +317,11 @@ def _idle_in_loss(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
 def _idle_in_correction(config: AlgorithmConfig) -> dict[str, str]:
     if config.old_logprobs == "rollout":
         why = 'the ratio to the rollout is the correction; remove it, or set old_logprobs = "policy"'
-        return {key: why for key in ("correction", "correction_cap", "correction_floor")}
+        return {key: why for key in ("correction", "correction_cap", "correction_floor", "correction_level")}
     idle = {}
     if config.correction == "none":
         idle["correction_cap"] = 'correction = "none" has no cap; remove it'
+        idle["correction_level"] = 'correction = "none" has no weight; remove it'
     if config.correction != "mask":
         idle["correction_floor"] = 'only "mask" has a floor; remove it, or set correction = "mask"'
     return idle
@@ -292,7 +347,10 @@ def _idle_regularizers(config: AlgorithmConfig) -> dict[str, str]:
         idle |= {"kl_estimator": why, "kl_unbiased": why}
     if not (config.kl_coef and config.kl_unbiased and config.old_logprobs == "policy"):
         idle["kl_ratio"] = 'there is one ratio only; remove it, or set kl_unbiased = true and old_logprobs = "policy"'
-    if config.entropy_coef == 0:
+    if config.entropy_target is None:
+        why = "the coefficient is constant; remove it, or set entropy_target"
+        idle |= {"entropy_coef_step": why, "entropy_coef_max": why}
+    if config.entropy_coef == 0 and config.entropy_target is None:
         idle["entropy_aggregation"] = "there is no entropy term; remove it, or set entropy_coef above 0"
     if "constant" not in (config.aggregation, config.entropy_aggregation):
         idle["aggregation_constant"] = 'remove it, or set aggregation = "constant"'
@@ -306,6 +364,8 @@ def _conflicts(config: AlgorithmConfig) -> dict[str, str]:
     if config.advantage == "gae" and config.loss == "sequence_clipped":
         why = '"gae" gives terms advantages of their own, which this loss would average over a rollout; take '
         return {"loss": why + '"sequence_clipped_token"'}
+    if config.loss in ("vespo", "dppo") and config.old_logprobs == "policy":
+        return {"old_logprobs": f'"{config.loss}" bounds the change since the rollout; take "rollout"'}
     if config.advantage == "gae" and config.value_coef == 0 and config.critic_warmup_steps:
         return {"critic_warmup_steps": "value_coef = 0 is for models without a critic; remove it"}
     if config.kl_coef > 0 and config.kl_estimator == "k1" and not config.kl_unbiased:
@@ -314,6 +374,11 @@ def _conflicts(config: AlgorithmConfig) -> dict[str, str]:
         return {"kl_unbiased": f'"{config.kl_estimator}" needs no correction; set it to false'}
     if config.kl_coef > 0 and config.kl_estimator == "k2" and config.kl_unbiased:
         return {"kl_unbiased": '"k2" is biased with the ratio too; take "k1" or "k3", or set it to false'}
+    if config.entropy_target is not None and config.entropy_coef > config.entropy_coef_max:
+        return {"entropy_coef": f"the coefficient starts above entropy_coef_max = {config.entropy_coef_max}; lower it"}
+    if config.max_variance_rollouts is not None and config.advantage in ("gae", "global_std", "pooled_std"):
+        why = f'"{config.advantage}" compares beyond the group, and a part of it would be chosen by its rewards; '
+        return {"max_variance_rollouts": why + 'remove it, or set advantage = "group_std"'}
     low, high = config.filter_low, config.filter_high
     if low is not None and high is not None and low > high:
         return {"filter_low": f"no mean is above it and below filter_high = {high}; lower it"}

@@ -82,6 +82,18 @@ class TaughtObjective(Objective):
         self._config = config
         self.needs_entropy = task.needs_entropy
         self.needs_reference = task.needs_reference
+        self.top_entropy = task.top_entropy
+
+    @property
+    def state(self) -> tuple[float, ...]:
+        return self._task.state
+
+    @state.setter
+    def state(self, state: tuple[float, ...]) -> None:
+        self._task.state = state
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        self._task.stepped(metrics)
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[list[LossTerm], Mapping[str, Tensor]]:
         if self._config.loss == "advantage":

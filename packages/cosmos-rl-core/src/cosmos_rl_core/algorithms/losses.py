@@ -7,12 +7,16 @@
     sequence_clipped_token   the same values                              a term's loss moves that term alone
     truncated                -detach(min(ratio, max_ratio)) A log(policy) every term keeps a gradient
     cispo                    -detach(clip(ratio)) A log(policy)           every term keeps a gradient
+    sapo                     -(4 / tau) sigmoid(tau (ratio - 1)) A        the gradient fades away from ratio 1
+    vespo                    -detach(phi(w)) A log(policy)                w: the product of a rollout's ratios
+    dppo                     -ratio A                                     none where the probability moved too far
 
 Where policy = old all have REINFORCE's gradient, -A grad log(policy), of a rollout with one advantage.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -20,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cosmos_rl_core.algorithms.aggregation import rollout_means
+from cosmos_rl_core.algorithms.aggregation import rollout_means, rollout_sums
 from cosmos_rl_core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cosmos_rl_core.algorithms.config import AlgorithmConfig, CorrectionName, KLName
+    from cosmos_rl_core.algorithms.config import AlgorithmConfig, CorrectionLevel, CorrectionName, KLName
     from cosmos_rl_core.types import TermBatch
 
 LOG_RATIO_LIMIT = 20.0
@@ -133,12 +137,68 @@ def cispo(
     return _weighted(logprobs, old_logprobs, terms.advantages, low=low, high=high)
 
 
+def sapo(
+    logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch, config: AlgorithmConfig
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Weigh by a sigmoid around ratio 1 in place of a clip. SAPO (arXiv 2511.20347, equation 6).
+
+    loss = -(4 / tau) sigmoid(tau (ratio - 1)) A: at ratio 1 its gradient is that of -ratio A, for every tau.
+    """
+    ratio = importance_ratio(logprobs, old_logprobs)
+    tau = torch.full_like(ratio, config.sapo_temperature)
+    tau[terms.advantages <= 0] = config.sapo_temperature_negative
+    gate = (4 / tau) * torch.sigmoid(tau * (ratio - 1))
+    return -gate * terms.advantages, {"ratio_mean": ratio.detach()}
+
+
+VESPO_LEAST = math.log(1e-8)
+"""Lowest log-weight of a rollout, as in VESPO's code."""
+
+
+def vespo(
+    logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch, config: AlgorithmConfig
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Weigh REINFORCE by a soft window over each rollout's weight. VESPO (arXiv 2602.10693).
+
+    w = prod_t policy / old over the rollout,   phi(w) = w^k e^(lambda (1 - w)),   loss = -phi A log(policy)
+
+    phi is 1 at w = 1 and falls to 0 on both sides; k and lambda differ with the sign of A.
+    """
+    log_ratio = (logprobs.detach() - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_weight = rollout_sums(log_ratio, terms).clamp(VESPO_LEAST, LOG_RATIO_LIMIT)[terms.rollout_index]
+    good, bad = (
+        (k * log_weight + scale * (1 - log_weight.exp())).exp()
+        for k, scale in (
+            (config.vespo_k, config.vespo_lambda),
+            (config.vespo_k_negative, config.vespo_lambda_negative),
+        )
+    )
+    weight = torch.where(terms.advantages >= 0, good, bad)
+    return -weight * terms.advantages * logprobs, {"ratio_mean": log_ratio.exp(), "sequence_weight": weight}
+
+
+def dppo(
+    logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch, config: AlgorithmConfig
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Drop terms by the change of their probability instead of the ratio. DPPO, binary TV (arXiv 2602.04879).
+
+    loss = -ratio A, or 0 where p_policy - p_old > clip_high with A > 0, or < -clip_low with A < 0.
+    """
+    ratio = importance_ratio(logprobs, old_logprobs)
+    change = (logprobs.exp() - old_logprobs.exp()).detach()
+    too_far = torch.where(terms.advantages > 0, change > config.clip_high, change < -config.clip_low)
+    return torch.where(too_far, 0.0, -ratio * terms.advantages), _metrics(ratio, too_far)
+
+
 LOSSES: Mapping[str, LossFn] = {
     "clipped": clipped,
     "sequence_clipped": sequence_clipped,
     "sequence_clipped_token": sequence_clipped_token,
     "truncated": truncated,
     "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "dppo": dppo,
 }
 
 
@@ -161,8 +221,12 @@ def correction_weight(
     correction: CorrectionName,
     cap: float,
     floor: float = 0.0,
+    level: CorrectionLevel = "term",
+    terms: TermBatch | None = None,
 ) -> Tensor:
     """Return the weight [T] of each term, without gradient, from w = old / rollout.
+
+    level: "sequence" takes the product of w over the rollout, "geometric" their geometric mean; both need `terms`.
 
     truncate   min(w, cap)                      truncated importance sampling (Yao et al., 2025)
     mask       w where floor <= w <= cap, or 0  masked importance sampling, IcePop; AReaL with floor = 0
@@ -170,7 +234,12 @@ def correction_weight(
     """
     if correction == "none":
         return torch.ones_like(rollout_logprobs)
-    weight = importance_ratio(old_logprobs.detach(), rollout_logprobs)
+    log_weight = old_logprobs.detach() - rollout_logprobs
+    if level != "term":
+        assert terms is not None, "a weight of whole rollouts needs their terms"
+        reduced = rollout_sums if level == "sequence" else rollout_means
+        log_weight = reduced(log_weight, terms)[terms.rollout_index]
+    weight = log_weight.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     if correction == "truncate":
         return weight.clamp(max=cap)
     return torch.where((weight >= floor) & (weight <= cap), weight, 0.0)

@@ -1,6 +1,7 @@
 """Objectives that the trainer minimises, composed of the parts that [algorithm] names.
 
 old -> loss -> * correction weight * sequence mask -> "policy"
+rollout     -> log(policy / rollout)^2             -> "rollout_kl" * rollout_kl_coef
 values, returns -> critic's loss -> "value"    * value_coef
 reference   -> KL estimate (* ratio)               -> "kl"       * kl_coef
 entropy     -> minus entropy                       -> "entropy"  * entropy_coef
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from cosmos_rl_core.algorithms.aggregation import Aggregation
 from cosmos_rl_core.algorithms.losses import (
@@ -45,7 +48,7 @@ def build_objective(config: AlgorithmConfig, *, max_terms: int) -> Objective:
     if row.objective is not None:
         return row.objective(config, aggregation=aggregation)
     if config.loss == "supervised":
-        return SupervisedObjective(aggregation=aggregation)
+        return SupervisedObjective(aggregation=aggregation, weighted=row.selects)
     return PolicyObjective(config, loss=row.loss or LOSSES[config.loss], aggregation=aggregation)
 
 
@@ -58,7 +61,7 @@ class PolicyObjective(Objective):
     """The policy loss with its corrections, KL and entropy.
 
     Metrics [T]: those of the loss (`ratio_mean`, `clip_fraction`), `mismatch_kl`, `entropy`, and where they apply
-    `correction_weight`, `sequence_masked`, `kl`.
+    `correction_weight`, `sequence_masked`, `high_entropy`, `entropy_coef`, `kl`.
     """
 
     def __init__(self, config: AlgorithmConfig, *, loss: LossFn, aggregation: Aggregation) -> None:
@@ -67,6 +70,9 @@ class PolicyObjective(Objective):
         self.aggregation = aggregation
         kind = config.entropy_aggregation
         self._entropy_aggregation = None if kind is None else replace(aggregation, kind=kind)
+        self.top_entropy = config.top_entropy
+        # the coefficient, and whether it applies: 1 while the entropy is at most the target
+        self.state = () if config.entropy_target is None else (config.entropy_coef, 0.0)
         self.needs_entropy = True  # always a metric of the run; part of the loss where entropy_coef is above 0
         self.needs_reference = config.kl_coef > 0
 
@@ -75,12 +81,22 @@ class PolicyObjective(Objective):
         parts = [
             self._policy(outputs, terms),
             self._value(outputs, terms),
+            self._rollout_kl(outputs, terms),
             self._kl(outputs, terms),
-            self._entropy(outputs),
+            self._entropy(outputs, terms),
         ]
         mismatch = {"mismatch_kl": terms.rollout_logprobs - outputs.logprobs.detach()}
         losses = [loss for loss, _ in parts if loss is not None]
         return losses, mismatch | {name: value for _, metrics in parts for name, value in metrics.items()}
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        """Move the coefficient of the entropy towards its target. Skywork-OR1 (arXiv 2505.22312, section 4)."""
+        config = self.config
+        if config.entropy_target is None:
+            return
+        is_low = metrics["entropy"] <= config.entropy_target
+        moved = self.state[0] + (config.entropy_coef_step if is_low else -config.entropy_coef_step)
+        self.state = (min(max(moved, 0.0), config.entropy_coef_max), float(is_low))
 
     def _policy(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm, dict[str, Tensor]]:
         config, logprobs = self.config, outputs.logprobs
@@ -98,6 +114,9 @@ class PolicyObjective(Objective):
             keep = sequence_mask(logprobs, terms, delta=config.sequence_mask_delta)
             metrics["sequence_masked"] = 1 - keep
             values = values * keep
+        if terms.high_entropy is not None:
+            metrics["high_entropy"] = terms.high_entropy
+            values = values * terms.high_entropy
         return LossTerm(name="policy", values=values), metrics
 
     def _value(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm | None, dict[str, Tensor]]:
@@ -118,6 +137,12 @@ class PolicyObjective(Objective):
         )
         return LossTerm(name="value", values=values, coef=config.value_coef), {"value": outputs.values.detach()}
 
+    def _rollout_kl(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm | None, dict[str, Tensor]]:
+        if self.config.rollout_kl_coef == 0:
+            return None, {}
+        values = (outputs.logprobs - terms.rollout_logprobs).square()
+        return LossTerm(name="rollout_kl", values=values, coef=self.config.rollout_kl_coef), {}
+
     def _kl(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm | None, dict[str, Tensor]]:
         config, logprobs = self.config, outputs.logprobs
         if not self.needs_reference:
@@ -134,17 +159,21 @@ class PolicyObjective(Objective):
             values = unbiased_kl(values, ratio)
         return LossTerm(name="kl", values=values, coef=config.kl_coef), {"kl": values.detach()}
 
-    def _entropy(self, outputs: PolicyOutputs) -> tuple[LossTerm | None, dict[str, Tensor]]:
+    def _entropy(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm | None, dict[str, Tensor]]:
         if outputs.entropy is None:
             assert self.config.entropy_coef == 0, "the loss has an entropy term, but the policy returned no entropy"
             return None, {}
         metrics = {"entropy": outputs.entropy.detach()}
-        if self.config.entropy_coef == 0:
+        coef = self.state[0] * self.state[1] if self.state else self.config.entropy_coef
+        if self.state:
+            metrics["entropy_coef"] = torch.full_like(outputs.entropy, coef).detach()
+        if coef == 0:
             return None, metrics
+        values = entropy_loss(outputs.entropy)
         loss = LossTerm(
             name="entropy",
-            values=entropy_loss(outputs.entropy),
-            coef=self.config.entropy_coef,
+            values=values if terms.high_entropy is None else values * terms.high_entropy,
+            coef=coef,
             aggregation=self._entropy_aggregation,
         )
         return loss, metrics
@@ -163,19 +192,23 @@ class PolicyObjective(Objective):
             correction=self.config.correction,
             cap=self.config.correction_cap,
             floor=self.config.correction_floor,
+            level=self.config.correction_level,
+            terms=terms,
         )
 
 
 class SupervisedObjective(Objective):
-    """Maximum likelihood of the trained terms; advantages and rollout log-probs are not read."""
+    """Maximum likelihood of the trained terms; rollout log-probs are not read, advantages only where they weigh."""
 
-    def __init__(self, *, aggregation: Aggregation, coef: float = 1.0) -> None:
+    def __init__(self, *, aggregation: Aggregation, coef: float = 1.0, weighted: bool = False) -> None:
         self.aggregation = aggregation
         self.coef = coef
+        self._weighted = weighted
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:
         logprobs = outputs.logprobs.masked_fill(terms.loss_mask == 0, 0.0)
-        return [LossTerm(name="nll", values=-logprobs, coef=self.coef)], {}
+        weights = terms.advantages.masked_fill(terms.loss_mask == 0, 0.0) if self._weighted else 1.0
+        return [LossTerm(name="nll", values=-weights * logprobs, coef=self.coef)], {}
 
 
 def _trained_only(outputs: PolicyOutputs, terms: TermBatch) -> tuple[PolicyOutputs, TermBatch]:

@@ -15,6 +15,7 @@ from cosmos_rl_core.algorithms.advantages import (
     build_step_advantages,
     generalized,
 )
+from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml
@@ -39,9 +40,15 @@ class GroupRules:
     """Shortest prefix that is masked in rollouts that share it and have different rewards; 0 masks none."""
     tokens: Callable[[Rollout], np.ndarray] | None = None
     """rollout -> [T] int, the token of each term, for `mask_prefix_terms`."""
+    mask_truncated: bool = False
+    """Whether rollouts that a limit cut off are not trained on."""
+    num_trained: int | None = None
+    """Rollouts of a group that are trained on, those whose rewards vary most; None: all."""
     advantage: GroupAdvantage
     of_steps: Callable[[Episode], Episode] | None = None
     """Estimates the advantages of an episode's steps; `advantage` is not called for it."""
+    selects: bool = False
+    """Whether rollouts with advantage 0 are not trained on."""
     waits_for_step: bool = False
     """Whether advantages need all groups of a step, so that a group alone has none yet."""
 
@@ -62,8 +69,11 @@ def group_rules(
         shape_reward=_shaping(config, max_terms=max_terms) if config.overlong_buffer_terms else None,
         mask_prefix_terms=config.mask_prefix_terms,
         tokens=tokens,
+        mask_truncated=config.mask_truncated,
+        num_trained=config.max_variance_rollouts,
         advantage=build_advantage(config) if compares else _no_advantage,
         of_steps=_generalized(config) if config.advantage == "gae" else None,
+        selects=find_algorithm(config.name).selects,
         waits_for_step=compares and build_step_advantages(config) is not None,
     )
 
@@ -124,6 +134,17 @@ def build_filter(config: AlgorithmConfig) -> Callable[[np.ndarray], bool] | None
         return within and (not config.filter_zero_variance or has_signal(rewards))
 
     return keep
+
+
+def most_varied(rewards: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of the `count` rewards [G] with the largest variance, ascending. PODS (arXiv 2504.13818).
+
+    Such a choice is some of the lowest rewards and the rest from the highest (its theorem 1), so that count + 1 choices
+    are compared; of equal ones that with the fewest of the lowest. Equal rewards are taken in their order.
+    """
+    order = np.argsort(rewards, kind="stable")
+    choices = [np.concatenate([order[:low], order[len(order) - (count - low) :]]) for low in range(count + 1)]
+    return np.sort(max(choices, key=lambda chosen: float(np.var(rewards[chosen]))))
 
 
 def soft_overlong(lengths: np.ndarray, truncated: np.ndarray, *, max_terms: int, buffer_terms: int) -> np.ndarray:

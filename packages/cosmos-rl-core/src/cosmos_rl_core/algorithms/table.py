@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
+from cosmos_rl_core.algorithms import preference
+from cosmos_rl_core.algorithms.preference import PreferenceObjective
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +42,53 @@ class Algorithm:
     """Replaces the whole objective: (config, *, aggregation) -> `interfaces.Objective`. Import torch inside it."""
     Options: type[BaseModel] | None = None
     """Strict model of [algorithm.options]; None: there are none."""
+    rows: Literal["", "responses", "pairs", "labels"] = ""
+    """Trains on the rows of [data], without rollouts: on their responses, on pairs of a chosen and a rejected answer,
+    or on responses with a label. "": on rollouts."""
+    selects: bool = False
+    """Whether advantages are weights, and rollouts of weight 0 are left out."""
+    reference: bool = False
+    """Whether `objective` reads `TermBatch.ref_sums`."""
+
+    @classmethod
+    def of_preferences(
+        cls,
+        loss: preference.PreferenceLoss,
+        Options: type[preference.PreferenceOptions | preference.ScoreOptions],
+        **fields: Any,
+    ) -> Algorithm:
+        """Return the row of a preference loss."""
+        fields = {"rows": "pairs", "reference": False, **fields}
+        objective = partial(
+            PreferenceObjective,
+            loss=loss,
+            options=Options,
+            reference=fields["reference"],
+            in_pairs=fields["rows"] == "pairs",
+        )
+        defaults = {"aggregation": "sequence_mean_of_means"}
+        return cls(objective=objective, Options=Options, defaults=defaults, **fields)
+
+
+class SelectionOptions(Strict):
+    """[algorithm.options] of "raft"."""
+
+    above: float | None = None
+    """Train on every rollout with at least this reward, which may be none of a group. Not set: on the best of each
+    group, of equal ones the first."""
+
+
+def selected(rewards: np.ndarray, config: Any) -> np.ndarray:
+    """Return the weight of each rollout of a group, 1 or 0, from its rewards [G]; config: `AlgorithmConfig`."""
+    import numpy as np
+
+    above = config.options.get("above")
+    chosen = np.arange(len(rewards)) == np.argmax(rewards) if above is None else rewards >= above
+    return chosen.astype(np.float64)
+
+
+def _own_rewards(rewards: np.ndarray) -> np.ndarray:
+    return rewards
 
 
 _ROWS = (
@@ -123,6 +174,32 @@ _ROWS = (
         },
     ),
     Algorithm(
+        name="sapo",
+        title="Soft Adaptive Policy Optimization",
+        paper="Gao et al., 2025, arXiv 2511.20347",
+        summary="a sigmoid gate around ratio 1 in place of the clip, steeper for bad rollouts",
+        defaults={"advantage": "group_std", "loss": "sapo", "aggregation": "sequence_mean_of_means"},
+    ),
+    Algorithm(
+        name="vespo",
+        title="Variational sEquence-level Soft Policy Optimization",
+        paper="2026, arXiv 2602.10693",
+        summary="REINFORCE with a soft window over each rollout's weight, without division by its length",
+        defaults={"advantage": "group_std", "loss": "vespo", "aggregation": "term_mean"},
+    ),
+    Algorithm(
+        name="dppo",
+        title="Divergence Proximal Policy Optimization",
+        paper="Qi et al., 2026, arXiv 2602.04879",
+        summary="terms are dropped by the change of their probability, not of the ratio",
+        defaults={
+            "advantage": "group_mean",
+            "loss": "dppo",
+            "rollout_kl_coef": 1e-3,  # as in prime-rl
+            "aggregation": "term_mean",
+        },
+    ),
+    Algorithm(
         name="ppo",
         title="Proximal Policy Optimization",
         paper="Schulman et al., 2017, arXiv 1707.06347; GAE, arXiv 1506.02438",
@@ -130,11 +207,84 @@ _ROWS = (
         defaults={"advantage": "gae", "loss": "clipped", "aggregation": "term_mean"},
     ),
     Algorithm(
+        name="raft",
+        title="Reward-ranked fine-tuning",
+        paper="Dong et al., 2023, arXiv 2304.06767",
+        summary="maximum likelihood of the best own rollouts: of a group, or all above a bar",
+        defaults={"loss": "supervised", "aggregation": "term_mean"},
+        advantage=_own_rewards,
+        shaping=selected,
+        Options=SelectionOptions,
+        selects=True,
+    ),
+    Algorithm(
         name="sft",
         title="Supervised fine-tuning",
         paper="maximum likelihood",
         summary="minus the log-probability of the wanted terms",
         defaults={"loss": "supervised", "aggregation": "term_mean"},
+        rows="responses",
+    ),
+    Algorithm.of_preferences(
+        preference.dpo_loss,
+        preference.PreferenceOptions,
+        name="dpo",
+        title="Direct Preference Optimization",
+        paper="Rafailov et al., 2023, arXiv 2305.18290",
+        summary="logistic loss of the difference between two answers' log-ratios to the reference",
+        reference=True,
+    ),
+    Algorithm.of_preferences(
+        preference.cdpo_loss,
+        preference.SmoothedOptions,
+        name="cdpo",
+        title="Conservative DPO",
+        paper="Mitchell, 2023, A note on DPO with noisy preferences",
+        summary="DPO for labels of which a share is wrong",
+        reference=True,
+    ),
+    Algorithm.of_preferences(
+        preference.ipo_loss,
+        preference.PreferenceOptions,
+        name="ipo",
+        title="Identity Preference Optimization",
+        paper="Azar et al., 2023, arXiv 2310.12036",
+        summary="squared loss: the difference of mean log-ratios is to be 1 / (2 beta), not as large as possible",
+        reference=True,
+    ),
+    Algorithm.of_preferences(
+        preference.simpo_loss,
+        preference.MarginOptions,
+        name="simpo",
+        title="Simple Preference Optimization",
+        paper="Meng et al., 2024, arXiv 2405.14734",
+        summary="logistic loss of mean log-probabilities with a margin, without a reference",
+    ),
+    Algorithm.of_preferences(
+        preference.orpo_loss,
+        preference.PreferenceOptions,
+        name="orpo",
+        title="Odds Ratio Preference Optimization",
+        paper="Hong et al., 2024, arXiv 2403.07691",
+        summary="likelihood of the chosen answer, and the odds ratio of both, without a reference",
+    ),
+    Algorithm.of_preferences(
+        preference.kto_loss,
+        preference.JudgedOptions,
+        name="kto",
+        title="Kahneman-Tversky Optimization",
+        paper="Ethayarajh et al., 2024, arXiv 2402.01306",
+        summary="single answers that are good or bad, against the mean log-ratio of mismatched ones",
+        rows="labels",
+        reference=True,
+    ),
+    Algorithm.of_preferences(
+        preference.score_loss,
+        preference.ScoreOptions,
+        name="reward_model",
+        title="Reward model of pairs",
+        paper="Bradley and Terry, 1952; Ouyang et al., 2022, arXiv 2203.02155",
+        summary="a scalar head at the last token; logistic loss of the difference of two answers' scores",
     ),
 )
 

@@ -40,6 +40,7 @@ EFFECTS: Mapping[str, str] = {
     "logging": BESIDE,
     "model": REFUSED,
     "model.dtype": TRAINING,
+    "model.lora.serve": TRAINING,
     "monitor": MEASURED,
     "policy": TRAINING,
     "policy.collective_timeout_s": BESIDE,

@@ -32,6 +32,8 @@ class TrainState:
     """First id of the prompt stream that was never issued."""
     unfinished: tuple[int, ...] = ()
     """Issued ids that are neither in the weights nor dropped."""
+    objective: tuple[float, ...] = ()
+    """`Objective.state`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,8 @@ def train_state(folder: Folder) -> TrainState:
     """Return the step and stream position of a checkpoint as it is. Raises UserError for a file of another form."""
     match _state(folder):
         case {"step": int(step), "next_sample": int(first), "unfinished": [*ids]} if all(type(i) is int for i in ids):
-            return TrainState(step=step, next_sample=first, unfinished=tuple(ids))
+            numbers = tuple(map(float, _state(folder).get("objective", ())))
+            return TrainState(step=step, next_sample=first, unfinished=tuple(ids), objective=numbers)
     raise UserError(f"{folder / STATE} has no valid step, next_sample and unfinished")
 
 

@@ -238,6 +238,7 @@ app.command()(reference.schema)
 app.command()(inference.generate)
 app.command()(inference.export_episodes)
 app.command("eval")(inference.evaluate)
+app.command()(inference.serve)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -46,6 +46,7 @@ EXAMPLES = {
     "keys": ("keys llm rollout.sampling",),
     "generate": ("generate run.toml --prompts '2+3='", "generate run.toml --checkpoint runs/gsm8k --num-gpus 8"),
     "eval": ("eval run.toml --checkpoint runs/gsm8k",),
+    "serve": ("serve runs/gsm8k --port 8000", "serve my_model --engine vllm --num-gpus 2"),
 }
 """Command -> what one types after `cosmos-rl`. tests/docs holds them to the options that exist."""
 

@@ -1,4 +1,4 @@
-"""The commands `generate` and `eval`, which sample rollouts of a model without training. Imports only typer."""
+"""The commands `generate`, `eval` and `serve`, which sample from a model without training. Imports only typer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cosmos_rl_core.imports import import_from
+from cosmos_rl_core.imports import add_folders, import_from
 
 Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="A TOML recipe.")]
 Overrides = Annotated[
@@ -140,6 +140,43 @@ def evaluate(
     if not measured.interrupted:
         typer.echo(f"{measured.directory / 'eval.json'}")
     _end(measured.failed, none_left=not measured.metrics, interrupted=measured.interrupted)
+
+
+def serve(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="A run's directory, a checkpoint or a model's folder.")
+    ],
+    overrides: Overrides = None,
+    *,
+    step: Step = None,
+    average: Averaged = True,
+    engine: Annotated[str, typer.Option(help="torch or vllm; default: the recipe's.")] = "",
+    num_gpus: Annotated[int, typer.Option(min=1, help="GPUs of the engine, which shards the model over them.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 selects a free port and prints it.")] = 8000,
+    name: Annotated[str, typer.Option(help="Name of the model for clients; default: the folder's.")] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(help="Requests need its token; created if it is missing. Not needed on loopback.")
+    ] = None,
+) -> None:
+    """Serve a checkpoint by OpenAI's interfaces, for evaluators and clients."""
+    add_folders([str(Path.cwd())])
+    from cosmos_rl_core.inference.serve import ServeRequest
+    from cosmos_rl_core.inference.serve import serve as serve_model
+
+    request = ServeRequest(
+        checkpoint=checkpoint,
+        step=step,
+        averaged=average,
+        engine=engine,
+        num_gpus=num_gpus,
+        host=host,
+        port=port,
+        name=name,
+        token_file=token_file,
+    )
+    serve_model(request, overrides or (), say=_say)
+    raise typer.Exit(130)
 
 
 @contextmanager

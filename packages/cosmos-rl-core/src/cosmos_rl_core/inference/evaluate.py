@@ -16,6 +16,7 @@ from statistics import fmean
 import numpy as np
 
 from cosmos_rl_core import assemble
+from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.errors import UserError, one_line_errors
 from cosmos_rl_core.inference.generate import generate_rows, rows_on_disk
 from cosmos_rl_core.inference.request import GenerationWeights, Instances, Request, folder_of
@@ -210,7 +211,15 @@ def _loss(config: RunConfig, request: Request) -> Evaluated:
     policy = domain.build_policy(config.model, data=config.data, sampling=None, seed=config.run.seed, setup=setup)
     if weights.folder:
         load_weights(weights.folder, policy.weights(), averaged=request.averaged)
-    validation = assemble.build_validation(config, domain, policy, share=Share())
+    sums = None
+    if find_algorithm(config.algorithm.name).reference:
+        reference = policy.reference()
+        if reference is None:
+            reference = domain.build_policy(
+                config.model, data=config.data, sampling=None, seed=config.run.seed, setup=setup
+            )
+        sums = assemble.build_answer_sums(config, policy, reference)
+    validation = assemble.build_validation(config, domain, policy, share=Share(), sums=sums)
     assert validation is not None
     metrics = validation.measure()
     directory = folder_of(config, request, weights, command="eval")
@@ -219,7 +228,11 @@ def _loss(config: RunConfig, request: Request) -> Evaluated:
     return Evaluated(
         directory=directory,
         weights=weights,
-        metrics={name: replace(single, mean=metrics[f"eval/{name}"]) for name in ("loss", "perplexity")},
+        metrics={
+            name.removeprefix("eval/"): replace(single, mean=value)
+            for name, value in metrics.items()
+            if name not in ("eval/terms", "eval/rows")
+        },
         rows=int(metrics["eval/rows"]),
     )
 

@@ -87,7 +87,7 @@ async def _answer_all(task: InstanceTask, send: Callable[[Reply], None]) -> None
     config = load_config(task.recipe, generating=True)
     domain = load_domain(config.run.domain)
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-    build = partial(_build_engine, config, threads=task.threads)
+    build = partial(prepare_engine, config, threads=task.threads)
     engine = await asyncio.get_running_loop().run_in_executor(compute, build)
     async with contextlib.AsyncExitStack() as parts:  # an unclosed engine would keep the process alive
         parts.push_async_callback(engine.close)
@@ -120,7 +120,7 @@ async def _lane(rows: Iterator[PromptRow], answerer: Answerer, send: Callable[[R
         send(await answerer.answer(row))
 
 
-def _build_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
+def prepare_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
     """Build the engine; runs in the compute thread, as the current GPU is a per-thread setting."""
     import torch
 

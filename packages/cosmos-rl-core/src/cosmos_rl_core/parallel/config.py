@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from cosmos_rl_core.settings.base import Strict
+
+
+class MuonSection(Strict):
+    """[policy.optimizer.muon]: the update of hidden matrices, if the optimizer is muon."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the momentum that is made orthogonal."""
+    nesterov: bool = True
+    """Add the gradient to its momentum once more."""
+    ns_steps: int = Field(default=5, ge=1, lt=100)
+    """Iterations of Newton-Schulz."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """Factor of the learning rate of a matrix [A, B]: 0.2 sqrt(max(A, B)), with which rates of adamw can be used, or
+    sqrt(max(1, A / B)) with "original"."""
+    adamw: tuple[str, ...] = ("*embed*", "*wte*", "*head*", "*score*")
+    """Patterns of names of matrices that adamw updates beside vectors, embeddings and stacked experts."""
 
 
 class OptimizerSection(Strict):
     """[policy.optimizer]: how gradients become updates."""
 
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adam adds the weight decay to the gradient, adamw subtracts it from the weights."""
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    """adam adds the weight decay to the gradient, adamw subtracts it from the weights. muon updates hidden matrices by
+    their orthogonal momentum, and the other parameters as adamw."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -25,6 +42,7 @@ class OptimizerSection(Strict):
     """Applied to matrices, never to vectors such as norms and biases."""
     rates: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Peak learning rates by a pattern of parameter names ("value_head.*"); the first that matches applies."""
+    muon: MuonSection = MuonSection()
 
     @field_validator("betas")
     @classmethod
@@ -136,6 +154,18 @@ class PolicySection(Strict):
     memory: MemorySection = MemorySection()
     precision: PrecisionSection = PrecisionSection()
 
+    @model_validator(mode="after")
+    def _muon_fits(self) -> PolicySection:
+        if self.optimizer.name == "muon" and self.precision.parameters == "bfloat16":
+            raise ValueError(
+                'optimizer.name = "muon" needs precision.parameters = "float32": it does not round at random'
+            )
+        if self.optimizer.name == "muon" and self.memory.parameter_offload:
+            raise ValueError(
+                'optimizer.name = "muon" takes no memory.parameter_offload: matrices are multiplied on the GPU'
+            )
+        return self
+
     @property
     def world_size(self) -> int | None:
         """Ranks of a replica, None where the axes decide."""
@@ -154,14 +184,25 @@ class LoraSection(Strict):
 
     def unmatched(self, layers: Iterable[str]) -> list[str]:
         """Return the `target_modules` in which no name of `layers` ends."""
-        names = list(layers)
-        ends = () if isinstance(self.target_modules, str) else self.target_modules
-        return [end for end in ends if not any(ends_in(name, [end]) for name in names)]
+        return unmatched(layers, () if isinstance(self.target_modules, str) else self.target_modules)
 
-    @property
-    def scaling(self) -> float:
-        """Of the product B A."""
-        return self.alpha / self.rank
+    def rank_of(self, layer: str) -> int:
+        """Return the rank of the adapter of the layer with this full name."""
+        return self.rank
+
+    def alpha_of(self, layer: str) -> float:
+        """Return alpha of the adapter of the layer with this full name."""
+        return self.alpha
+
+    def scaling(self, layer: str) -> float:
+        """Return alpha / rank of a layer: of the product B A."""
+        return self.alpha_of(layer) / self.rank_of(layer)
+
+
+def unmatched(layers: Iterable[str], ends: Sequence[str]) -> list[str]:
+    """Return the `ends` that no name of `layers` has."""
+    names = list(layers)
+    return [end for end in ends if not any(ends_in(name, [end]) for name in names)]
 
 
 def ends_in(layer: str, ends: Sequence[str]) -> bool:

@@ -107,6 +107,8 @@ def add_adapters(
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it by the rank
+        rank_pattern={name: rank for name in layers if (rank := section.rank_of(name)) != section.rank},
+        alpha_pattern={name: alpha for name in layers if (alpha := section.alpha_of(name)) != section.alpha},  # pyright: ignore[reportArgumentType]  # as above
         lora_dropout=0.0,
         bias="none",
         target_modules=list(layers),
@@ -177,6 +179,12 @@ def adapter_layers(module: nn.Module) -> list[nn.Module]:
     return [layer for name, layer in module.named_modules() if _PARAMETER.fullmatch(f"{name}.weight")]
 
 
+def ranks_of(module: nn.Module) -> dict[str, int]:
+    """Return the rank of each adapted layer, by its full name."""
+    matches = ((_PARAMETER.fullmatch(name), parameter) for name, parameter in module.named_parameters())
+    return {match["layer"]: parameter.shape[0] for match, parameter in matches if match and match["matrix"] == "lora_A"}
+
+
 def base_name(parameter: str) -> str | None:
     """Return the name in the base's checkpoint of a parameter beside adapters; None for an adapter's own."""
     return None if _PARAMETER.fullmatch(parameter) else parameter.replace(".base_layer.", ".")
@@ -196,7 +204,7 @@ def merge(
     weights: Iterable[tuple[str, Tensor]],
     trained: Iterable[tuple[str, Tensor]],
     *,
-    scaling: float,
+    scaling: Callable[[str], float],
     public_name: Callable[[str], str] = str,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the base's `weights` with W + scaling * B A where there is an adapter, in the type of W, by public name.
@@ -205,7 +213,7 @@ def merge(
         weights: name and tensor of the base's checkpoint.
         trained: adapters and whole weights of the base by their names in peft's files; whole weights by public name.
             Whole ones replace the base's.
-        scaling: alpha / rank.
+        scaling: full name of a layer of the adapters -> alpha / rank.
         public_name: name of a weight of the base -> that in the result.
 
     Raises UserError when adapters are left over: they belong to another model.
@@ -224,7 +232,8 @@ def merge(
         pair = pairs.pop(name, None)
         weight = replaced.pop(name, weight).to(weight.dtype)
         if (public := public_name(name)) not in plain:
-            yield public, weight if pair is None else _merged(weight, pair["lora_A"], pair["lora_B"], scaling)
+            scale = scaling(name.removesuffix(".weight"))
+            yield public, weight if pair is None else _merged(weight, pair["lora_A"], pair["lora_B"], scale)
     if left := [*pairs, *replaced]:
         raise UserError(f"the base model has no weight {min(left)} for an adapter: is it of another model?")
     yield from plain.items()
@@ -272,6 +281,26 @@ class MergedWeights:
                 adapted = cast(Any, layer)  # peft's modules have no types
                 a, b = adapted.lora_A[ADAPTER].weight, adapted.lora_B[ADAPTER].weight
                 yield name, adapted.get_base_layer().weight, a, b, adapted.scaling[ADAPTER]
+
+
+class ScaledAdapters(MergedWeights):
+    """A, and alpha / rank B in host memory, for engines that multiply by no scale of their own."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the adapters by their names in peft's files, and weights trained in full by the base's names."""
+        scaled = {f"{_PREFIX}{layer}.lora_B.weight": tensor for layer, tensor in self._merged.items()}
+        whole = {name.removeprefix(_PREFIX): tensor for name, tensor in whole_weights(self._module).items()}
+        return adapter_weights(self._module) | scaled | whole
+
+    @torch.no_grad()
+    def _merge_into(self, merged: Mapping[str, Tensor]) -> None:
+        for layer, b, _, _, scaling in self._layers():
+            own = scaling * local_part(b).float()
+            fill_own_part(merged[layer], lambda box, own=own: own)
+
+    def _layers(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor, float]]:
+        for layer, _, a, b, scaling in super()._layers():
+            yield layer, b, a, b, scaling
 
 
 def _on_host(tensor: Tensor) -> Tensor:

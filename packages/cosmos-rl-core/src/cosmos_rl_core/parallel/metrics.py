@@ -24,9 +24,8 @@ def sum_metrics(
     Every contributing rank has the same names; the others' metrics are not read. `equal`: metrics that are equal on all
     ranks, returned as they are. The host waits for the device once.
     """
-    at = mesh.dims.coordinates(mesh.rank)
     last_stage = mesh.dims.pp - 1
-    contributes = at["pp"] == last_stage and at["cp"] == at["tp"] == 0
+    contributes = _contributes(mesh)
     source = next(r for r in range(mesh.dims.world_size) if mesh.dims.coordinates(r)["pp"] == last_stage)
     names = _shared_names(sorted(metrics), source=source)
     total = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
@@ -37,6 +36,18 @@ def sum_metrics(
     equal = equal or {}
     kept = [value.double().to(mesh.device).reshape(1) for value in equal.values()]
     return dict(zip((*names, *equal), torch.cat([total, *kept]).tolist()))
+
+
+def sum_over_terms(counts: Tensor, mesh: ReplicaMesh) -> Tensor:
+    """Return counts [n] int64 of this rank's terms, summed over all terms of the replica. All ranks call this."""
+    total = counts.to(mesh.device) if _contributes(mesh) else torch.zeros_like(counts, device=mesh.device)
+    dist.all_reduce(total)
+    return total.cpu()
+
+
+def _contributes(mesh: ReplicaMesh) -> bool:
+    at = mesh.dims.coordinates(mesh.rank)
+    return at["pp"] == mesh.dims.pp - 1 and at["cp"] == at["tp"] == 0
 
 
 def _shared_names(names: list[str], *, source: int) -> list[str]:

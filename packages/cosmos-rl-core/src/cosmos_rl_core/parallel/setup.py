@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
 
@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import torch
 
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
+
+
+SentAdapters = Literal["live", "scaled", "merged"]
+"""Trained adapters on their way to engines: A and B themselves, A and alpha / rank B, or W + alpha / rank B A."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +28,8 @@ class ModelSetup:
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     frozen: bool = False
     """The policy is never trained: the reference of a KL term."""
-    merges_adapters: bool = False
-    """Engines take whole weights: those of adapted layers are published with their adapters merged."""
+    sent_adapters: SentAdapters = "live"
+    """The form in which engines take trained adapters."""
 
     @property
     def device(self) -> torch.device:

@@ -16,8 +16,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from cosmos_rl_core.parallel.config import PolicySection
+from cosmos_rl_core.parallel.config import OptimizerSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
 from cosmos_rl_core.plan.layer_bytes import BYTES, LayerBytes, layer_bytes, norm_bytes, stream_bytes
@@ -29,7 +30,6 @@ LOGITS_BYTES = 256 * 2**20
 """Most memory that log-probabilities of terms take at a time on a CPU; more terms are cut into chunks."""
 _LOGITS_PART, _MOST_LOGITS_BYTES = 1 / 64, 2 * 2**30
 """Of a GPU's memory. Each chunk reads and writes the head's whole gradient, so few large ones are faster."""
-MOMENTS = {"sgd": 1, "adam": 2, "adamw": 2}
 _STEP_BYTES = 4
 """Adam's step counter, a tensor for each parameter."""
 
@@ -63,6 +63,8 @@ class MemoryEstimate:
     """At the end of the backward pass, in place of the five parts before: what FSDP's root takes to be reduced."""
     largest: int = 0
     """Elements of the largest trained tensor of the rank. Not part of the sum."""
+    largest_matrix: int = 0
+    """Elements of the largest matrix that muon updates, of all ranks. Not part of the sum."""
     read: int = 0
     """The largest single read while a model over ranks is filled: this rank's part of one weight, in the checkpoint's
     dtype. Not part of the sum."""
@@ -178,7 +180,13 @@ class Rank:
         steps = _STEP_BYTES * num_tensors if policy.optimizer.name != "sgd" else 0
         weights = trained_bytes * num_parameters
         gradients = trained_bytes * trained
-        optimizer = trained_bytes * MOMENTS[policy.optimizer.name] * trained + steps
+        adapters = bool(self.shape.adapter_parameters)  # matrices
+        moments = (
+            num_moments(policy.optimizer) * trained
+            if adapters
+            else sum(num_moments(policy.optimizer, spec) * self.shard(spec) for spec in learning)
+        )
+        optimizer = trained_bytes * moments + steps
         kept, logits, backward = self._microbatch()
         gathered, reduction, root = self._passing()
         memory = policy.memory
@@ -195,9 +203,14 @@ class Rank:
             backward=backward,
             root=root,
             largest=0 if self.shape.adapter_parameters else max(map(self.shard, learning), default=0),
+            largest_matrix=max(map(self._matrix, learning), default=0),
             read=self._largest_read(),
             host=host,
         )
+
+    def _matrix(self, spec: WeightSpec) -> int:
+        """Elements of a whole matrix that muon updates; 0 for any other weight."""
+        return math.prod(spec.shape) if num_moments(self.policy.optimizer, spec) == 1 else 0
 
     @property
     def _ranks_of_weights(self) -> int:
@@ -354,6 +367,16 @@ def layer_of(name: str) -> int | None:
 def is_expert(name: str) -> bool:
     """Return whether a weight is one of the experts that tokens are routed to."""
     return ".experts." in name
+
+
+def num_moments(optimizer: OptimizerSection, spec: WeightSpec | None = None) -> int:
+    """Return the number of moments that an optimizer keeps of a trained weight. None: of a hidden matrix."""
+    if optimizer.name != "muon":
+        return 1 if optimizer.name == "sgd" else 2
+    if spec is None:
+        return 1
+    by_adamw = len(spec.shape) != 2 or is_expert(spec.name)
+    return 2 if by_adamw or any(fnmatchcase(spec.name, pattern) for pattern in optimizer.muon.adamw) else 1
 
 
 def _is_tied(specs: Sequence[WeightSpec]) -> bool:

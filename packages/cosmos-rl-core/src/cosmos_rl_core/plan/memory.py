@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.assemble import engine_options
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
@@ -28,6 +29,8 @@ SUM_BYTES = 256 * 2**20
 CONTEXT, COMMUNICATORS = "CUDA context", "NCCL communicators"
 _ROUNDING = 33
 """Bytes an element while StochasticAdam updates a parameter in bfloat16: five float32 tensors, then their noise."""
+_ORTHOGONAL = 12
+"""Bytes an element of a matrix while Muon makes it orthogonal: it in float32, then at most four in bfloat16."""
 ITEM_BYTES = {**BYTES, "float16": 2}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -106,6 +109,9 @@ def _updating(config: RunConfig, rank: MemoryEstimate, *, offloaded: bool) -> It
     if policy.precision.parameters == "bfloat16" and policy.optimizer.name in ("adam", "adamw"):
         size = _ROUNDING * rank.largest
         yield MemoryPart(name="a parameter in float32, while it is rounded", bytes=size, at=(UPDATE,), host=offloaded)
+    if policy.optimizer.name == "muon":
+        size = _ORTHOGONAL * rank.largest_matrix
+        yield MemoryPart(name="a whole matrix, while it is made orthogonal", bytes=size, at=(UPDATE,))
 
 
 def _communicators(dims: ParallelDims) -> list[MemoryPart]:
@@ -124,7 +130,7 @@ def _publishing(
     """Copies of a rank's part of the weights, and slots of the transfer; see cosmos_rl_transfer/publish."""
     sync = config.sync
     dtype = sent_dtype(config, domain, computed=shape.compute_dtype)
-    merged = shape.adapter_parameters > 0 and domain.merges_adapters(config.rollout.engine)
+    merged = shape.adapter_parameters > 0 and domain.sent_adapters(config) == "merged"
     sent = rank.gradients if shape.adapter_parameters and not merged else rank.parameters
     size = sent * ITEM_BYTES[dtype] // BYTES[config.policy.precision.parameters]
     if merged:
@@ -159,7 +165,7 @@ def rollout_needs(
         return None
     numbers = sum(math.prod(spec.shape) for spec in shape.weights)
     sent = numbers
-    if not domain.merges_adapters(config.rollout.engine):
+    if domain.sent_adapters(config) != "merged":
         numbers += shape.adapter_parameters
         sent = shape.adapter_parameters or numbers
     gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
@@ -200,7 +206,8 @@ def staying(needs: Needs) -> int:
 
 
 def _copies_reference(shape: ModelShape, config: RunConfig, domain: DomainBase) -> bool:
-    """Whether a KL term loads a second model. The reference of a policy that trains adapters alone is its base."""
-    if config.is_sft or not config.algorithm.kl_coef or (shape.adapter_parameters and not shape.whole):
+    """Whether the objective needs a second model. The reference of a policy that trains adapters alone is its base."""
+    needs = config.algorithm.kl_coef or find_algorithm(config.algorithm.name).reference
+    if not needs or (shape.adapter_parameters and not shape.whole):
         return False
     return not domain.is_own_reference(config)

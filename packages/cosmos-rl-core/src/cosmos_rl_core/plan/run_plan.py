@@ -17,7 +17,7 @@ from cosmos_rl_core.launch.preflight.checks import look_up_parts
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.plan.changes import Change, changes_that_fit, written
-from cosmos_rl_core.plan.estimate import MOMENTS, MemoryEstimate
+from cosmos_rl_core.plan.estimate import MemoryEstimate, num_moments
 from cosmos_rl_core.plan.layer_bytes import BYTES
 from cosmos_rl_core.plan.memory import ITEM_BYTES, estimate_of, policy_needs, rollout_needs, sent_dtype, staying
 from cosmos_rl_core.plan.needs import NOT_COUNTED, STEP, MemoryPart, Needs
@@ -283,6 +283,7 @@ def _weights(config: RunConfig) -> WeightsPlan | None:
     if not specs:
         return None
     parameters = sum(math.prod(spec.shape) for spec in specs)
+    moments = sum(num_moments(config.policy.optimizer, spec) * math.prod(spec.shape) for spec in specs)
     size = BYTES[config.policy.precision.parameters]
     sync, engine_bytes = None, 0
     if not config.is_sft:
@@ -300,7 +301,7 @@ def _weights(config: RunConfig) -> WeightsPlan | None:
         parameters=parameters,
         policy_bytes=size * parameters,
         gradient_bytes=size * parameters,
-        optimizer_bytes=size * MOMENTS[config.policy.optimizer.name] * parameters,
+        optimizer_bytes=size * moments,
         engine_bytes=engine_bytes,
         sync=sync,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
 from cosmos_rl_core.algorithms.table import find_algorithm
@@ -64,8 +64,13 @@ class RunConfig(Strict):
 
     @property
     def is_sft(self) -> bool:
-        """True for supervised fine-tuning: no rollouts, rewards or weight sync."""
-        return self.algorithm.name == "sft"
+        """True for training on the rows of [data], also on preferences: no rollouts, rewards or weight sync."""
+        return self.trains_on != ""
+
+    @property
+    def trains_on(self) -> Literal["", "responses", "pairs", "labels"]:
+        """As `Algorithm.rows`."""
+        return find_algorithm(self.algorithm.name).rows
 
     def num_held_out(self, rows: Sequence[Any]) -> int:
         """Return how many of the first rows of [data] are evaluated and not trained on.
@@ -197,11 +202,15 @@ def _never_measured(config: RunConfig) -> bool:
     metric = config.checkpoint.best_metric.removeprefix("-")
     if metric.startswith("eval/") and config.eval.data is None:
         return True
-    return config.is_sft and "reward" in metric
+    return config.trains_on == "responses" and "reward" in metric
 
 
 def _sft_conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyConflict]:
-    if config.teacher is not None and config.teacher.loss == "advantage":
+    if config.teacher is not None and config.trains_on != "responses":
+        yield KeyConflict(
+            key="teacher", other="algorithm.name", wrong="does not apply with", suggestion="remove [teacher]"
+        )
+    elif config.teacher is not None and config.teacher.loss == "advantage":
         yield KeyConflict(
             key="teacher.loss",
             other="algorithm.name",
@@ -234,6 +243,12 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
             other="algorithm.advantage",
             wrong="must be at least 2, to compare rollouts of a prompt, for",
         )
+    if (config.algorithm.max_variance_rollouts or 0) > config.rollout.group_size:
+        yield KeyConflict(
+            key="algorithm.max_variance_rollouts",
+            other="rollout.group_size",
+            wrong="must be at most",
+        )
     if config.data_regularization.data is not None and not config.data_regularization.coef:
         yield KeyConflict(
             key="data_regularization.coef",
@@ -252,6 +267,7 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
 def _filter_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     """Reject rules about the rewards of a group where there are none."""
     keys = {"filter_zero_variance": False, "filter_low": None, "filter_high": None, "mask_prefix_terms": 0}
+    keys |= {"max_variance_rollouts": None}
     for key, default in keys.items():
         if getattr(config.algorithm, key) != default:
             yield KeyConflict(
@@ -393,17 +409,19 @@ def _episode_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
 
 
 def _cut_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
-    """Reject averages over whole rollouts in a domain that splits rollouts across microbatches."""
+    """Reject sums and averages over whole rollouts in a domain that splits rollouts across microbatches."""
+    algorithm = config.algorithm
     averages = {
-        "algorithm.loss": config.algorithm.loss == "sequence_clipped",
-        "algorithm.sequence_mask_delta": config.algorithm.sequence_mask_delta is not None,
+        "algorithm.loss": algorithm.loss in ("sequence_clipped", "vespo"),
+        "algorithm.correction_level": algorithm.correction_level != "term",
+        "algorithm.sequence_mask_delta": algorithm.sequence_mask_delta is not None,
     }
     for key, is_average in averages.items():
         if is_average:
             yield KeyConflict(
                 key=key,
                 other="policy.microbatch_terms",
-                wrong="averages over whole rollouts, but this domain splits them into microbatches of",
+                wrong="needs whole rollouts, but this domain splits them into microbatches of",
                 suggestion='set loss = "clipped"' if key == "algorithm.loss" else "remove it",
             )
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from cosmos_rl_core.algorithms.rules import GroupRules, mask_prefixes
+from cosmos_rl_core.algorithms.rules import GroupRules, mask_prefixes, most_varied
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import Recorder, RolloutEngine
 from cosmos_rl_core.observe.trace import Timeline
@@ -148,14 +148,22 @@ class Rollouter:
             rewards = self._rules.shape_reward(rewards, lengths, truncated)
         if self._rules.mask_prefix_terms:
             group = self._without_prefixes(group, rewards)
+        if self._rules.mask_truncated:
+            group = _trained(group, [r.finish_reason != "length" for r in group.rollouts])
         if self._rules.of_steps is not None:
             return replace(group, rollouts=tuple(_with_steps(rollout, self._rules) for rollout in group.rollouts))
+        if self._rules.num_trained is not None:
+            return self._of_most_varied(group, rewards, self._rules.num_trained)
         advantages = np.full(len(rewards), np.nan) if self._rules.waits_for_step else self._rules.advantage(rewards)
-        rollouts = tuple(
-            replace(rollout, reward=float(reward), advantage=float(advantage))
-            for rollout, reward, advantage in zip(group.rollouts, rewards, advantages, strict=True)
-        )
-        return replace(group, rollouts=rollouts)
+        group = _with_rewards(group, rewards, advantages)
+        return _trained(group, [r.advantage > 0 for r in group.rollouts]) if self._rules.selects else group
+
+    def _of_most_varied(self, group: RolloutGroup, rewards: np.ndarray, count: int) -> RolloutGroup:
+        """Train on a part of the group, whose rollouts are compared with one another alone."""
+        chosen = most_varied(rewards, count)
+        advantages = np.zeros(len(rewards))
+        advantages[chosen] = self._rules.advantage(rewards[chosen])
+        return _with_rewards(_trained(group, np.isin(np.arange(len(rewards)), chosen)), rewards, advantages)
 
     def _without_prefixes(self, group: RolloutGroup, rewards: np.ndarray) -> RolloutGroup:
         assert self._rules.tokens is not None, "the checks refuse mask_prefix_terms for a domain without tokens"
@@ -164,6 +172,20 @@ class Rollouter:
         masks = mask_prefixes(tokens, masks, rewards, at_least=self._rules.mask_prefix_terms)
         pairs = zip(group.rollouts, masks, strict=True)
         return replace(group, rollouts=tuple(replace(rollout, loss_mask=mask) for rollout, mask in pairs))
+
+
+def _with_rewards(group: RolloutGroup, rewards: np.ndarray, advantages: np.ndarray) -> RolloutGroup:
+    rollouts = tuple(
+        replace(rollout, reward=float(reward), advantage=float(advantage))
+        for rollout, reward, advantage in zip(group.rollouts, rewards, advantages, strict=True)
+    )
+    return replace(group, rollouts=rollouts)
+
+
+def _trained(group: RolloutGroup, trains: Sequence[bool] | np.ndarray) -> RolloutGroup:
+    """Return the group without trained terms in the rollouts where `trains` [G] is false."""
+    pairs = zip(group.rollouts, trains, strict=True)
+    return replace(group, rollouts=tuple(replace(each, loss_mask=each.loss_mask & bool(keep)) for each, keep in pairs))
 
 
 def _with_steps(rollout: Rollout, rules: GroupRules) -> Rollout:

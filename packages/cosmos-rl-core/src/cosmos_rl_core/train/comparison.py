@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.interfaces import Policy, Reference
+from cosmos_rl_core.parallel.lora import reference_of
 from cosmos_rl_core.parallel.metrics import sum_metrics
 from cosmos_rl_core.types import RolloutGroup, TrainBatch
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 GROSS = 1.0
 """Mean difference in nats above which a run ends: probabilities differ by a factor of e, term after term."""
+COMPARED_GROUPS = 16
+"""Maximum number of groups of a step that show whether adapters are in effect."""
+SIGMAS = 6
+"""Of rounding, within which nothing is concluded from them."""
 METRIC = "start_mismatch"
 
 
@@ -51,6 +56,8 @@ class EngineComparison:
         self._mesh = mesh
         self._tolerance = tolerance
         self._log, self._warn = log, warn
+        self._adapters = reference_of(policy)
+        """The model without its adapters, until they are known to be in effect."""
 
     def __call__(self, groups: Iterable[RolloutGroup | None], *, step: int) -> dict[str, float]:
         """Compare by the first of `groups` whose rollouts are of the weights of `step`.
@@ -78,6 +85,44 @@ class EngineComparison:
                 'policy; choose another [rollout] engine, or set algorithm.old_logprobs = "policy" with a correction'
             )
         return {METRIC: difference}
+
+    def check_adapters(self, groups: Sequence[RolloutGroup], *, step: int) -> None:
+        """Check once that the engine applies the adapters, as soon as rounding cannot hide it.
+
+        All ranks of the replica call it with the same groups of a step; those of its weights count. With d, e =
+        rollouts - base, policy - base over the terms, |d - e| < |d| unless rounding along e exceeds |e| / 2. Raises
+        UserError otherwise.
+        """
+        fresh = [group for group in groups if 0 < step == group.min_policy_version == group.max_policy_version]
+        if self._adapters is None or not fresh:
+            return
+        off, base, effect = map(math.sqrt, self._squares(fresh[:COMPARED_GROUPS], self._adapters))
+        if effect <= 2 * SIGMAS * self._tolerance:
+            return
+        if off >= base:
+            raise UserError(
+                f"step {step}: the adapters are not in effect in the engine: its log-probabilities differ by "
+                f"{base:.2g} nats from those of the model without them, which differ by {effect:.2g} from the policy's "
+                '(root of summed squares); set [model.lora] serve = "merged", or choose another [rollout] engine'
+            )
+        self._log(f"step {step}: the adapters are in effect in the engine")
+        self._adapters = None
+
+    @torch.no_grad()
+    def _squares(self, groups: Sequence[RolloutGroup], without: Reference) -> tuple[float, float, float]:
+        """Return the sums of |rollouts - policy|^2, |rollouts - base|^2, |policy - base|^2 over all ranks."""
+        names = ("off", "base", "effect")
+        totals = {name: torch.zeros((), dtype=torch.float64) for name in names}
+        for microbatch in self._collate(groups).microbatches:
+            terms = microbatch.terms
+            ours, base = (model.forward(microbatch).logprobs.cpu().double() for model in (self._policy, without))
+            engine, mask = terms.rollout_logprobs.cpu(), terms.loss_mask.cpu() != 0
+            for name, difference in zip(names, (engine - ours, engine - base, ours - base), strict=True):
+                totals[name] += difference[mask].square().sum()
+        if self._mesh is not None:
+            summed = sum_metrics(totals, self._mesh)
+            return summed["off"], summed["base"], summed["effect"]
+        return float(totals["off"]), float(totals["base"]), float(totals["effect"])
 
     @torch.no_grad()
     def _measure(self, group: RolloutGroup) -> float:

@@ -7,6 +7,7 @@ loop stays responsive to heartbeats, weight readers and Ctrl-C.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Reference, Teacher
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.device import to_host
+from cosmos_rl_core.parallel.metrics import sum_over_terms
+from cosmos_rl_core.train.answer_sums import AnswerSumsStage
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.residence import Residence
 from cosmos_rl_core.train.trainer import Trainer
@@ -36,11 +40,13 @@ class FrozenModels:
 
     reference: Reference | None = None
     teacher: Teacher | None = None
+    sums: AnswerSumsStage | None = None
+    """Where whole answers of rows are compared: the reference's part of the batch, in place of its terms."""
 
     @torch.no_grad()
     def complete(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
         """Add their outputs to microbatches."""
-        if self.reference is not None:
+        if self.reference is not None and self.sums is None:
             with self.reference.prepared():
                 microbatches = [self._with_reference(self.reference, microbatch) for microbatch in microbatches]
         if self.teacher is not None:
@@ -104,6 +110,11 @@ class PolicyLearner:
     @property
     def version(self) -> int:
         return self.trainer.version
+
+    @property
+    def sums(self) -> AnswerSumsStage | None:
+        """The reference's part of batches of preferences."""
+        return self._frozen.sums
 
     async def forward_backward(self, step: TrainStep) -> None:
         """Compute the gradients of the step. Raises EpochOver."""
@@ -175,6 +186,8 @@ class PolicyLearner:
             self._step = step
             keeps_old = self._keeps_old and len(step.updates) > 1
             batches = [self._with_logprobs(batch, keeps_old=keeps_old) for batch in step.batches]
+            if (share := self.trainer.objective.top_entropy) is not None:
+                batches = self._with_high_entropy(batches, share)
             first, *later = [batches[number] for number in step.updates]
             self._gradients_of(first)
             if later and self.replicas is not None:
@@ -210,16 +223,68 @@ class PolicyLearner:
             results.append(self.trainer.optim_step(last=left == 0))
         self._later, self._results, self._undo = (), [], None
         assert self._step is not None
-        return _as_one(results, of_step=self._step.metrics)
+        result = _as_one(results, of_step=self._step.metrics)
+        if not result.skipped and any(batch.num_terms for batch in self._step.batches):
+            self.trainer.objective.stepped(result.metrics)
+        return result
 
     @torch.no_grad()
     def _with_logprobs(self, batch: TrainBatch, *, keeps_old: bool) -> TrainBatch:
         """Add the outputs of the frozen models, and with `keeps_old` the policy's log-probabilities as it is now."""
+        if self._frozen.sums is not None:
+            batch = self._frozen.sums.complete(batch, self.replicas)
         microbatches = self._frozen.complete(batch.microbatches)
         if keeps_old:
             old = [self.trainer.policy.forward(microbatch).logprobs for microbatch in microbatches]
             microbatches = [_with(each, old_logprobs=logprobs) for each, logprobs in zip(microbatches, old)]
         return replace(batch, microbatches=tuple(microbatches))
+
+    @torch.no_grad()
+    def _with_high_entropy(self, batches: Sequence[TrainBatch], share: float) -> list[TrainBatch]:
+        """Mark the `share` of all terms of the step whose entropies are highest. Raises EpochOver."""
+        microbatches = [microbatch for batch in batches for microbatch in batch.microbatches]
+        entropies = []
+        for microbatch in microbatches:
+            entropy = self.trainer.policy.forward(microbatch, with_entropy=True).entropy
+            assert entropy is not None
+            entropies.append(entropy.float().clamp(min=0).cpu())
+        trained = [entropy[each.terms.loss_mask.cpu() > 0] for entropy, each in zip(entropies, microbatches)]
+        least = smallest_of_share(torch.cat([torch.empty(0), *trained]), share, sum_counts=self._sum_counts)
+        marked = iter([(entropy >= least).float() for entropy in entropies])
+        return [
+            replace(batch, microbatches=tuple(_with(each, high_entropy=next(marked)) for each in batch.microbatches))
+            for batch in batches
+        ]
+
+    def _sum_counts(self, counts: Tensor) -> Tensor:
+        """Sum counts over the ranks with different terms, and over the replicas. Raises EpochOver."""
+        if self.trainer.mesh is not None:
+            counts = sum_over_terms(counts, self.trainer.mesh)
+        if self.replicas is not None:
+            gathered = self.replicas.gather(counts.numpy().tobytes())
+            counts = torch.from_numpy(np.sum([np.frombuffer(each, np.int64) for each in gathered], axis=0))
+        return counts
+
+
+def smallest_of_share(values: Tensor, share: float, *, sum_counts: Callable[[Tensor], Tensor]) -> float:
+    """Return the smallest of the largest `share` of all values: those at the quantile 1 - share or above.
+
+    values: [n] float32, at least 0, those of this rank. sum_counts: sums [256] int64 over all ranks.
+
+    Floats of one sign sort as their bits do, so four rounds of 256 counts find the value exactly, a byte each.
+    """
+    bits = values.view(torch.int32)
+    prefix, index = 0, -1
+    for shift in (24, 16, 8, 0):
+        inside = bits[bits >> (shift + 8) == prefix] if shift < 24 else bits
+        counts = sum_counts(torch.bincount((inside >> shift) & 255, minlength=256))
+        if index < 0:
+            index = max(0, math.ceil((1 - share) * (int(counts.sum()) - 1)))  # among all values, ascending
+        below = counts.cumsum(0)
+        byte = min(int((below <= index).sum()), 255)  # 255 only without any value
+        index -= int(below[byte] - counts[byte])
+        prefix = prefix << 8 | byte
+    return torch.tensor(prefix & 0x7FFFFFFF, dtype=torch.int32).view(torch.float32).item()
 
 
 class Undo:

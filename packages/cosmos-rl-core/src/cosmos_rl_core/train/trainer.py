@@ -26,7 +26,7 @@ from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.metrics import sum_metrics
 from cosmos_rl_core.train.replicas import ReplicaGroup
-from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBatch
+from cosmos_rl_core.types import LossTerm, Microbatch, PolicyOutputs, StepResult, TrainBatch
 
 
 class Trainer:
@@ -57,7 +57,7 @@ class Trainer:
         self.version = 0
         self.progress = 0
         """Microbatches done since the start, for heartbeats."""
-        self._objective = objective
+        self.objective = objective
         self._data_term = data_term
         self._lr_factor = lr_factor
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
@@ -69,7 +69,7 @@ class Trainer:
     @property
     def needs_reference(self) -> bool:
         """Whether the objective reads `ref_logprobs`."""
-        return self._objective.needs_reference
+        return self.objective.needs_reference
 
     def begin(self, batch: TrainBatch) -> None:
         """Start an update: the batch's global counts are the denominators."""
@@ -80,7 +80,7 @@ class Trainer:
     def forward_backward(self, microbatches: Sequence[Microbatch]) -> None:
         """Add the gradients of the batch's microbatches."""
         assert self._batch is not None, "begin(batch) comes first"
-        self.policy.forward_backward(microbatches, loss=self._loss, with_entropy=self._objective.needs_entropy)
+        self.policy.forward_backward(microbatches, loss=self._loss, with_entropy=self.objective.needs_entropy)
         self.progress += len(microbatches)  # in every rank of a pipeline, of which the last alone takes the loss
 
     def forward_backward_data_term(self, batch: TrainBatch) -> None:
@@ -102,14 +102,19 @@ class Trainer:
         """The weighted sum of all loss terms over a microbatch; adds to the step's metrics."""
         assert self._batch is not None
         terms = to_device(microbatch.terms, outputs.logprobs.device)
-        losses, metrics = self._objective(outputs, terms)
+        losses, metrics = self.objective(outputs, terms)
         total = torch.zeros((), device=outputs.logprobs.device)
         for loss in losses:
-            value = aggregated(loss, self._objective, terms=terms, batch=self._batch)
+            value = aggregated(loss, self.objective, terms=terms, batch=self._batch)
             total = total + loss.coef * value
             self._add(f"loss_{loss.name}", value)
         self._add("loss", total)
         mask = terms.loss_mask
+        if self.objective.rollout_metrics:
+            for name, values in metrics.items():
+                of_rollouts = LossTerm(name=name, values=values.detach())
+                self._add(name, aggregated(of_rollouts, self.objective, terms=terms, batch=self._batch))
+            metrics = {}
         for name, values in {**metrics, **outputs.metrics}.items():
             trained = values.detach().masked_fill(mask == 0, 0.0)
             self._add(name, (mask * trained).sum() / max(1, self._batch.num_terms))

@@ -162,6 +162,7 @@ class PolicyMesh:
         elif group.place in behind:
             receive_state(group, self._trainer, outlines[source].entries, source=source)
             self._trainer.version = version
+            self._trainer.objective.state = outlines[source].objective
         else:
             group.wait_for(source)
         return group.place in behind
@@ -177,6 +178,7 @@ class PolicyMesh:
             trained=sorted(parameter_names(trainer.policy, trainer.optimizer)),
             frozen=self._frozen,
             state=digest(map(local_part, state.values()), self._device) if compares else b"",
+            objective=trainer.objective.state,
         )
 
     def _compared(self, outlines: Sequence[Outline], *, source: int, version: int) -> list[int]:
@@ -301,6 +303,8 @@ class Outline(msgspec.Struct, array_like=True):
     """Digests of what it does not train."""
     state: bytes = b""
     """Digest of its state, if it has the version and was in no mesh yet."""
+    objective: tuple[float, ...] = ()
+    """`Objective.state`."""
 
     @property
     def weights(self) -> dict[str, StateTensor]:

@@ -140,9 +140,11 @@ class PolicyRole:
         with at.building():
             mesh = assemble.build_mesh(at.config)
             trainer = assemble.build_trainer(at.config, at.domain, mesh)
+            reference = assemble.build_reference(at.config, at.domain, trainer, mesh)
             frozen = FrozenModels(
-                reference=assemble.build_reference(at.config, at.domain, trainer, mesh),
+                reference=reference,
                 teacher=assemble.build_teacher(at.config, at.domain, trainer, mesh),
+                sums=assemble.build_answer_sums(at.config, trainer.policy, reference, mesh),
             )
             if not at.welcome.resume_from:
                 return mesh, trainer, frozen, TrainState(step=0)
@@ -150,6 +152,8 @@ class PolicyRole:
             rank = 0 if mesh is None else mesh.rank
             state = restore.load(at.welcome.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
             trainer.version = state.step
+            if len(state.objective) == len(trainer.objective.state):  # else the recipe has switched it on or off since
+                trainer.objective.state = state.objective
             return mesh, trainer, frozen, state
 
     def _saver(self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState) -> CheckpointSaver:

@@ -179,7 +179,9 @@ class PolicyReplica:
         context, timeout_s = at.context, at.config.rollout.spool.timeout_s
         reader = SpoolReader(token=context.token, name=context.name, timeout_s=timeout_s, tls=at.data_tls)
         self._payloads = StepPayloads(reader, context.ranks)
-        self._validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
+        self._validation = assemble.build_validation(
+            at.config, at.domain, policy, share=share, mesh=mesh, sums=learner.sums
+        )
         self._profile = self._profile_window()
 
     def _warn(self, text: str) -> None:
@@ -239,7 +241,12 @@ class PolicyReplica:
 
     async def finish_step(self, committed: p.Committed) -> None:
         """Save a checkpoint where one is due."""
-        state = TrainState(step=committed.step + 1, next_sample=committed.next_sample, unfinished=committed.unfinished)
+        state = TrainState(
+            step=committed.step + 1,
+            next_sample=committed.next_sample,
+            unfinished=committed.unfinished,
+            objective=self._learner.trainer.objective.state,
+        )
         leads = self._replicas.leads
         await self._learner.in_compute_thread(partial(self._saver.after_step, state, leads=leads, now=committed.save))
 

@@ -20,7 +20,7 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 from cosmos_rl_llm.data.reading import Ahead
-from cosmos_rl_llm.data.spans import SHOWS_NONE, ChatSpan, Message, Template, encode_pieces, shows_messages
+from cosmos_rl_llm.data.spans import PAIR, SHOWS_NONE, ChatSpan, Message, Template, encode_pieces, shows_messages
 from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View
 from cosmos_rl_llm.media.source import parts_of
 from cosmos_rl_llm.media.vision import Vision
@@ -56,6 +56,8 @@ class Chat:
     """Maximum tokens of prompt and response together; None: no limit."""
     overlong: Overlong = "error"
     """Treatment of longer rows in supervised training."""
+    scores: bool = False
+    """Whether the model scores whole texts at their last token."""
     vision: Vision | None = None
     """Reads pictures and videos; None for a model of text."""
     faults: Faults = field(default_factory=lambda: Faults("cannot be learnt"), compare=False)
@@ -205,7 +207,9 @@ class Chat:
 
 
 def learnt_messages(row: Mapping[str, Any]) -> Sequence[Message]:
-    """Return the chat of a supervised row, up to its last answer; of plain text nothing."""
+    """Return the chat of a supervised row, up to its last answer, or to those of a pair; of plain text nothing."""
+    if PAIR in row:
+        return [] if isinstance(row["prompt"], str) else row["prompt"]
     if "response" in row:
         prompt = row["prompt"]
         return [] if isinstance(prompt, str) else [*prompt, {"role": "assistant", "content": row["response"]}]

@@ -17,10 +17,13 @@ In supervised training the terms of a row are:
 
     {"prompt", "response"}   the response and the end of its turn are learnt
     {"messages"}             every turn of the assistant is learnt
+    {"prompt", PAIR}         two rollouts beside each other in one microbatch, with one prompt
+    {"prompt", "response", LABEL}    the response is a rollout, chosen or rejected
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +35,11 @@ import torch
 from cosmos_rl_core.errors import PromptError, SampleError, UserError
 from cosmos_rl_core.train.balance import deal, time_of
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.items import read_items
 from cosmos_rl_llm.data.reading import side_by_side
+from cosmos_rl_llm.data.spans import LABEL, MARGIN, PAIR
 from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
 from cosmos_rl_llm.media.source import parts_of
@@ -62,7 +67,13 @@ class TrainSequence:
     pixels: Callable[[], Sequence[MediaItem]] | None = None
     """Returns those of the row with their pixels, where the view has none. Raises UserError."""
     others: tuple[TrainSequence, ...] = ()
-    """Further branches of the same rollout."""
+    """Further branches of the same rollout, or the rejected answer of a pair."""
+    preference: float = 0.0
+    """1 for a chosen answer, -1 for a rejected one, else 0."""
+    key: int = 0
+    """As in `TermBatch.rollout_keys`."""
+    margin: float = 0.0
+    """Of a pair's answers."""
 
     @property
     def length(self) -> int:
@@ -72,6 +83,11 @@ class TrainSequence:
     @property
     def branches(self) -> tuple[TrainSequence, ...]:
         return (self, *self.others)
+
+    @property
+    def rollouts(self) -> tuple[TrainSequence, ...]:
+        """Itself with its branches, or both answers of a pair."""
+        return self.branches if self.preference else (self,)
 
     @property
     def terms(self) -> np.ndarray:
@@ -124,12 +140,11 @@ def _from_rollout(rollout: Rollout) -> TrainSequence:
             logprobs=rollout.rollout_logprobs[part],
             loss_mask=rollout.loss_mask[part],
             advantage=rollout.term_advantages[part],
-            routes=arrays.get("routes") if "branch_lengths" not in arrays else None,
+            routes=arrays.get("routes"),
             view=View.of_arrays(arrays) if place == 0 else EMPTY_VIEW,
         )
         assert len(sequence.prompt_tokens), "a rollout without a prompt token"
         assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.loss_mask), "terms out of step"
-        assert sequence.routes is None or len(sequence.routes) == sequence.length, "routes out of step"
         if sequence.loss_mask.any():
             sequences.append(sequence)
     assert start == len(arrays["tokens"]), "branches out of step"
@@ -161,21 +176,37 @@ def pack_batch(
     costs = _costs(sequences, groups)
     dealt = deal(lengths, capacity=microbatch_terms, share=share, costs=costs, groups=groups)
     room = len(dealt) * share.count * microbatch_terms
-    if any(sequence.routes is None for sequence in sequences):  # replayed for the whole batch or for none
-        sequences = [replace(sequence, routes=None) for sequence in sequences]
+    _check_routes(sequences)
     routes = sequences[0].routes if sequences else None
     empty = replace(EMPTY, routes=None if routes is None else np.zeros_like(routes[:1]))
     kinds = batch_kinds([item for sequence in sequences for branch in sequence.branches for item in branch.view.items])
+    weights = _preference_weights(sequences)
     own = {index: sequences[index] for members in dealt for index in members}
     if any(sample.pixels is not None for sample in own.values()):
         own = dict(zip(own, side_by_side(_with_pixels, list(own.values())), strict=True))
-    packed = (_pack([own[index] for index in members] or [empty]) for members in dealt)
+    packed = (_pack([own[index] for index in members] or [empty], weights) for members in dealt)
     return TrainBatch(
         microbatches=tuple(replace(each, inputs={**each.inputs, **kinds}) for each in packed),
         num_terms=sum(int(branch.loss_mask.sum()) for sequence in sequences for branch in sequence.branches),
-        num_rollouts=sum(bool(sequence.loss_mask.any()) for sequence in sequences),
+        num_rollouts=sum(bool(rollout.loss_mask.any()) for sequence in sequences for rollout in sequence.rollouts),
         metrics={**metrics, "packing_fraction": sum(lengths) / room if room else 1.0},
     )
+
+
+def _check_routes(sequences: Sequence[TrainSequence]) -> None:
+    """Raise UserError unless all sequences have routes, of the same layers and experts a token, or none has.
+
+    A rollout that chose other experts than the rest of its batch replays would look like one of another policy.
+    """
+    branches = [branch for sequence in sequences for branch in sequence.branches]
+    shapes = {None if branch.routes is None else (branch.routes.ndim, *branch.routes.shape[1:]) for branch in branches}
+    if len(shapes) > 1:
+        given = ", ".join(sorted("no experts" if shape is None else f"{list(shape[1:])}" for shape in shapes))
+        raise UserError(f"{ROUTES}: rollouts of a step have experts [layers, k] of different shapes: {given}")
+    for branch in branches:
+        if branch.routes is not None and (branch.routes.ndim != 3 or len(branch.routes) != branch.length):
+            given, wanted = list(branch.routes.shape), branch.length
+            raise UserError(f"{ROUTES}: a rollout has experts {given} for {wanted} tokens, not [{wanted}, layers, k]")
 
 
 def _costs(sequences: Sequence[TrainSequence], groups: Sequence[int] | None) -> list[float] | None:
@@ -196,12 +227,28 @@ def _costs(sequences: Sequence[TrainSequence], groups: Sequence[int] | None) -> 
 def _with_pixels(sample: TrainSequence) -> TrainSequence:
     if sample.pixels is None:
         return sample
-    return replace(sample, view=replace(sample.view, items=tuple(sample.pixels()[: len(sample.view.items)])))
+    items = sample.pixels()
+
+    def shown(sequence: TrainSequence) -> TrainSequence:
+        return replace(sequence, view=replace(sequence.view, items=tuple(items[: len(sequence.view.items)])))
+
+    return replace(shown(sample), others=tuple(map(shown, sample.others)))
 
 
-def _pack(rollouts: Sequence[TrainSequence]) -> Microbatch:
-    sequences = [branch for rollout in rollouts for branch in rollout.branches]
-    owners = np.repeat(np.arange(len(rollouts)), [len(rollout.branches) for rollout in rollouts])
+def _preference_weights(sequences: Sequence[TrainSequence]) -> Mapping[float, float]:
+    """The value of `TermBatch.preference` by `TrainSequence.preference`; empty without preferences."""
+    counts = Counter(rollout.preference for sequence in sequences for rollout in sequence.rollouts)
+    if counts.keys() <= {0.0}:
+        return {}
+    return {0.0: 0.0} | {sign: sign * counts.total() / count for sign, count in counts.items()}
+
+
+def _pack(samples: Sequence[TrainSequence], weights: Mapping[float, float]) -> Microbatch:
+    sequences = [branch for sample in samples for branch in sample.branches]
+    rollouts = [rollout for sample in samples for rollout in sample.rollouts]
+    # The answers of a pair are rollouts of one branch, although they are branches of one sample.
+    widths = [1 if rollout.preference else len(rollout.branches) for rollout in rollouts]
+    owners = np.repeat(np.arange(len(rollouts)), widths)
     lengths = np.array([sequence.length for sequence in sequences])
     terms = [sequence.terms for sequence in sequences]
     # The hidden state at i predicts token i + 1: those for a response start at the prompt's last token.
@@ -229,6 +276,11 @@ def _pack(rollouts: Sequence[TrainSequence]) -> Microbatch:
             loss_mask=_tensor(of_terms(lambda s: s.loss_mask), torch.float32),
             rollout_index=_tensor(np.repeat(owners, [len(kept) for kept in terms]), torch.int64),
             num_rollouts=len(rollouts),
+            preference=_tensor(np.array([weights[each.preference] for each in rollouts]), torch.float32)
+            if weights
+            else None,
+            rollout_keys=_tensor(np.array([each.key for each in rollouts]), torch.int64) if weights else None,
+            margins=_tensor(np.array([each.margin for each in rollouts]), torch.float32) if weights else None,
         ),
     )
 
@@ -243,7 +295,7 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
 
     A row that cannot be learnt is dropped: its pictures cannot be read or make it too long, the chat template rejects
     it, nothing in it is an answer. `chat.overlong` determines the treatment of other rows above `chat.max_length`
-    tokens; a row that would be cut before its first answer is dropped.
+    tokens; a row that would be cut before its first answer is dropped, and so is a pair of which one answer is.
 
     Raises:
         UserError: no row has answers, one is too long where that is an error, or most cannot be learnt (`Faults`).
@@ -254,17 +306,18 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
         try:
             if read.unreadable:
                 raise SampleError(read.unreadable)
-            sample = encode_row(prompt.row, chat=chat, items=read.items, where=prompt.origin)
+            sample = _encode(prompt, chat=chat, items=read.items)
             readable.append((prompt, replace(sample, pixels=read.pixels)))
         except SampleError as error:
             chat.faults.add(prompt.origin or prompt.sample_id, error.reason)
     samples: list[TrainSequence] = []
+    kept: list[Prompt] = []
     too_long: list[str] = []
     num_cut = 0
     for prompt, sequence in readable:
         fitted = _fit(sequence, prompt.row, chat=chat)
         if fitted is None:
-            length = len(sequence.prompt_tokens) + len(sequence.tokens)
+            length = max(len(each.prompt_tokens) + len(each.tokens) for each in sequence.branches)
             reason = f"a row of {length} tokens, more than {chat.max_length}; it begins {_beginning(prompt.row)}"
             if chat.overlong == "error":
                 chat.faults.add(prompt.origin or prompt.sample_id, f"{prompt.origin or 'a row'}: {reason}")
@@ -272,16 +325,57 @@ def collate_sft(prompts: Sequence[Prompt], *, chat: Chat, microbatch_terms: int,
                 too_long.append(reason)
         else:
             samples.append(fitted)
+            kept.append(prompt)
             num_cut += fitted is not sequence
-    lengths = np.array([int(sample.loss_mask.sum()) for sample in samples] or [0])
+    lengths = np.array([int(each.loss_mask.sum()) for sample in samples for each in sample.branches] or [0])
     metrics = {"response_length_mean": float(lengths.mean()), "response_length_max": float(lengths.max())}
     if chat.overlong != "error":
         metrics["rows_truncated"] = float(num_cut)
     metrics["rows_dropped"] = float(len(prompts) - len(samples))
     batch = pack_batch(samples, microbatch_terms=microbatch_terms, share=share, metrics=metrics)
+    mismatched: tuple[Microbatch, ...] = ()
+    if others := _mismatched(kept, samples, chat=chat):
+        mismatched = _supervised(pack_batch(others, microbatch_terms=microbatch_terms, share=share, metrics={}))
+    dropped = (*chat.faults.take_new(), *too_long)
+    return replace(batch, microbatches=_supervised(batch), mismatched=mismatched, rows_dropped=dropped)
+
+
+def _supervised(batch: TrainBatch) -> tuple[Microbatch, ...]:
     of_rows = {SUPERVISED: torch.ones(1, dtype=torch.int64)}
-    microbatches = tuple(replace(each, inputs={**each.inputs, **of_rows}) for each in batch.microbatches)
-    return replace(batch, microbatches=microbatches, rows_dropped=(*chat.faults.take_new(), *too_long))
+    return tuple(replace(each, inputs={**each.inputs, **of_rows}) for each in batch.microbatches)
+
+
+def _encode(prompt: Prompt, *, chat: Chat, items: Sequence[MediaItem] | None) -> TrainSequence:
+    """A row as `encode_row` returns it; of a pair the chosen answer, with the rejected one among its `others`."""
+    row, where = prompt.row, prompt.origin
+    if PAIR not in row:
+        sample = encode_row(row, chat=chat, items=items, where=where)
+        return _judged(sample, good=row[LABEL], where=where) if LABEL in row else sample
+    plain = {name: value for name, value in row.items() if name not in (PAIR, MARGIN)}
+    chosen, rejected = (
+        _judged(encode_row({**plain, "response": answer}, chat=chat, items=items, where=where), good=good, where=where)
+        for answer, good in zip(row[PAIR], (True, False), strict=True)
+    )
+    margin = row.get(MARGIN, 0.0)
+    return replace(chosen, others=(replace(rejected, margin=margin),), margin=margin)
+
+
+def _judged(sample: TrainSequence, *, good: bool, where: str) -> TrainSequence:
+    parts = (where.encode(), *(each.tobytes() for each in (sample.prompt_tokens, sample.tokens, sample.loss_mask)))
+    digest = hashlib.blake2b(b"\0".join(parts), digest_size=8).digest()
+    return replace(sample, preference=1.0 if good else -1.0, key=int.from_bytes(digest, "big", signed=True))
+
+
+def _mismatched(prompts: Sequence[Prompt], samples: Sequence[TrainSequence], *, chat: Chat) -> list[TrainSequence]:
+    """Each judged row's prompt with the response of the row before it; the first one's with that of the last."""
+    others = []
+    for place, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        if LABEL in prompt.row and len(prompts) > 1:
+            row = {**prompt.row, "response": prompts[place - 1].row["response"]}
+            other = encode_row(row, chat=chat, items=sample.view.items, where=prompt.origin)
+            limit = chat.max_length or other.length + 1
+            others.append(replace(_cut(other, limit - len(other.prompt_tokens)), pixels=sample.pixels))
+    return others
 
 
 def encode_row(
@@ -300,6 +394,8 @@ def encode_row(
         )
     encoded = chat.encode_answers(row, items=items, where=where)
     tokens, mask = encoded.tokens, encoded.learnt
+    if chat.scores:  # the hidden state at the last token is that of one term, whose token is not read
+        tokens, mask = np.append(tokens, tokens[-1:]), np.arange(len(tokens) + 1) == len(tokens)
     learnt = np.flatnonzero(mask[1:]) + 1  # the first token is predicted from nothing
     if not len(learnt):
         raise PromptError(f"{where or 'a row'}: there is no assistant token to learn; it begins {_beginning(row)}")
@@ -316,7 +412,7 @@ def encode_row(
 
 def _fit(sample: TrainSequence, row: Mapping[str, Any], *, chat: Chat) -> TrainSequence | None:
     """The sample cut to the context; None if it is dropped."""
-    length = len(sample.prompt_tokens) + len(sample.tokens)
+    length = max(len(branch.prompt_tokens) + len(branch.tokens) for branch in sample.branches)
     if chat.max_length is None or length <= chat.max_length:
         return sample
     if chat.overlong == "error" and sample.view.items:
@@ -327,10 +423,20 @@ def _fit(sample: TrainSequence, row: Mapping[str, Any], *, chat: Chat) -> TrainS
             f'the row that begins {_beginning(row)}, or set data.overlong to "truncate" or "drop"'
         )
     room = chat.max_length - len(sample.prompt_tokens)
-    learnt = np.flatnonzero(sample.loss_mask[: max(0, room)])
-    if chat.overlong == "drop" or not len(learnt):
+    if chat.overlong == "drop" or not all(branch.loss_mask[: max(0, room)].any() for branch in sample.branches):
         return None
-    end = int(learnt[-1]) + 1  # what follows trains nothing, and may be a part of a picture
+    first, *others = (_cut(branch, room) for branch in sample.branches)
+    if any(np.array_equal(first.tokens, other.tokens) for other in others):
+        return None  # the answers of a pair differ after the cut alone
+    return replace(first, others=tuple(others))
+
+
+def _cut(sample: TrainSequence, room: int) -> TrainSequence:
+    """The sample with at most `room` tokens of its answers, up to the last that is learnt."""
+    if len(sample.tokens) <= room:
+        return sample
+    # What follows the last learnt token trains nothing, and may be a part of a picture.
+    end = int(np.flatnonzero(sample.loss_mask[:room])[-1]) + 1
     return replace(
         sample,
         tokens=sample.tokens[:end],
@@ -342,7 +448,7 @@ def _fit(sample: TrainSequence, row: Mapping[str, Any], *, chat: Chat) -> TrainS
 
 def _beginning(row: Mapping[str, Any]) -> str:
     """The start of a row's text, for messages."""
-    content = row["prompt"] if "response" in row else row["messages"]
+    content = row["prompt"] if PAIR in row or "response" in row else row["messages"]
     if isinstance(content, str):
         return repr(content[:80])
     parts = (part for message in content for part in parts_of(message["content"]))

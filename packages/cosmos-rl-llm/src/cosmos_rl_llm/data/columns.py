@@ -33,6 +33,7 @@ def readable_columns(schema: pa.Schema, config: LLMDataConfig, *, origin: str) -
 
 def _named(config: LLMDataConfig) -> Iterator[str]:
     columns = (config.answer_column, config.response_column, config.image_column, config.video_column)
+    columns += (config.chosen_column, config.rejected_column, config.label_column)
     yield from (column for column in (*columns, config.tools_column) if column)
     if config.messages_column is not None:
         yield config.messages_column
@@ -57,6 +58,7 @@ def with_base64(row: Mapping[str, Any], config: LLMDataConfig) -> Mapping[str, A
     """Return a table's row with the bytes of pictures and videos as text, in the columns that may hold them."""
     media = (config.image_column, config.video_column)
     columns = (*media, config.prompt_column, config.messages_column, config.tools_column)
+    columns += (config.chosen_column, config.rejected_column)
     return {column: _as_text(value) if column in columns else value for column, value in row.items()}
 
 

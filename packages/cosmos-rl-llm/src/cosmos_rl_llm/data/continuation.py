@@ -79,13 +79,16 @@ class ChatContinuation:
     Raises UserError for a template that cannot be continued, with the first token that differs.
     """
 
-    def __init__(self, chat: Chat, *, plain: bool = False) -> None:
-        """plain: whether messages follow each other as text, also where the tokenizer has a chat template."""
+    def __init__(self, chat: Chat, *, plain: bool = False, single_turn: bool = False) -> None:
+        """plain: whether messages follow each other as text, also where the tokenizer has a chat template.
+
+        single_turn: nothing is continued, so that the template need not allow it.
+        """
         self._chat = chat
         self._is_plain = plain or chat.tokenizer.chat_template is None
         self._tokenizer = chat.tokenizer
         self._call_format = find_call_format(chat.tokenizer)
-        if not self._is_plain:
+        if not (self._is_plain or single_turn):
             self._prove()
 
     def open(
@@ -106,6 +109,19 @@ class ChatContinuation:
             arrays=encoded.view.arrays,
             view=encoded.view,
         )
+
+    def open_text(self, prompt: str | Sequence[int]) -> ChatOpening:
+        """Return a history that begins with a text, or with tokens, outside of the template. Raises PromptError."""
+        if isinstance(prompt, str):
+            encoded = self._chat.encode_prompt({"prompt": prompt}, where="prompt")
+            return ChatOpening(terms=encoded.tokens, text=encoded.text, view=encoded.view)
+        if not prompt or not all(0 <= token < len(self._tokenizer) for token in prompt):
+            raise PromptError(f"prompt: send one token or more, from 0 to {len(self._tokenizer) - 1}")
+        return ChatOpening(terms=np.array(prompt, np.int32), text=self.decode(prompt))
+
+    def text(self, terms: np.ndarray) -> str:
+        """Return the text of a turn without special tokens."""
+        return self._chat.decode(terms)
 
     def extend(self, turn: Turn, messages: Sequence[Message]) -> np.ndarray:
         """Return the tokens [n] int32 between a turn and the next one. Raises PromptError."""

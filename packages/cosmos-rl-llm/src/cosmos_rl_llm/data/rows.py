@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,10 +30,13 @@ from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.columns import readable_columns, with_base64
 from cosmos_rl_llm.data.message_parts import normalise_content, with_media
+from cosmos_rl_llm.data.spans import LABEL, MARGIN, PAIR
 from cosmos_rl_llm.media.source import LIMITS, shows_media
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
+OURS = (LIMITS, PAIR, LABEL, MARGIN)
+"""Names in a row that no column of the user's has."""
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -199,6 +203,7 @@ def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
 def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
     """Return the row with its own columns, `prompt` and, if configured, `answer` and `response`.
 
+    A pair has `PAIR`, its chosen and its rejected answer, and a judged response `LABEL`.
     A row with pictures or videos also has `LIMITS`, the keys of [data.media] that are set. These names win over columns
     of the same name: with answer_column = "answer" and an answer_pattern, row["answer"] is the match of the pattern.
 
@@ -208,9 +213,11 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
     if not isinstance(row, Mapping):
         raise UserError(f"{where}: a row must be an object with named columns, not {shown(row)}")
     result = {
-        column: value for column, value in row.items() if column != LIMITS and not _holds_bytes(column, value, config)
+        column: value for column, value in row.items() if column not in OURS and not _holds_bytes(column, value, config)
     }
-    if config.messages_column is None:
+    if config.chosen_column is not None:
+        result |= _pair(row, where=where, config=config)
+    elif config.messages_column is None:
         result["prompt"] = _prompt(row, where=where, config=config)
     else:
         result.pop("response", None)
@@ -225,7 +232,9 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
     if config.answer_column is not None:
         result["answer"] = _answer(row, where=where, config=config)
     if config.response_column is not None:
-        result["response"] = _response(row, where=where, column=config.response_column)
+        result["response"] = _response(row, where=where, key="response_column", config=config)
+    if config.label_column is not None:
+        result[LABEL] = _label(row, where=where, column=config.label_column)
     return result
 
 
@@ -242,6 +251,7 @@ _TEXT_ALONE = {"prompt_column": "prompt", "prompt_template": None, "image_column
 def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
     """Return the row of a prompt to answer, given as text or columns; needs no reference answer."""
     unasked = {"answer_column": None, "answer_pattern": None, "response_column": None, "messages_column": None}
+    unasked |= {"chosen_column": None, "rejected_column": None, "label_column": None, "margin_column": None}
     if isinstance(given, str):
         return normalise(
             {"prompt": given},
@@ -369,9 +379,68 @@ def _answer(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str
     return match[1].strip()
 
 
-def _response(row: Mapping[str, Any], *, where: str, column: str) -> str:
-    """The column's string, or the content of its single assistant message."""
-    value = _column(row, column, where=where, key="data.response_column")
+def _pair(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
+    """The prompt and both answers. Without a column of prompts it is what the two chats, or texts, have in common."""
+    if not config.prompt_column and config.prompt_template is None:
+        row, config = _without_common_start(row, where=where, config=config)
+    answers = [_response(row, where=where, key=key, config=config) for key in ("chosen_column", "rejected_column")]
+    if answers[0] == answers[1]:
+        raise UserError(
+            f"{where}: the chosen and the rejected answer are equal, {shown(answers[0])} "
+            f"(data.chosen_column = {config.chosen_column!r}, rejected_column = {config.rejected_column!r})"
+        )
+    pair = {"prompt": _prompt(row, where=where, config=config), PAIR: answers}
+    return pair if config.margin_column is None else pair | {MARGIN: _margin(row, where=where, config=config)}
+
+
+def _margin(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> float:
+    assert config.margin_column is not None
+    value = _column(row, config.margin_column, where=where, key="data.margin_column")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(
+            f"{where}: a margin must be a number, not {shown(value)} (data.margin_column = {config.margin_column!r})"
+        )
+    return float(value)
+
+
+def _without_common_start(
+    row: Mapping[str, Any], *, where: str, config: LLMDataConfig
+) -> tuple[dict[str, Any], LLMDataConfig]:
+    """The row with a prompt of its own, and a config that reads it."""
+    assert config.chosen_column is not None and config.rejected_column is not None
+    chosen = _column(row, config.chosen_column, where=where, key="data.chosen_column")
+    rejected = _column(row, config.rejected_column, where=where, key="data.rejected_column")
+    if type(chosen) is not type(rejected) or not isinstance(chosen, list | str):
+        raise UserError(
+            f"{where}: without a prompt, both answers must be chats that begin with it, or both texts, not "
+            f"{shown(chosen)} and {shown(rejected)}; name its column in data.prompt_column"
+        )
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    if not common:
+        raise UserError(
+            f'{where}: the chosen and the rejected answer have no common beginning, which prompt_column = "" takes '
+            "for the prompt; name the column of prompts in data.prompt_column"
+        )
+    answers = {config.chosen_column: chosen[common:], config.rejected_column: rejected[common:]}
+    return {**row, **answers, "prompt": chosen[:common]}, config.model_copy(update={"prompt_column": "prompt"})
+
+
+def _label(row: Mapping[str, Any], *, where: str, column: str) -> bool:
+    value = _column(row, column, where=where, key="data.label_column")
+    if value not in (True, False):
+        raise UserError(
+            f"{where}: a label must be true for a good response or false for a bad one, not {shown(value)} "
+            f"(data.label_column = {column!r})"
+        )
+    return bool(value)
+
+
+def _response(row: Mapping[str, Any], *, where: str, key: str, config: LLMDataConfig) -> str:
+    """The string of the column that `key` names, or the content of its single assistant message."""
+    column = getattr(config, key)
+    value = _column(row, column, where=where, key=f"data.{key}")
     match value:
         case str():
             text = value
@@ -380,10 +449,10 @@ def _response(row: Mapping[str, Any], *, where: str, column: str) -> str:
         case _:
             raise UserError(
                 f"{where}: the response must be a string or one assistant message, not {shown(value)} "
-                f"(data.response_column = {column!r})"
+                f"(data.{key} = {column!r})"
             )
     if not text.strip():
-        raise UserError(f"{where}: the response is empty (data.response_column = {column!r})")
+        raise UserError(f"{where}: the response is empty (data.{key} = {column!r})")
     return text
 
 

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+PAIR = "data.pair"
+"""Key of a row with two answers: the chosen one and the rejected one."""
+MARGIN = "data.margin"
+"""Key of a pair's margin: how much better the chosen answer is."""
+LABEL = "data.label"
+"""Key of a row whose response is judged: whether it is good."""
+
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN_THOUGHT = re.compile(r"([<\[◁])((?:think|thinking|thought|reasoning)[>\]▷])\s*\Z", re.IGNORECASE)
 """The end of a prompt that opens a thought, which the answer closes."""

@@ -6,6 +6,7 @@ the model sampled, `weight_version`, that of the last one, and `prompt_token_ids
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -44,49 +45,86 @@ def logprobs_of(turn: Turn, decode: Decode) -> list[dict[str, Any]]:
 
 def completion(answer: AgentAnswer, *, model: str, decode: Decode, logprobs: bool, with_prompt: bool) -> dict[str, Any]:
     """Return a chat completion."""
-    turn = answer.turn
+    choices = [chat_choice(answer.turn, 0, decode if logprobs else None)]
+    whole = completed("chat.completion", [answer], choices, model=model, num_prompt_tokens=len(answer.prompt))
+    return {**whole, **tokens_of(answer, with_prompt=with_prompt)}
+
+
+def completed(
+    kind: str, answers: Sequence[AgentAnswer], choices: Sequence[Event], *, model: str, num_prompt_tokens: int
+) -> dict[str, Any]:
+    """Return a completion of `kind`, OpenAI's name of the object. num_prompt_tokens: of all prompts, each once."""
+    sampled = sum(len(answer.turn.terms) for answer in answers)
+    return {
+        "id": f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": num_prompt_tokens + sampled,
+        },
+    }
+
+
+def chat_choice(turn: Turn, index: int, decode: Decode | None) -> Event:
+    """Return a choice of a chat completion. decode: None for a choice without log-probabilities."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text or (None if turn.calls else "")}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if turn.calls:
         message["tool_calls"] = [_called(call) for call in turn.calls]
-    choice = {
-        "index": 0,
+    return {
+        "index": index,
         "message": message,
         "finish_reason": _finish_reason(turn),
-        "logprobs": {"content": logprobs_of(turn, decode)} if logprobs else None,
+        "logprobs": {"content": logprobs_of(turn, decode)} if decode else None,
     }
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": len(answer.prompt),
-            "completion_tokens": len(turn.terms),
-            "total_tokens": len(answer.prompt) + len(turn.terms),
-        },
-        **tokens_of(answer, with_prompt=with_prompt),
-    }
+
+
+def text_choice(turn: Turn, index: int, decode: Decode | None) -> Event:
+    """Return a choice of a text completion, likewise."""
+    logprobs = None
+    if decode:
+        columns = logprobs_of(turn, decode)
+        ends = list(itertools.accumulate(len(column["token"]) for column in columns))
+        logprobs = {
+            "tokens": [column["token"] for column in columns],
+            "token_logprobs": [column["logprob"] for column in columns],
+            "top_logprobs": None,
+            "text_offset": [0, *ends[:-1]],
+        }
+    return {"index": index, "text": turn.text, "finish_reason": turn.finish_reason, "logprobs": logprobs}
 
 
 def completion_chunks(whole: dict[str, Any], *, with_usage: bool) -> Iterator[bytes]:
     """Yield a chat completion as server-sent events. The tokens come with the last of its chunks."""
-    [choice] = whole["choices"]
     head = {key: whole[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    message = choice["message"]
-    delta = {key: value for key, value in message.items() if key != "tool_calls"}
-
-    def chunk(delta: dict[str, Any], *, finish_reason: str | None = None, **fields: Any) -> bytes:
-        own = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": fields.pop("logprobs", None)}
-        return _sent({**head, "choices": [own], **fields})
-
-    yield chunk(delta, logprobs=choice["logprobs"])
-    for index, call in enumerate(message.get("tool_calls", ())):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
     ours = {key: value for key, value in whole.items() if key not in {*head, "choices", "usage"}}
-    yield chunk({}, finish_reason=choice["finish_reason"], **ours)
+
+    def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None) -> Event:
+        own = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        return {**head, "choices": [own]}
+
+    for choice in whole["choices"]:
+        index, message = choice["index"], choice["message"]
+        delta = {key: value for key, value in message.items() if key != "tool_calls"}
+        yield _sent(chunk(index, delta, logprobs=choice["logprobs"]))
+        for place, call in enumerate(message.get("tool_calls", ())):
+            yield _sent(chunk(index, {"tool_calls": [{"index": place, **call}]}))
+        yield _sent({**chunk(index, {}, choice["finish_reason"]), **ours})
+    if with_usage:
+        yield _sent({**head, "choices": [], "usage": whole["usage"]})
+    yield b"data: [DONE]\n\n"
+
+
+def text_chunks(whole: dict[str, Any], *, with_usage: bool) -> Iterator[bytes]:
+    """Yield a text completion as server-sent events, one a choice."""
+    head = {key: value for key, value in whole.items() if key not in ("choices", "usage")}
+    for choice in whole["choices"]:
+        yield _sent({**head, "choices": [choice]})
     if with_usage:
         yield _sent({**head, "choices": [], "usage": whole["usage"]})
     yield b"data: [DONE]\n\n"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -79,6 +80,52 @@ class ChatRequest(Common, kw_only=True):
     stream_options: dict[str, Any] | None = None
 
 
+class ServedRequest(Common, kw_only=True):
+    """Fields of both interfaces of `cosmos-rl serve`."""
+
+    n: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @property
+    def with_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+class ServedChat(ServedRequest, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+
+class ServedText(ServedRequest, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """Each a text or tokens. Raises RequestRefused for a mixture."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [token for token in self.prompt if isinstance(token, int)]
+        texts = [each for each in self.prompt if not isinstance(each, int)]
+        if (tokens and texts) or not self.prompt:
+            raise bad("prompt: send a text, a list of tokens, or a list of either")
+        return [tokens] if tokens else texts
+
+
 class Item(msgspec.Struct):
     """An item of a response's input."""
 
@@ -141,6 +188,37 @@ def stops(request: ChatRequest, sampling: Sampling) -> None:
     asked = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if unknown := [text for text in asked if text not in sampling.stop]:
         raise bad(f"stop = {unknown}: name them in [rollout.sampling] stop of the recipe", "unsupported_stop")
+
+
+def stops_of(request: ServedRequest) -> tuple[str, ...]:
+    """Return the strings that end an answer."""
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+
+
+def sampling_of(request: ServedRequest, default: Sampling) -> Sampling:
+    """Return how a client wants an answer sampled; `default` for what it leaves open. Raises RequestRefused."""
+    stop = stops_of(request)
+    if not all(stop):
+        raise bad("stop: an empty string ends nothing; leave it out")
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "top_k", "repetition_penalty")
+        if (value := getattr(request, name)) is not None
+    }
+    if given.get("top_k") == -1:  # vLLM's clients write it for all
+        given["top_k"] = 0
+    return replace(default, stop=stop, **given)
+
+
+def unused(request: Common, fields: Mapping[str, Any]) -> list[str]:
+    """Return the fields that a client set to something, and that `cosmos-rl serve` does not read."""
+    plain = {"response_format": {"type": "text"}, "tool_choice": "auto", "best_of": 1}
+    used = {*request.__struct_fields__, *_HARMLESS} - set(plain)
+    return [
+        name
+        for name, value in fields.items()
+        if name not in used and value not in (None, 0, [], {}, "none", plain.get(name))
+    ]
 
 
 def tools_of(request: Common) -> list[dict[str, Any]]:

@@ -16,10 +16,12 @@ import numpy as np
 
 from cosmos_rl_core.episodes.interfaces import Opening
 from cosmos_rl_core.types import Prompt, Sampling, Turn
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.data.continuation import ChatOpening
 from cosmos_rl_llm.engines.prompts import Response
 from cosmos_rl_llm.media.item import EMPTY_VIEW, View
 
+NO_EPISODES = f"{ROUTES}: the experts of episodes are not recorded; set it to false"
 EPISODE = Prompt(sample_id=0, row={}, origin="an episode")
 """Stands for the prompt of a history, in messages."""
 

@@ -12,9 +12,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -28,7 +30,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import parameters_on_meta
 from cosmos_rl_core.parallel.lora import adapter_weights, whole_weights
-from cosmos_rl_llm.model.checkpoint import VOCABULARIES, resolve
+from cosmos_rl_llm.model.checkpoint import SCORE_WEIGHT, VOCABULARIES, resolve
 from cosmos_rl_llm.model.vision_parts import part_of
 
 LOADING = threading.Lock()
@@ -36,19 +38,28 @@ LOADING = threading.Lock()
 
 
 def load_model(
-    path_or_id: str | os.PathLike[str], *, dtype: torch.dtype, attention: str | None = None
+    path_or_id: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    attention: str | None = None,
+    scores: bool = False,
+    new_head: bool = True,
 ) -> PreTrainedModel:
     """Load a causal language model from a local directory or a hub id; safetensors only, no remote code.
+
+    scores: load a reward model, transformers' sequence classification with one output; the head of a causal language
+    model's directory is new, with the same values in every process. new_head: false to refuse that.
 
     Raises UserError when it cannot be found, read or is not a causal language model, or lacks weights.
     """
     source = resolve(path_or_id)
     logging.disable_progress_bar()  # it would fill a worker's log
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        with LOADING:
-            loaded = _auto_class(config).from_pretrained(
+        config = _config(source, scores=scores)
+        with LOADING, forked_rng(seed=0):
+            loaded = _auto_class(config, scores=scores).from_pretrained(
                 source,
+                config=config,
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
@@ -59,7 +70,12 @@ def load_model(
         raise UserError(_explain(source, error)) from error
     model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     missing = sorted(report["missing_keys"])
-    if missing:
+    if scores and not new_head and SCORE_WEIGHT in missing:
+        raise UserError(
+            f"{source!r} has no {SCORE_WEIGHT}: it is no reward model, and a new head would score at random; name the "
+            'result of a run with algorithm.name = "reward_model"'
+        )
+    if missing and not (scores and missing == [SCORE_WEIGHT]):
         raise UserError(
             f"model.path = {source!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__} "
             f"({', '.join(missing[:5])}); check that config.json and the weights belong together"
@@ -67,16 +83,18 @@ def load_model(
     return model
 
 
-def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype) -> PreTrainedModel:
+def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype, scores: bool = False) -> PreTrainedModel:
     """Make the model of a checkpoint without its weights: parameters are on meta.
 
-    Computed buffers are set, such as rotary frequencies. Raises UserError when there is no such model.
+    Computed buffers are set, such as rotary frequencies. scores: as of `load_model`. Raises UserError when there is no
+    such model.
     """
     source = resolve(path_or_id)
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = _config(source, scores=scores)
         with LOADING, no_init_weights(), parameters_on_meta():
-            model: PreTrainedModel = _auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+            kind = _auto_class(config, scores=scores)
+            model: PreTrainedModel = kind.from_config(config, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(_explain(source, error)) from error
     model.tie_weights()
@@ -129,8 +147,32 @@ def sees(config: PreTrainedConfig) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:
+def _auto_class(config: PreTrainedConfig, *, scores: bool = False) -> Any:
+    if scores:
+        return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
+def _config(source: str, *, scores: bool) -> PreTrainedConfig:
+    """The model's configuration; of a reward model with one output. Raises UserError for a head of several outputs."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    if not scores:
+        return config
+    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
+    if is_classifier and config.num_labels != 1:
+        raise UserError(f"{source!r} is a classifier of {config.num_labels} outputs; a reward model has one")
+    config.num_labels = 1
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None:
+        raise UserError(f"{source!r}: transformers has no {config.model_type} that scores texts; choose another model")
+    config.architectures = [cast(type[PreTrainedModel], kind).__name__]
+    return config
+
+
+def score_layer(model: PreTrainedModel) -> nn.Linear | None:
+    """Return the head of a reward model, one output at a token; None for a language model."""
+    layer = getattr(model, "score", None)
+    return layer if isinstance(layer, nn.Linear) else None
 
 
 def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBase:

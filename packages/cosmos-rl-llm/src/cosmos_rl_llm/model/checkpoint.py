@@ -67,6 +67,22 @@ def _read_header(path: Path) -> list[WeightSpec]:
     ]
 
 
+SCORE_WEIGHT = "score.weight"
+"""The head of a reward model in its files: [1, hidden]."""
+
+
+def check_reward_model(directory: Path) -> None:
+    """Raise UserError for a directory of a model without a head of one output: a new one would score at random."""
+    heads = [spec for spec in read_specs(directory) if spec.name == SCORE_WEIGHT]
+    if not heads:
+        raise UserError(
+            f"{str(directory)!r} has no {SCORE_WEIGHT} and is no reward model; take the result of a run with "
+            'algorithm.name = "reward_model"'
+        )
+    if heads[0].shape[0] != 1:
+        raise UserError(f"{str(directory)!r} is a classifier of {heads[0].shape[0]} outputs; a reward model has one")
+
+
 def model_folder(path: str, revision: str | None) -> Path | None:
     """Return a model's folder, here or in the hub's cache; None for one that is not on this machine."""
     source = Path(resolve(path))
@@ -172,7 +188,8 @@ def _adapter_parameters(weights: Iterable[WeightSpec], lora: LoraSection | None,
     """Number of parameters in the low-rank updates of linear layers: rank x (inputs + outputs) each."""
     if lora is None:
         return 0
-    return sum(lora.rank * sum(spec.shape) for spec in weights if _is_adapted(spec, lora, experts=experts))
+    adapted = (spec for spec in weights if _is_adapted(spec, lora, experts=experts))
+    return sum(lora.rank_of(spec.name.removesuffix(".weight")) * sum(spec.shape) for spec in adapted)
 
 
 def _are_frozen(weights: Iterable[WeightSpec], lora: LoraSection | None, *layers: str) -> bool:

@@ -17,7 +17,8 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel import lora
 from cosmos_rl_core.storage.safetensors_header import weight_files
 from cosmos_rl_llm.config import LLMLoraSection, Part
-from cosmos_rl_llm.model.causal_lm import empty_model
+from cosmos_rl_llm.model.causal_lm import empty_model, score_layer
+from cosmos_rl_llm.model.checkpoint import SCORE_WEIGHT
 from cosmos_rl_llm.model.vision_parts import part_of
 from cosmos_rl_llm.model.weights import find_weights
 
@@ -43,10 +44,11 @@ def add_adapters(
     if missing := [part for part in section.whole if part not in parts.values()]:
         raise UserError(f"[model.lora] whole: {type(model).__name__} has no {missing[0]}; remove it from the list")
     without = {*without, *section.whole}
-    output, path = model.get_output_embeddings(), Path(base).expanduser()
+    output, path = score_layer(model) or model.get_output_embeddings(), Path(base).expanduser()
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
     heads = {name for name, module in model.named_modules() if module is output}
 
+    trained = () if score_layer(model) is None else (SCORE_WEIGHT,)
     is_fused = model.config.model_type in _WITH_FUSED_MIXERS
 
     def leave_out(name: str) -> bool:
@@ -60,9 +62,9 @@ def add_adapters(
         layers=lora.pick_layers(model, section.target_modules, leave_out=leave_out),
         package="cosmos-rl-llm",
         base=str(path.resolve()) if path.is_dir() else base,
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if score_layer(model) is None else "SEQ_CLS",
         seed=seed,
-        whole=[name for name, part in parts.items() if part in section.whole],
+        whole=[name for name, part in parts.items() if part in section.whole or name in trained],
     )
 
 
@@ -80,18 +82,20 @@ def with_adapters(plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def merge_adapters(
-    base: Path, adapters: Iterable[tuple[str, Tensor]], *, scaling: float
+    base: Path, adapters: Iterable[tuple[str, Tensor]], *, section: LLMLoraSection
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the model at `base` with its adapters merged, by their names in its files.
 
     transformers has other names for some models than their published files, such as those of Qwen2.5-VL.
 
-    adapters: by their names in peft's files. scaling: alpha / rank. Raises UserError for those of another model.
+    adapters: by their names in peft's files. Raises UserError for those of another model.
     """
     weights = find_weights(empty_model(base, dtype=torch.float32), str(base)) or {}
     plain = {name: weight.names[0][0] for name, weight in weights.items() if len(weight.names) == 1}
     named = ((lora.renamed(name, lambda layer: plain.get(layer, layer)), tensor) for name, tensor in adapters)
-    return lora.merge(read_tensors(base), named, scaling=scaling)
+    head = f"base_model.model.{SCORE_WEIGHT}"  # of a reward model, whose base may be a language model
+    named = ((SCORE_WEIGHT if name == head else name, tensor) for name, tensor in named)
+    return lora.merge(read_tensors(base), named, scaling=section.scaling)
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:

@@ -43,7 +43,7 @@ from cosmos_rl_core.parallel.float8 import use_float8
 from cosmos_rl_core.parallel.lora import adapter_layers
 from cosmos_rl_core.parallel.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model
+from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model, score_layer
 from cosmos_rl_llm.model.vision_parts import tower_blocks
 from cosmos_rl_llm.policy.context import check_heads
 from cosmos_rl_llm.policy.experts import is_experts, spread_experts, use_mixed_experts
@@ -107,6 +107,8 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
     for module in beside:
         _hold_all(module, axis, partial=False)
     # The row is whole until pictures are in it: see `context`.
+    if (score := score_layer(model)) is not None:
+        axis.place(score, "weight", Shard(1))
     _spread_vocabulary(embedding, model.get_output_embeddings(), replace(axis, sequence=axis.sequence and not beside))
 
 
@@ -262,7 +264,7 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
     them later. Raises UserError for a model that cannot be sharded according to `setup`.
     """
     mesh = setup.mesh
-    head = terms.causal_lm.get_output_embeddings()
+    head = score_layer(terms.causal_lm) or terms.causal_lm.get_output_embeddings()
     has_experts = any(is_experts(module) for module in terms.modules())
     compiled = setup.compiles(obstacle="experts" if has_experts else "")
     if compiled and has_experts:

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from cosmos_rl_core.checkpoint.weights_name import MERGED
 from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.parallel.axes.fsdp import reshard
-from cosmos_rl_core.parallel.lora import MergedWeights, adapter_weights, whole_weights, write_adapter_config
+from cosmos_rl_core.parallel.lora import (
+    MergedWeights,
+    ScaledAdapters,
+    adapter_weights,
+    whole_weights,
+    write_adapter_config,
+)
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
@@ -42,7 +48,8 @@ class LanguagePolicy(PolicyBase[M]):
         super().__init__(module, reduce_once=setup.parallel.reduce_once)
         self._model, self._mesh, self._vision = model, setup.mesh, options.vision
         self._load = ExpertLoad(model)
-        self._merged = MergedWeights(model) if setup.merges_adapters and adapter_weights(model) else None
+        kind = {"scaled": ScaledAdapters, "merged": MergedWeights}.get(setup.sent_adapters)
+        self._adapters = kind(model) if kind is not None and adapter_weights(model) else None
         self.chat = chat
         """Encodes rows in supervised training; its tokenizer is saved with the weights."""
 
@@ -55,13 +62,13 @@ class LanguagePolicy(PolicyBase[M]):
         return named_weights(self._model)
 
     def rollout_weights(self) -> dict[str, Tensor]:
-        """`weights` without frozen parts; where engines take no adapters, the weights with them merged."""
-        return trained_weights(self._model) if self._merged is None else self._merged.weights()
+        """`weights` without frozen parts; adapters in the form that engines take."""
+        return trained_weights(self._model) if self._adapters is None else self._adapters.weights()
 
     def before_publish(self) -> None:
-        """Merge the adapters for engines that take none."""
-        if self._merged is not None:
-            self._merged.merge()
+        """Scale or merge the adapters again for engines that take them so."""
+        if self._adapters is not None:
+            self._adapters.merge()
 
     def save_config(self, directory: Path) -> None:
         """Write the files that load a model except weights: configuration, that of adapters, tokenizer, processing.
@@ -75,7 +82,7 @@ class LanguagePolicy(PolicyBase[M]):
             model.config.save_pretrained(directory / MERGED)
         else:
             model.config.save_pretrained(directory)
-        if model.generation_config is not None:
+        if model.can_generate() and model.generation_config is not None:
             model.generation_config.to_json_file(directory / "generation_config.json")
         if self.chat is not None:
             self.chat.tokenizer.save_pretrained(directory)

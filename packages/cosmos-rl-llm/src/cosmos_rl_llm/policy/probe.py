@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import exact_products
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import TrainSequence, pack_batch
+from cosmos_rl_llm.model.causal_lm import score_layer
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
 from cosmos_rl_llm.policy.token_model import TermModel, TermOptions
 
@@ -64,7 +66,10 @@ def runs_unpacked(
 
 def describe(model: PreTrainedModel) -> tuple[type[PreTrainedModel], str]:
     """Return the arguments of `family_miniature`: class, and small configuration as JSON."""
-    return type(model), json.dumps(shrink(model.config.to_dict()), sort_keys=True, default=str)
+    kind = type(model)
+    if score_layer(model) is not None:  # the decoder is checked, by the language model that has it
+        kind = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)])
+    return kind, json.dumps(shrink(model.config.to_dict()), sort_keys=True, default=str)
 
 
 @torch.no_grad()

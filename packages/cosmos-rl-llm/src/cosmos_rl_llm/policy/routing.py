@@ -33,6 +33,9 @@ from cosmos_rl_llm.policy.experts import is_experts
 _ROUTERS = ("gate", "router")
 """Attribute names of the router of a layer with `experts`. It returns (logits, gates [N, k], experts [N, k])."""
 
+_REPLAY = "route_replay"
+"""Attribute of a router whose choice can be replayed: its `_Replay`."""
+
 
 def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
     """The routers by layer number, of the local layers; empty for a dense model."""
@@ -98,17 +101,21 @@ class ExpertLoad:
         """Return the metrics of the step and reset; all ranks call it together.
 
         `expert_load_max` is the maximum load of an expert over the mean load, `expert_load_entropy` the entropy of the
-        load over that of a uniform one; both are means over the layers with experts. Empty without counts.
+        load over that of a uniform one; both are means over the layers with experts. `replayed_routes` is the share of
+        the tokens whose experts were those of the rollout. Empty without counts.
         """
-        num_experts = self._shape[1]
+        num_layers, num_experts = self._shape
         if num_experts == 0:
             return {}
         here = [count.device for count in self._counts.values()]
-        counts = torch.zeros(self._shape, dtype=torch.int64, device=mesh.device if mesh else next(iter(here), None))
+        counts = torch.zeros(
+            num_layers, num_experts + 2, dtype=torch.int64, device=mesh.device if mesh else next(iter(here), None)
+        )
         for layer, count in self._counts.items():
             counts[layer] = count
         self._counts = {}
-        load = (counts if mesh is None else mesh.sum_over_all(counts)).cpu().double()  # one wait; the rest is small
+        sums = (counts if mesh is None else mesh.sum_over_all(counts)).cpu().double()  # one wait; the rest is small
+        load, (replayed, chosen) = sums[:, :-2], sums[:, -2:].sum(dim=0).tolist()
         load = load[load.any(dim=1)]  # [layers with experts, E]
         if not len(load):
             return {}
@@ -117,6 +124,7 @@ class ExpertLoad:
         return {
             "expert_load_max": (load.amax(dim=1) * num_experts).mean().item(),
             "expert_load_entropy": entropy.mean().item(),
+            "replayed_routes": replayed / chosen,
         }
 
     def _count(self, layer: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
@@ -126,7 +134,10 @@ class ExpertLoad:
         if chosen is not None:
             num_experts = self._shape[1]
             slots = max(_num_scores(router) or 0, num_experts)  # no-op experts come last and are not counted
-            counts = count_slots(chosen.detach(), slots)[:num_experts]
+            replay = vars(router).get(_REPLAY)  # `forward` itself may be wrapped by a region of tensor parallelism
+            replays = replay is not None and replay.is_given
+            more = chosen.new_tensor([replays * chosen.numel(), chosen.numel()], dtype=torch.int64)
+            counts = torch.cat([count_slots(chosen.detach(), slots)[:num_experts], more])
             self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
 
 
@@ -139,9 +150,11 @@ def install_replay(model: PreTrainedModel) -> None:
     for layer, router in routers(model).items():
         beside = dict(decoder_layers(model)[layer].named_children())
         if "self_attn" in beside:
-            replay = _Replay(layer, router, num_experts=_num_scores(router) or _sizes(model)[1])
+            num_layers, num_experts = _sizes(model)
+            replay = _Replay(layer, router, num_layers=num_layers, num_experts=_num_scores(router) or num_experts)
             beside["self_attn"].register_forward_pre_hook(replay.listen, with_kwargs=True)
             router.forward = replay.route
+            setattr(router, _REPLAY, replay)
 
 
 def check_replay(model: PreTrainedModel) -> None:
@@ -157,15 +170,25 @@ def check_replay(model: PreTrainedModel) -> None:
 class _Replay:
     """The replayed choice of a layer's router, received by the attention before it in the same forward pass."""
 
-    def __init__(self, layer: int, router: nn.Module, *, num_experts: int) -> None:
-        self._layer = layer
+    def __init__(self, layer: int, router: nn.Module, *, num_layers: int, num_experts: int) -> None:
+        self._layer, self._num_layers = layer, num_layers
         self._kind = type(router).__name__
         self._choose = router.forward
         self._num_experts = num_experts
         self._chosen: Tensor | None = None
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the current pass replays."""
+        return self._chosen is not None
+
     def listen(self, attention: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
         routes: Tensor | None = keywords.get("routes")
+        if routes is not None and routes.shape[1] != self._num_layers:
+            raise UserError(
+                f"rollout.options.record_routes: rollouts have experts of {routes.shape[1]} layers, and the policy has "
+                f"{self._num_layers} layers"
+            )
         self._chosen = None if routes is None else routes[:, self._layer]
 
     def route(self, *given: Any, **keywords: Any) -> Any:
@@ -205,6 +228,12 @@ class _Chosen(TorchFunctionMode):
         if scores.shape != self._shape:
             return func(*args, **keywords)
         self.obeyed = True
+        k = args[1] if len(args) > 1 else keywords["k"]
+        if k != self._experts.shape[1]:
+            raise UserError(
+                f"rollout.options.record_routes: rollouts have {self._experts.shape[1]} experts of a token, and the "
+                f"policy chooses {k}"
+            )
         return torch.return_types.topk((scores.gather(-1, self._experts), self._experts))
 
 

@@ -22,7 +22,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis, own_part, own_slice
@@ -32,7 +33,7 @@ from cosmos_rl_core.plan.estimate import logits_budget
 from cosmos_rl_core.types import PolicyOutputs
 from cosmos_rl_llm.media.item import VisionFamily
 from cosmos_rl_llm.media.packed import add_blanks, digests, items_of, two_way_items
-from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model
+from cosmos_rl_llm.model.causal_lm import decoder_layers, language_model, score_layer
 from cosmos_rl_llm.model.output_head import OutputHead, Vocabulary
 from cosmos_rl_llm.model.rope import SequenceRope
 from cosmos_rl_llm.model.tower import media_to_device
@@ -243,6 +244,9 @@ class TermModel(nn.Module):
         terms = hidden[0, row.term_rows].to(self.autocast or hidden.dtype)
         if self.returns_hidden:
             return terms
+        if (layer := score_layer(self.causal_lm)) is not None:
+            values = _scores(terms, layer, self.axis)
+            return values if row.own_terms is None else row.own_terms.gather(values), None, {}
         head, vocabulary = self._own_head()
         logprobs, entropy = term_logprobs(
             terms,
@@ -315,6 +319,18 @@ class TermModel(nn.Module):
         own = replace(head, weight=own_part(head.weight), bias=bias)
         vocabulary = Vocabulary.part(head.weight.shape[0], self.axis)
         return own.without([token - vocabulary.start for token in self.banned]), vocabulary
+
+
+def _scores(terms: Tensor, layer: nn.Linear, axis: TensorAxis | None) -> Tensor:
+    """Hidden states [t, H] -> scores [t] of a reward model; over tp each rank multiplies its part of H."""
+    if axis is None:
+        return layer(terms).squeeze(-1).to(torch.promote_types(terms.dtype, torch.float32))
+    assert isinstance(layer.weight, DTensor)
+    start, end = axis.bounds(terms.shape[-1])
+    part = F.linear(terms[:, start:end], own_part(layer.weight)).to(torch.float32)
+    summed = DTensor.from_local(part, axis.mesh, [Partial()]).redistribute(placements=[Replicate()])
+    assert isinstance(summed, DTensor)
+    return summed.to_local().squeeze(-1)
 
 
 def outputs_of(passed: Any) -> PolicyOutputs:

@@ -16,6 +16,7 @@ from cosmos_rl_llm.rewards.code import CodeReward
 from cosmos_rl_llm.rewards.judge import JudgeReward
 from cosmos_rl_llm.rewards.math import BoxedReward, MathReward, NumericReward
 from cosmos_rl_llm.rewards.places import IouReward, PointReward
+from cosmos_rl_llm.rewards.reward_model import RewardModelReward
 from cosmos_rl_llm.rewards.rules import ExactReward, FormatReward, LengthReward, MultipleChoiceReward
 
 REWARDS: Mapping[str, Callable[..., RewardFn]] = {
@@ -30,4 +31,5 @@ REWARDS: Mapping[str, Callable[..., RewardFn]] = {
     "multiple_choice": MultipleChoiceReward,
     "numeric": NumericReward,
     "point": PointReward,
+    "reward_model": RewardModelReward,
 }

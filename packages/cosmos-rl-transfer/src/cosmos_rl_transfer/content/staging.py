@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cosmos_rl_transfer.content.digest import tensor_sum
 from cosmos_rl_transfer.content.gpu import pinned, typed
 from cosmos_rl_transfer.content.proof import Part
 from cosmos_rl_transfer.content.raw import Raw, raw_view, same_width
@@ -98,6 +99,11 @@ class LivePart:
     def at(self, box: Box) -> Tensor:
         """View the elements of `box`."""
         return self.tensor[box.within(self.box).slices()]
+
+    def sum(self) -> int:
+        """Return the part of the tensor's hash that the live elements contribute, in the dtype on the wire."""
+        packed = same_width(self.tensor.to(device="cpu", dtype=getattr(torch, self.dtype)))
+        return tensor_sum(packed, self.box, self.shape)
 
     def reading(self, box: Box, out: Raw) -> Part:
         """Return the copy of `box` into `out` [*box.shape]; where the dtype is another one it is made at once."""

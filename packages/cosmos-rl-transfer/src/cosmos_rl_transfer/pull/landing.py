@@ -136,6 +136,10 @@ class Shadow:
             self._pending.write(self._copy, pool=pool)
         self._applied = True
 
+    def differing(self) -> list[str]:
+        """Return the live tensors whose content has another hash than the version's; after `apply`."""
+        return self._sums.differing((name, self._live(name)) for name in self.arena.names)
+
     def _copy_all(self, pool: Executor) -> None:
         runs: list[tuple[Raw, Raw]] = []
         for name in self.arena.names:
@@ -259,6 +263,9 @@ class InPlace:
         list(pool.map(write, [patch for patches in self._patches.values() for patch in patches]))
         self._written = True
 
+    def differing(self) -> list[str]:
+        return self._sums.differing((name, self._part(name)) for name in self._boxes)
+
     def _on_side(self) -> AbstractContextManager[None]:
         return nullcontext() if self.side is None else self.side.current()
 
@@ -268,8 +275,11 @@ class InPlace:
         return tensor_sum(packed, piece.box, part.shape)
 
     def _live(self, piece: BucketPiece) -> LivePart:
-        shape, box = self._boxes[piece.name]
-        return LivePart(self._weights[piece.name], box, shape=shape, dtype=self._wire[piece.name])
+        return self._part(piece.name)
+
+    def _part(self, name: str) -> LivePart:
+        shape, box = self._boxes[name]
+        return LivePart(self._weights[name], box, shape=shape, dtype=self._wire[name])
 
 
 Landing = Shadow | InPlace
@@ -308,6 +318,14 @@ class KnownSums:
             return False
         self._known[bucket.pieces] = sums
         return True
+
+    def differing(self, parts: Iterable[tuple[str, LivePart]]) -> list[str]:
+        """Return the names of tensors whose part has another hash than its landed pieces together."""
+        expected: dict[str, int] = {}
+        for pieces, sums in self._known.items():
+            for piece, one in zip(pieces, sums):
+                expected[piece.name] = add(expected.get(piece.name, 0), one)
+        return [name for name, part in parts if part.sum() != expected.get(name, 0)]
 
 
 MOST_PATCHED = 1 / 32

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from cosmos_rl_core.weight_sync import SyncSection, WeightSubscriber
 from cosmos_rl_core.wire.tls import Tls
-from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
+from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import TransferPlan
 from cosmos_rl_transfer.pull.landing import InPlace, Shadow
@@ -294,3 +294,9 @@ class Subscriber(WeightSubscriber):
             sources=sources,
             selftest=self._connected.selftest,
         )
+
+
+def prove(subscriber: Subscriber) -> None:
+    """Hash a subscriber's live tensors, after `apply`. Raises WeightMismatch if they are not the published ones."""
+    if wrong := subscriber._connected.landing.differing():
+        raise WeightMismatch(f"{len(wrong)} live tensors are not those of version {subscriber.staged}: {wrong[0]}")

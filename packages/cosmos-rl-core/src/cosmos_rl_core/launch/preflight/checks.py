@@ -132,6 +132,12 @@ def _find_prefix_mask(config: RunConfig, domain: DomainBase) -> Iterator[Problem
         yield Problem(key="algorithm.mask_prefix_terms", given=str(config.algorithm.mask_prefix_terms), wrong=wrong)
 
 
+def _find_rows(config: RunConfig, domain: DomainBase) -> Iterator[Problem]:
+    if config.trains_on and config.trains_on not in domain.trains_on:
+        wrong = f"trains on {config.trains_on} of answers, which the {domain.name} domain does not have"
+        yield Problem(key="algorithm.name", given=as_toml(config.algorithm.name), wrong=wrong)
+
+
 def _find_sync(config: RunConfig, _domain: DomainBase) -> None:
     if not config.is_sft:
         plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
@@ -283,6 +289,7 @@ PARTS = (
     KeyCheck(_find_shards, "policy.parallel", ("algorithm.name", "data", "model", "policy", "rollout.sampling")),
     KeyCheck(_find_teacher, "teacher.path", ("algorithm", "data", "model", "policy", "teacher")),
     KeyCheck(_find_prefix_mask, "algorithm.mask_prefix_terms", ("algorithm",)),
+    KeyCheck(_find_rows, "algorithm.name", ("algorithm",)),
     KeyCheck(_find_sync, "sync.backend", ("algorithm.name", "sync.backend")),
     KeyCheck(_find_engine, "rollout.engine", ("algorithm.name", "rollout.engine")),
     KeyCheck(_find_engine_options, "rollout.parallel", ("algorithm.name", *_ENGINE)),

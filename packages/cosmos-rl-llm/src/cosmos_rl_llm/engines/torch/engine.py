@@ -23,7 +23,7 @@ from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.config import LLMTorchOptions
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.engines.prompts import StopStrings, check_length, encode, name_of
-from cosmos_rl_llm.engines.session import EPISODE, SessionTokens, TokenSession
+from cosmos_rl_llm.engines.session import EPISODE, NO_EPISODES, SessionTokens, TokenSession
 from cosmos_rl_llm.engines.torch.batch import GenerationRequest, RunningBatch, RunningSequence
 from cosmos_rl_llm.engines.torch.cache import WaitingTerms
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights, trained_weights
@@ -174,7 +174,7 @@ class TorchEngine(ThreadedEngine[GenerationRequest]):
         there would depend on the other episodes.
         """
         if self._records_routes:
-            raise UserError("rollout.options.record_routes: the experts of episodes are not recorded; set it to false")
+            raise UserError(NO_EPISODES)
         return TokenSession(opening, limit=self._max_length, draw=self._draw, forget=self._waiting_terms.take)
 
     async def _draw(self, history: SessionTokens, sampling: Sampling, seed: int) -> RunningSequence:

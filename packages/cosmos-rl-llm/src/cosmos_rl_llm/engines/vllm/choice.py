@@ -18,12 +18,21 @@ from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import engine_options, problems_of
 from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform
-from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED, VllmEngineOptions, no_longrope, no_pictures, spread
-from cosmos_rl_llm.model.checkpoint import model_folder
+from cosmos_rl_llm.engines.vllm.options import (
+    ONLY_RENORMALISED,
+    SLOT_RANKS,
+    VllmEngineOptions,
+    no_longrope,
+    no_pictures,
+    spread,
+)
+from cosmos_rl_llm.model.checkpoint import EXPERT_KEYS, model_folder
 
 if TYPE_CHECKING:
     from cosmos_rl_core.recipe.run import RunConfig
+    from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig
 
 _REGISTRY = "model_executor/models/registry.py"
 """vLLM's list of architectures. It is read as text: importing it takes seconds, and imports torch."""
@@ -71,9 +80,36 @@ def refusals(config: RunConfig, directory: Path | None) -> Iterator[Problem]:
     """Yield the problems beside the options. directory: the model's, if it is on this machine."""
     if not config.rollout.sampling.renormalise:
         yield Problem(key="rollout.sampling.renormalise", given="false", wrong=ONLY_RENORMALISED)
-    if model := _read_config(directory):
+    model = _read_config(directory)
+    if model:
+        text = model.get("text_config") or model
+        if config.rollout.options.get("record_routes") and not any(text.get(key) for key in EXPERT_KEYS):
+            wrong = "records the experts of a mixture, and this model has none"
+            yield Problem(key=ROUTES, given="true", wrong=wrong, suggestion="remove it")
         for wrong in _of_model(model, config):
             yield Problem(key="rollout.engine", given='"vllm"', wrong=wrong, suggestion='set it to "torch"')
+    if config.model.lora is not None and config.model.lora.serve == "adapter":
+        yield from _of_slots(config.model, config.model.lora, sees="vision_config" in model)
+
+
+def _of_slots(model: LLMModelConfig, lora: LLMLoraSection, *, sees: bool) -> Iterator[Problem]:
+    """Yield adapters that vLLM has no slots for. sees: whether it is a vision-language model."""
+    rank = max(lora.rank, *lora.rank_pattern.values(), 0)
+    if rank > SLOT_RANKS[-1]:
+        yield Problem(
+            key="model.lora.rank" if rank == lora.rank else "model.lora.rank_pattern",
+            given=str(rank),
+            wrong=f"vLLM's adapter slots have at most a rank of {SLOT_RANKS[-1]}",
+            suggestion='lower it, or set model.lora.serve = "merged"',
+        )
+    unadapted = {*model.freeze, *lora.whole}
+    if sees and lora.target_modules == "all-linear" and not {"tower", "projector"} <= unadapted:
+        yield Problem(
+            key="model.lora.serve",
+            given='"adapter"',
+            wrong="vLLM has adapter slots in the language model alone, and tower or projector get adapters",
+            suggestion='set model.freeze or model.lora.whole to both, or model.lora.serve = "merged"',
+        )
 
 
 def _of_model(model: Mapping[str, Any], config: RunConfig) -> Iterator[str]:

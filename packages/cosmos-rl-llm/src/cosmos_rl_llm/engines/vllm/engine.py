@@ -14,28 +14,33 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.data.chat import Chat, Encoded
 from cosmos_rl_llm.engines.prompts import Response, StopStrings, check_length, encode, name_of
-from cosmos_rl_llm.engines.session import EPISODE, SessionTokens, TokenSession
+from cosmos_rl_llm.engines.session import EPISODE, NO_EPISODES, SessionTokens, TokenSession
 from cosmos_rl_llm.engines.vllm.media import VllmMedia
 from cosmos_rl_llm.engines.vllm.options import ONLY_RENORMALISED
-from cosmos_rl_llm.engines.vllm.plugin import REFUSED
+from cosmos_rl_llm.engines.vllm.plugin import ADAPTER_ID, REFUSED
 from cosmos_rl_llm.model.output_head import NEVER
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm import SamplingParams
     from vllm.inputs.engine import EngineInput
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -78,6 +83,9 @@ def parameters(
 class VllmSequence(Response):
     """A sequence during generation. Its versions, all of which come with its end, may be of more tokens than it has."""
 
+    routes: np.ndarray | None = None
+    """[inputs, layers, k], of as many tokens as its versions: the experts, if vLLM records them."""
+
     def add(self, part: CompletionOutput, *, first_version: int) -> bool:
         """Append the received tokens; return whether one of them completed a stop string.
 
@@ -88,6 +96,7 @@ class VllmSequence(Response):
             self._grow(part)
         if part.finish_reason is not None:
             assert part.weight_versions is not None, "vLLM returned no weight version"
+            self.routes = part.routed_experts
             for span in part.weight_versions:
                 version = first_version if span.version == "default" else int(span.version)
                 self.versions += [version] * (span.end - span.start)
@@ -95,6 +104,15 @@ class VllmSequence(Response):
                 assert part.finish_reason in ("stop", "length"), part.finish_reason
                 self.finish_reason = part.finish_reason
         return self.finish_reason == "stop" and not stopped_before and part.finish_reason is None
+
+    def routed(self) -> dict[str, np.ndarray]:
+        """Return the array `routes` [prompt + T - 1, layers, k]. Raises UserError if vLLM returned fewer."""
+        num_inputs = len(self.prompt_tokens) + len(self.tokens) - 1
+        if self.routes is None or len(self.routes) < num_inputs:
+            given = "no experts" if self.routes is None else f"experts of {len(self.routes)} tokens"
+            raise UserError(f"{ROUTES}: vLLM returned {given} for a rollout of {num_inputs}; set it to false")
+        routes = self.routes[:num_inputs]
+        return {"routes": routes if routes.dtype == np.uint8 else routes.astype(np.int16)}
 
     def _grow(self, part: CompletionOutput) -> None:
         flat: Any = part.logprobs
@@ -116,17 +134,29 @@ LOOK_S = 0.5
 class VllmEngine:
     """`interfaces.RolloutEngine` over vLLM's AsyncLLM."""
 
-    def __init__(self, llm: AsyncLLM, chat: Chat, *, recompute_kv: bool = False, version: int = -1) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        chat: Chat,
+        *,
+        recompute_kv: bool = False,
+        records_routes: bool = False,
+        version: int = -1,
+        adapters: Sequence[str] = (),
+    ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
 
         chat: encodes prompts, from any thread, and has the tokens that end a response. recompute_kv: recompute the keys
-        and values of running sequences at a switch. version: policy version of the current weights; with -1 nothing is
-        served before the policy's weights have arrived.
+        and values of running sequences at a switch. records_routes: give rollouts `arrays["routes"]`, as the torch
+        engine does; vLLM was started to record them. version: policy version of the current weights; with -1 nothing is
+        served before the policy's weights have arrived. adapters: the layers that `llm` has slots for.
         """
+        self._adapter: LoRARequest | None = None
+        self._layers = adapters
         self._llm, self._chat = llm, chat
         self._media = None if chat.vision is None else VllmMedia(llm, chat.vision.family)
         self._banned = () if self._media is None else self._media.banned
-        self._recompute_kv = recompute_kv
+        self._recompute_kv, self._records_routes = recompute_kv, records_routes
         self._first_version = self._version = version
         self._names = count()
         self._progress = 0
@@ -160,7 +190,8 @@ class VllmEngine:
         samples = await self._sample(
             prompt, encoded, num_samples=num_samples, salt=self._version, sampling=sampling, seed=seed
         )
-        return self._chat.decode_prompt(encoded.tokens.tolist()), [sample.as_rollout({}) for sample in samples]
+        rollouts = [sample.as_rollout(sample.routed() if self._records_routes else {}) for sample in samples]
+        return self._chat.decode_prompt(encoded.tokens.tolist()), rollouts
 
     def open(self, opening: Opening) -> TokenSession:
         """Begin a history that grows by turns (`episodes.interfaces`); each turn is a request with all of its tokens.
@@ -169,6 +200,8 @@ class VllmEngine:
         of weights those of earlier turns stay in use, as they do inside of a sequence; with `recompute_kv` they are
         computed again with the new weights.
         """
+        if self._records_routes:
+            raise UserError(NO_EPISODES)
         return TokenSession(opening, limit=self.max_length, draw=self._draw)
 
     async def _draw(self, history: SessionTokens, sampling: Sampling, seed: int) -> VllmSequence:
@@ -193,7 +226,7 @@ class VllmEngine:
         samples = [
             VllmSequence(prompt_tokens=encoded.tokens, view=encoded.view, stops=stops) for _ in range(num_samples)
         ]
-        shown = self._input(encoded, salt=salt)  # once a group: pictures are cast and split by item
+        shown = input_of(encoded, salt=salt, media=self._media)  # once a group: pictures are cast and split by item
         tasks = [
             asyncio.create_task(
                 self._generate_one(sample, shown, parameters(sampling, seed, number, stop_ids, self._banned))
@@ -258,6 +291,9 @@ class VllmEngine:
 
         from cosmos_rl_transfer import ReplicaSubscriber, published_specs
 
+        if self._layers and self._adapter is None:
+            with empty_adapter(self._layers[0]) as self._adapter:
+                await self._call(self._llm.add_lora(self._adapter))
         if settings.backend != "transfer":
             raise UserError(f'[sync] backend = {settings.backend!r}: the vllm engine supports only "transfer"')
         timeout_s = settings.timeout_s
@@ -324,7 +360,8 @@ class VllmEngine:
 
         name = f"sample-{next(self._names)}"
         try:
-            async with aclosing(self._llm.generate(copy.copy(shown), params, name)) as answers:
+            running = self._llm.generate(copy.copy(shown), params, name, lora_request=self._adapter)
+            async with aclosing(running) as answers:
                 async for answer in answers:
                     self._progress += 1
                     if sample.add(answer.outputs[0], first_version=self._first_version):
@@ -332,15 +369,6 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError) as error:
             self._stop(error)
             raise RuntimeError("the engine has stopped") from error
-
-    def _input(self, prompt: Encoded, *, salt: int) -> EngineInput:
-        """The cache must not share keys and values of other weights: their version `salt` is part of its key."""
-        from vllm.inputs.engine import tokens_input
-
-        if not prompt.view.items:
-            return tokens_input(prompt.tokens.tolist(), cache_salt=str(salt))
-        assert self._media is not None, "a prompt with pictures for a model of text"
-        return self._media.prompt(prompt.tokens, prompt.view, version=salt)
 
     async def _call(self, work: Awaitable[T]) -> T:
         """Await `work`. Raises RuntimeError if vLLM has died, which leaves its own calls waiting."""
@@ -352,6 +380,34 @@ class VllmEngine:
             return await task
         finally:
             task.cancel()
+
+
+def input_of(prompt: Encoded, *, salt: int, media: VllmMedia | None) -> EngineInput:
+    """The cache must not share keys and values of other weights: their version `salt` is part of its key."""
+    from vllm.inputs.engine import tokens_input
+
+    if not prompt.view.items:
+        return tokens_input(prompt.tokens.tolist(), cache_salt=str(salt))
+    assert media is not None, "a prompt with pictures for a model of text"
+    return media.prompt(prompt.tokens, prompt.view, version=salt)
+
+
+@contextmanager
+def empty_adapter(layer: str) -> Iterator[LoRARequest]:
+    """Yield vLLM's request for an adapter with a zero for one layer, whose slot is then written by the subscriber.
+
+    Its files do not stay: vLLM fails if it ever loads the adapter again, which would clear the slot.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from vllm.lora.request import LoRARequest
+
+    with TemporaryDirectory() as folder:
+        config = {"r": 1, "lora_alpha": 1, "target_modules": [], "peft_type": "LORA"}
+        Path(folder, "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        zeros = {f"base_model.model.{layer}.lora_{matrix}.weight": torch.zeros(1, 1) for matrix in "AB"}
+        save_file(zeros, Path(folder, "adapter_model.safetensors"))
+        yield LoRARequest("policy", ADAPTER_ID, folder)
 
 
 def refusal(report: str) -> str | None:

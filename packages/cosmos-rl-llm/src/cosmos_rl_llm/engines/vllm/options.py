@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import pip_install
@@ -15,14 +15,23 @@ from cosmos_rl_core.settings.problems import engine_options
 
 PLAIN_WEIGHTS = "cosmos_rl_plain"
 """Name of the quantization method that quantises nothing and keeps weights as they were loaded."""
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM's adapter slots; an adapter of a lower one takes a part."""
 OURS = frozenset({
     "cpu_offload_gb",
+    "aux_output_config",
     "disable_log_stats",
     "enable_log_requests",
+    "enable_lora",
     "enable_prefix_caching",
+    "enable_return_routed_experts",
     "generation_config",
     "kv_cache_memory_bytes",
     "logprobs_mode",
+    "lora_dtype",
+    "lora_target_modules",
+    "max_lora_rank",
+    "max_loras",
     "max_num_seqs",
     "mm_processor_cache_gb",
     "model",
@@ -86,6 +95,8 @@ class VllmEngineOptions(Strict):
     """Memory for keys and values; without it the rest of gpu_memory_utilization, or 1 GiB without a GPU."""
     prefix_caching: bool = True
     """Reuse keys and values of prompts for later ones with the same prefix, until the weights change."""
+    record_routes: bool = False
+    """Record the experts of each token, and replay them in training (mixtures of experts, with Triton, so on a GPU)."""
     recompute_kv: bool = False
     """Recompute keys and values of running sequences after each change of weights, instead of keeping them."""
     enforce_eager: bool | None = None
@@ -105,6 +116,14 @@ class VllmEngineOptions(Strict):
         if taken := sorted(OURS & extra.keys() | cls.model_fields.keys() & extra.keys()):
             raise ValueError(f"{', '.join(taken)}: set by the engine or by another option; remove it from extra")
         return extra
+
+    @model_validator(mode="after")
+    def _routes_fit(self) -> VllmEngineOptions:
+        if self.record_routes and not self.prefix_caching:
+            raise ValueError("record_routes: vLLM keeps the experts beside its prefix cache; set prefix_caching = true")
+        if self.record_routes and self.extra.get("pipeline_parallel_size", 1) > 1:
+            raise ValueError("record_routes: vLLM records no experts over stages of layers; use tp instead of pp")
+        return self
 
     @property
     def num_gpus(self) -> int:

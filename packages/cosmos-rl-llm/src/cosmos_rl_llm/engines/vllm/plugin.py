@@ -17,6 +17,8 @@ WEIGHT_BACKEND = "cosmos_rl_transfer"
 """Name of the weight transfer engine."""
 REFUSED = "new weights cannot reach this model in vLLM: "
 """Prefix of the line with a worker's reason, which the engine's process finds in vLLM's error."""
+ADAPTER_ID = 1
+"""vLLM's number of the policy's adapter."""
 OWNER = "COSMOS_RL_VLLM_OWNER"
 """Environment variable with the id of the process that started vLLM, set for its children alone."""
 

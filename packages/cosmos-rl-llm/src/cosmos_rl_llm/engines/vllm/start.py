@@ -15,9 +15,10 @@ from transformers import PreTrainedConfig
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.engines.vllm import towers
 from cosmos_rl_llm.engines.vllm.installed import vllm_platform, why_unfit
-from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions, install_vllm, no_longrope
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, SLOT_RANKS, VllmEngineOptions, install_vllm, no_longrope
 from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 from cosmos_rl_llm.model.rope import original_length
 
@@ -26,19 +27,28 @@ if TYPE_CHECKING:
 
 CPU_CACHE_BYTES = 1 << 30
 LOGGING_LEVEL = "WARNING"
+_NO_ROUTES = ("AuxOutput Connector", "return-routed-experts")
+"""Names of the recording of experts in vLLM's errors."""
 QUANTISED = ("quantization_config", "compression_config")
 """Keys of config.json by which vLLM knows a quantised checkpoint."""
 
 
 def start(
-    source: str, *, options: VllmEngineOptions, dtype: str, max_length: int | None, pictures: bool = False
+    source: str,
+    *,
+    options: VllmEngineOptions,
+    dtype: str,
+    max_length: int | None,
+    pictures: bool = False,
+    adapters: Mapping[str, int] | None = None,
 ) -> AsyncLLM:
     """Start vLLM with the model of `source`; takes from seconds to minutes.
 
     dtype, max_length: those of [model], defaults of the options. pictures: whether prompts may have some.
+    adapters: ranks by the names of the layers whose adapters are served.
 
     Raises UserError without vLLM, for a build that does not fit this process's GPUs, for arguments that it rejects, and
-    for stages of layers without a GPU.
+    for stages of layers without a GPU, and where vLLM records no experts.
     """
     if find_spec("vllm") is None:
         raise UserError(f'rollout.engine = "vllm" needs vLLM: {install_vllm()}')
@@ -51,7 +61,7 @@ def start(
         )
     arguments = engine_arguments(
         source, options=options, dtype=dtype, max_length=max_length, pictures=pictures, on_gpu=on_gpu
-    )
+    ) | slot_arguments(adapters or {})
     if arguments.get("pipeline_parallel_size", 1) > 1 and arguments["enforce_eager"] and not on_gpu:
         raise UserError(  # only its warm-up allocates what a stage receives, and here it makes none
             "vLLM without a GPU runs no stages of layers: set [rollout.parallel] tp instead of pp, which works"
@@ -64,7 +74,16 @@ def start(
             parsed = AsyncEngineArgs(**arguments)
         except TypeError as error:
             raise UserError(f"rollout.options.extra: vLLM rejects it: {error}") from error
-        return AsyncLLM.from_engine_args(parsed)
+        if adapters:
+            _check_slots(parsed, on_gpu=on_gpu)
+        try:
+            return AsyncLLM.from_engine_args(parsed)
+        except ValueError as error:
+            why = next((line for line in str(error).splitlines() if any(name in line for name in _NO_ROUTES)), None)
+            if why is None:
+                raise
+            why = why.strip().removeprefix("Value error, ").partition(" [type=")[0]
+            raise UserError(f'{ROUTES}: vLLM records no experts here ({why}); set rollout.engine = "torch"') from error
 
 
 def computes_on_gpu(gpus: Sequence[str]) -> bool:
@@ -112,6 +131,7 @@ def engine_arguments(
         "gpu_memory_utilization": options.gpu_memory_utilization,
         "kv_cache_memory_bytes": options.cache_bytes or (None if on_gpu else CPU_CACHE_BYTES),
         "enable_prefix_caching": options.prefix_caching,
+        "enable_return_routed_experts": options.record_routes or None,
         "enforce_eager": not on_gpu if options.enforce_eager is None else options.enforce_eager,
         "enable_sleep_mode": True if options.sleep_mode and on_gpu else None,
         "moe_backend": _experts_in_place(source, options) if on_gpu else None,
@@ -123,6 +143,36 @@ def engine_arguments(
         **options.extra,
     }
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _check_slots(arguments: Any, *, on_gpu: bool) -> None:
+    """Raise UserError for a family without adapter slots, and for experts without a GPU."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models import supports_lora
+
+    config = arguments.create_model_config()
+    family = get_model_cls(config)
+    if config.is_moe and not on_gpu:  # its kernel for experts with adapters is written in Triton
+        raise UserError(
+            '[model.lora] serve = "adapter": vLLM without a GPU has no adapter slots for a mixture of experts; set it '
+            'to "merged"'
+        )
+    if not supports_lora(family):
+        raise UserError(
+            f'[model.lora] serve = "adapter": vLLM has no adapter slots for {family.__name__}; set it to "merged"'
+        )
+
+
+def slot_arguments(adapters: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of one adapter slot. adapters: as `start`; empty: none."""
+    if not adapters:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in SLOT_RANKS if rank >= max(adapters.values())),
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in adapters}),
+    }
 
 
 def _experts_in_place(source: str, options: VllmEngineOptions) -> str | None:

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.train.rounding import StochasticAdam
+from cosmos_rl_core.parallel.config import MuonSection
+from cosmos_rl_core.train.optimizers.muon import MuonWithAdamW, ShardedMuon, hidden_matrices
+from cosmos_rl_core.train.optimizers.rounding import StochasticAdam
 
 
 def parameter_groups(
@@ -62,14 +64,24 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     rates: Mapping[str, float] | None = None,
+    muon: MuonSection | None = None,
 ) -> torch.optim.Optimizer:
-    """`adamw`, `adam` or `sgd` (momentum = betas[0]) over the module's trained parameters.
+    """`adamw`, `adam`, `sgd` (momentum = betas[0]) or `muon` over the module's trained parameters.
 
-    Where some are bfloat16, adamw and adam round stochastically (`train.rounding`).
+    Where some are bfloat16, adamw and adam round stochastically (`train.optimizers.rounding`).
     """
     groups = parameter_groups(module, weight_decay=weight_decay, learning_rate=learning_rate, rates=rates or {})
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=betas[0], weight_decay=weight_decay)
+    if name == "muon":
+        muon = muon or MuonSection()
+        hidden = hidden_matrices(module, but=muon.adamw)
+        matrices, others = (_only(groups, of_hidden, hidden) for of_hidden in (True, False))
+        keys = muon.model_dump(exclude={"adamw"})
+        return MuonWithAdamW(
+            ShardedMuon(matrices, weight_decay=weight_decay, **keys) if matrices else None,
+            torch.optim.AdamW(others, betas=betas, eps=eps, fused=True) if others else None,
+        )
     if any(parameter.dtype is torch.bfloat16 for group in groups for parameter in group["params"]):
         decoupled = name == "adamw"
         return StochasticAdam(
@@ -77,6 +89,12 @@ def build_optimizer(
         )
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
     return kind(groups, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+
+def _only(groups: list[dict[str, Any]], member: bool, of: set[nn.Parameter]) -> list[dict[str, Any]]:
+    """The groups with those of their parameters that are, or are not, members of a set."""
+    cut = [{**group, "params": [p for p in group["params"] if (p in of) is member]} for group in groups]
+    return [group for group in cut if group["params"]]
 
 
 def factor(name: str, step: int, *, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:

@@ -1,0 +1,82 @@
+"""`cosmos-rl serve` over the command line, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import openai
+import pytest
+
+from cosmos_rl_llm import write_tiny_model
+
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
+CHAT = {"model": "any", "messages": [{"role": "user", "content": "1+1="}]}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """Yield a client of a served model; Ctrl-C then ends the server with 130."""
+    model = write_tiny_model(tmp_path_factory.mktemp("serve") / "tiny")
+    code = "from cosmos_rl_core.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(model), "data.chat_template=none", "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert server.stderr is not None
+    try:
+        line = next(line for line in server.stderr if "http://" in line)
+        with openai.OpenAI(base_url=line.split()[-1], api_key="none", max_retries=0) as asking:
+            yield asking
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+
+
+def contents(completion):
+    return [choice.message.content for choice in completion.choices]
+
+
+def test_the_clients_sampling_is_used(client):
+    asked = {**CHAT, "n": 4, "seed": 3, "max_tokens": 12}
+    first = client.chat.completions.create(**asked, logprobs=True)
+    assert len(set(contents(first))) > 1
+    assert contents(client.chat.completions.create(**asked)) == contents(first)
+    assert contents(client.chat.completions.create(**{**asked, "seed": 4})) != contents(first)
+    assert len(set(contents(client.chat.completions.create(**asked, temperature=0)))) == 1
+    assert first.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in first.choices)
+
+
+def test_a_stream_has_all_choices(client):
+    asked = {**CHAT, "n": 2, "seed": 3, "max_tokens": 8}
+    whole, texts = contents(client.chat.completions.create(**asked)), ["", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == whole
+
+
+def test_texts_are_completed_and_cut_at_a_stop(client):
+    greedy = {"model": "any", "max_tokens": 8, "temperature": 0}
+    [one, other] = client.completions.create(prompt=["1+1=", "2+"], **greedy).choices
+    assert one.text != "" and [one.index, other.index] == [0, 1]
+    stop = one.text[1]
+    [cut] = client.completions.create(prompt="1+1=", stop=stop, **greedy).choices
+    assert cut.finish_reason == "stop" and cut.text == one.text[: one.text.index(stop)]
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "1" * 100}, {"prompt": [9999]}, {"prompt": "1", "echo": True}])
+def test_a_wrong_request_is_one_error(client, wrong):
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="any", **wrong)
+    assert client.models.list().data[0].id == "tiny"
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"max_tokens": 0}, {"n": 0}, {"stop": [""]}])
+def test_wrong_sampling_is_refused(client, wrong):
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(**CHAT, **wrong)
