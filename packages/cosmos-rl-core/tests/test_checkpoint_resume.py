@@ -224,7 +224,7 @@ def test_every_section_has_an_effect():
         "",
         *(f"{table}.{key}" if table else key for table, keys in known_tables(RunConfig).items() for key in keys),
     }
-    assert set(EFFECTS) - known <= {"model.dtype"}  # a key of domains
+    assert set(EFFECTS) - known <= {"model.dtype", "model.lora.serve"}  # keys of domains
 
 
 def problems_of(tmp_path, resume="auto", **changes):

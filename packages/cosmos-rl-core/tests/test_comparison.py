@@ -22,6 +22,7 @@ class Constant:
 
     def __init__(self, logprob):
         self._logprob = logprob
+        self.module = torch.nn.Module()
 
     def forward(self, microbatch):
         assert not torch.is_grad_enabled()

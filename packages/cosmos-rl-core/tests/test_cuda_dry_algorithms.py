@@ -43,6 +43,9 @@ def loss_of(config, device):
             old_logprobs=rollout_logprobs + noise(),
             values=noise(),
             returns=noise(),
+            preference=torch.tensor([1.0, -1.0, 1.0, -1.0]),
+            ref_sums=(TERMS // ROLLOUTS) * (noise()[:ROLLOUTS] - 1),
+            baseline=torch.tensor(0.1),
         ),
         device,
     )

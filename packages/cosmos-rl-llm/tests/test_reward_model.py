@@ -143,7 +143,7 @@ def test_the_head_is_trained_and_exported_beside_adapters(base):
     assert isinstance(policy, CausalLMPolicy)
     trained = {name for name, parameter in policy.module.named_parameters() if parameter.requires_grad}
     assert "score.weight" in trained and all(name == "score.weight" or "lora_" in name for name in trained)
-    merged = dict(merge_adapters(base, policy.weights().items(), scaling=1.0))
+    merged = dict(merge_adapters(base, policy.weights().items(), section=LLMLoraSection(rank=2)))
     assert torch.equal(merged["score.weight"], dict(policy.module.named_parameters())["score.weight"])
 
 

@@ -85,7 +85,7 @@ def test_options_with_which_vllm_records_nothing_are_refused(options, wrong):
 def test_a_dense_model_is_refused_before_the_start(tmp_path, experts, given):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **experts}))
     rollout = SimpleNamespace(sampling=Sampling(max_terms=1), options={"record_routes": True})
-    config = SimpleNamespace(rollout=rollout, model=SimpleNamespace(max_length=None))
+    config = SimpleNamespace(rollout=rollout, model=SimpleNamespace(max_length=None, lora=None))
     problems = [str(problem) for problem in refusals(config, tmp_path)]
     assert len(problems) == given
     assert all("record_routes = true: records the experts of a mixture" in problem for problem in problems)

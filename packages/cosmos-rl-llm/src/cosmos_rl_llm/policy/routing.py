@@ -136,8 +136,9 @@ class ExpertLoad:
             slots = max(_num_scores(router) or 0, num_experts)  # no-op experts come last and are not counted
             replay = vars(router).get(_REPLAY)  # `forward` itself may be wrapped by a region of tensor parallelism
             replays = replay is not None and replay.is_given
-            more = chosen.new_tensor([replays * chosen.numel(), chosen.numel()], dtype=torch.int64)
-            counts = torch.cat([count_slots(chosen.detach(), slots)[:num_experts], more])
+            slot_counts = count_slots(chosen.detach(), slots)[:num_experts]
+            totals = [slot_counts.new_full((1,), total) for total in (replays * chosen.numel(), chosen.numel())]
+            counts = torch.cat([slot_counts, *totals])
             self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
 
 
