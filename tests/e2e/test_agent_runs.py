@@ -18,9 +18,9 @@ RECIPE = Path(__file__).parents[2] / "cookbook" / "agent_openai_client"
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 
-def play(tmp_path, *overrides, code=0):
+def play(tmp_path, *overrides, code=0, hidden_size=64):
     """Run the recipe of the cookbook with programs that the run starts; return what it printed, and its directory."""
-    base = write_tiny_model(tmp_path / "base", characters="012<>?", num_layers=2, hidden_size=64)
+    base = write_tiny_model(tmp_path / "base", characters="012<>?", num_layers=2, hidden_size=hidden_size)
     run = tmp_path / "run"
     command = [sys.executable, "-c", "from cosmos_rl_core.cli.main import main; main()", "run"]
     command += [str(RECIPE / "run.toml"), f"model.path={base}"]
@@ -60,6 +60,19 @@ def test_a_run_whose_agents_fail_ends_with_their_reason(tmp_path):
     printed, run = play(tmp_path, "run.max_steps=1", f"agent.command={agent}", "agent.retries=0", code=2)
     assert "the agent ended with exit code 1" in printed and "no shop to buy from" in printed
     assert not rollouts_of(run)
+
+
+@pytest.mark.xdist_group("vllm")
+def test_agents_are_answered_and_trained_with_vllm(tmp_path):
+    pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
+    agent = json.dumps([sys.executable, str(RECIPE / "agent.py")])
+    engine = ["rollout.engine=vllm", "rollout.options={max_sequences=8, cache_bytes=67108864}"]
+    _, run = play(tmp_path, "run.max_steps=3", f"agent.command={agent}", *engine, hidden_size=128)  # heads of 32
+    lines = rollouts_of(run)
+    assert len(lines) == 6 and all(line["rewards"]["environment"] in (0.0, 1.0) for line in lines)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    mismatches = [line["mismatch_kl"] for line in metrics if "mismatch_kl" in line]
+    assert len(mismatches) == 3 and max(mismatches) < 1e-4  # of the terms that were recorded, under the weights of each
 
 
 def test_agents_that_ask_for_rows_are_trained(tmp_path):
