@@ -393,7 +393,8 @@ def test_a_domains_reward_is_served_by_its_name(http):
     assert failure(http, body(reward="text")) == "text returned 'good' for rollout 0; it must be a finite number"
 
 
-def test_metrics_count_by_reward(http):
+def test_metrics_count_by_reward(http, server):
+    assert httpx.get(f"{server.url}/metrics", trust_env=False).status_code == 401
     failure(http, body(reward="odd", row={"do": "raise"}))
     lines = dict(line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if not line.startswith("#"))
     name = "cosmos_rl_reward"
