@@ -151,6 +151,7 @@ def conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyCo
     yield from _colocate_conflicts(config)
     if config.is_sft and config.run.colocate:
         yield KeyConflict(key="run.colocate", other="algorithm.name", wrong="has no rollouts to take turns with")
+    yield from _curriculum_conflicts(config)
     if config.is_sft and config.eval.loss_data is not None:
         yield KeyConflict(
             key="eval.loss_data",
@@ -182,6 +183,23 @@ def conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyCo
             other="eval.data" if config.eval.data is None else "algorithm.name",
             wrong="is a metric that this run does not have, with",
             suggestion='name one of metrics.jsonl or eval.jsonl, such as "-loss"',
+        )
+
+
+def _curriculum_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
+    curriculum = config.prompts.curriculum
+    if curriculum is None:
+        return
+    if config.is_sft or not config.reward.functions:
+        yield KeyConflict(
+            key="prompts.curriculum",
+            other="algorithm.name" if config.is_sft else "reward.functions",
+            wrong="draws rows by the rewards of their rollouts, and there are none with",
+            suggestion="remove [prompts.curriculum]",
+        )
+    if curriculum.solved_reward <= curriculum.failed_reward:
+        yield KeyConflict(
+            key="prompts.curriculum.solved_reward", other="prompts.curriculum.failed_reward", wrong="must be above"
         )
 
 

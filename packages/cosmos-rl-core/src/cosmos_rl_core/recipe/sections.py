@@ -74,6 +74,19 @@ class RunSection(Strict):
         return Path(self.output_dir)
 
 
+class CurriculumSection(Strict):
+    """[prompts.curriculum]: rows that the policy sometimes solves are drawn more often than solved and failed ones."""
+
+    visits: int = Field(default=2, ge=1, le=64)
+    """Visits of a row whose success rates are remembered; a row that is skipped has no visit."""
+    min_chance: float = Field(default=0.1, ge=0.01, le=1)
+    """Least chance of a row to be drawn: that of one that was solved, or failed, at every remembered visit."""
+    failed_reward: float = Field(default=0.0, allow_inf_nan=False)
+    """Reward of a rollout that counts as failed."""
+    solved_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Reward of a rollout that counts as solved; rewards in between count in part."""
+
+
 class PromptsSection(Strict):
     """[prompts]: the order of the rows of [data], and the number of passes over them."""
 
@@ -81,6 +94,8 @@ class PromptsSection(Strict):
     """Shuffle the rows in every epoch, in an order determined by the seed and the epoch."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the data. Not set: rows repeat until [run] max_steps ends the run."""
+    curriculum: CurriculumSection | None = None
+    """[prompts.curriculum]. Without it every row is drawn in every epoch."""
 
 
 class SamplingSection(Strict):

@@ -141,7 +141,7 @@ class Rollouter:
     def _with_advantages(self, group: RolloutGroup) -> RolloutGroup:
         rewards = np.array([r.reward for r in group.rollouts])
         if self._rules.keep is not None and not self._rules.keep(rewards):
-            raise SampleError(FILTERED, final=True)
+            raise SampleError(FILTERED, final=True, mean_reward=float(rewards.mean()))
         if self._rules.shape_reward is not None:
             lengths = np.array([r.num_terms for r in group.rollouts])
             truncated = np.array([r.finish_reason == "length" for r in group.rollouts])
