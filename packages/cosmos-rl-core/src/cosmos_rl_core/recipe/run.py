@@ -261,6 +261,7 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
             other="algorithm.advantage",
             wrong="must be at least 2, to compare rollouts of a prompt, for",
         )
+    yield from _started_conflicts(config)
     if (config.algorithm.max_variance_rollouts or 0) > config.rollout.group_size:
         yield KeyConflict(
             key="algorithm.max_variance_rollouts",
@@ -280,6 +281,22 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     if config.rollout.sampling is not None:
         yield from _term_conflicts(config)
         yield from _episode_conflicts(config)
+
+
+def _started_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
+    """Reject rollouts that have more in common than a prompt: each is a request with a seed of its own."""
+    key, started, sampling = "rollout.started_rollouts", config.rollout.started_rollouts, config.rollout.sampling
+    if started is None:
+        return
+    if started <= config.rollout.group_size:
+        yield KeyConflict(key=key, other="rollout.group_size", wrong="must be above")
+    if config.has_episodes:
+        other = "agent" if config.environment is None else "environment"
+        wrong = "starts rollouts one by one, and all episodes of a group begin with one seed with"
+        yield KeyConflict(key=key, other=other, wrong=wrong, suggestion="remove it")
+    elif sampling is not None and sampling.unit != "tokens":
+        wrong = "is of answers of tokens, which are not sampled with"
+        yield KeyConflict(key=key, other="run.domain", wrong=wrong, suggestion="remove it")
 
 
 def _filter_conflicts(config: RunConfig) -> Iterator[KeyConflict]:

@@ -186,6 +186,9 @@ class RolloutSection(Strict):
     where it is installed for them and takes the model with these options, else "torch"."""
     group_size: int = Field(default=8, ge=1)
     """Number of rollouts generated for each prompt."""
+    started_rollouts: int | None = Field(default=None, ge=1)
+    """Rollouts that are started for each prompt, more than group_size: the first group_size that end are the group, and
+    the others are cancelled. It waits for no stragglers, and prefers short answers. Not set: group_size."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of a replica. Not set: the machine's cores are divided among all replicas of all roles."""
     max_attempts: int = Field(default=3, ge=1)
