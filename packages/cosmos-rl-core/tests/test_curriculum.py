@@ -1,4 +1,4 @@
-"""Rows of medium difficulty are drawn most often, and a controller that takes over draws the same ones."""
+"""Rows of medium difficulty are selected most often, and a controller that takes over selects the same ones."""
 
 from dataclasses import replace
 
@@ -60,14 +60,14 @@ def test_rows_are_drawn_with_their_chance():
     memory = rule.memory()
     for sample, reward in enumerate([0.5, 0.75, 1.0, 0.0]):
         rule.remember(memory, sample, reward)
-    drawn = [0] * ROWS
+    selected = [0] * ROWS
     for sample in range(ROWS * 1000):
-        drawn[in_order(sample)] += rule.draws(memory, sample)
-    assert drawn[0] == 1000
-    # three standard deviations of 1000 draws
-    assert drawn[1] == pytest.approx(750, abs=42)
-    assert drawn[2] == pytest.approx(100, abs=29)
-    assert drawn[3] == pytest.approx(100, abs=29)
+        selected[in_order(sample)] += rule.selects(memory, sample)
+    assert selected[0] == 1000
+    # three standard deviations of 1000
+    assert selected[1] == pytest.approx(750, abs=42)
+    assert selected[2] == pytest.approx(100, abs=29)
+    assert selected[3] == pytest.approx(100, abs=29)
 
 
 def rewarded(sample: int) -> float:

@@ -194,7 +194,7 @@ def _curriculum_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
         yield KeyConflict(
             key="prompts.curriculum",
             other="algorithm.name" if config.is_sft else "reward.functions",
-            wrong="draws rows by the rewards of their rollouts, and there are none with",
+            wrong="selects rows by the rewards of their rollouts, and there are none with",
             suggestion="remove [prompts.curriculum]",
         )
     if curriculum.solved_reward <= curriculum.failed_reward:

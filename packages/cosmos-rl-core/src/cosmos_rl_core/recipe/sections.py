@@ -75,12 +75,12 @@ class RunSection(Strict):
 
 
 class CurriculumSection(Strict):
-    """[prompts.curriculum]: rows that the policy sometimes solves are drawn more often than solved and failed ones."""
+    """[prompts.curriculum]: select rows that the policy sometimes solves more often than solved and failed ones."""
 
     visits: int = Field(default=2, ge=1, le=64)
     """Visits of a row whose success rates are remembered; a row that is skipped has no visit."""
     min_chance: float = Field(default=0.1, ge=0.01, le=1)
-    """Least chance of a row to be drawn: that of one that was solved, or failed, at every remembered visit."""
+    """Least chance of a row to be selected: that of one that was solved, or failed, at every remembered visit."""
     failed_reward: float = Field(default=0.0, allow_inf_nan=False)
     """Reward of a rollout that counts as failed."""
     solved_reward: float = Field(default=1.0, allow_inf_nan=False)
@@ -95,7 +95,7 @@ class PromptsSection(Strict):
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the data. Not set: rows repeat until [run] max_steps ends the run."""
     curriculum: CurriculumSection | None = None
-    """[prompts.curriculum]. Without it every row is drawn in every epoch."""
+    """[prompts.curriculum]. Without it every row is selected in every epoch."""
 
 
 class SamplingSection(Strict):

@@ -106,9 +106,9 @@ def _grant_in_turns(ledger: LedgerState, counts: dict[str, int], deadline: int, 
 
 
 def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt | None:
-    """Lease the lowest pending sample, or the stream's next one that is drawn; None where the stream ends before."""
+    """Lease the lowest pending sample, or the stream's next one that is selected; None where the stream ends before."""
     sample = ledger.samples.first_pending()
-    if sample is None and not _draw(ledger):
+    if sample is None and not _skip_rows(ledger):
         return None
     attempts = ledger.samples.attempts_before if sample is None else ledger.samples.active[sample].attempt
     attempt = attempts + 1
@@ -118,11 +118,11 @@ def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt |
     return lease
 
 
-def _draw(ledger: LedgerState) -> bool:
-    """Skip the samples before the next one that the curriculum draws; return whether the stream has one."""
+def _skip_rows(ledger: LedgerState) -> bool:
+    """Skip the samples before the next one that the curriculum selects; return whether the stream has one."""
     curriculum, samples = ledger.config.curriculum, ledger.samples
     while curriculum is not None and ledger.stream_left():
-        if curriculum.draws(ledger.successes, samples.next_sample):
+        if curriculum.selects(ledger.successes, samples.next_sample):
             break
         ledger.decide(records.Skipped(samples.next_sample))
     return ledger.stream_left() > 0

@@ -50,7 +50,7 @@ class Ledger(LedgerState):
         if self.halted is None and (self._records or _is_request(event)):
             self._answer_requests()
             if self._records and isinstance(self._records[-1], records.Skipped):
-                self._answer_requests()  # the rest of the stream was skipped: all that wait are told its end
+                self._answer_requests()  # the rest of the stream was skipped: those that wait get its end
         return self._records, self._outputs
 
     def _answer_requests(self) -> None:

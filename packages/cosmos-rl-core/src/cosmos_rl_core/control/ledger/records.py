@@ -90,7 +90,7 @@ class Dropped(Record, frozen=True):
 
 
 class Skipped(Record, frozen=True):
-    """The stream's next sample is issued and dropped at once: the curriculum has not drawn its row."""
+    """The stream's next sample is issued and dropped at once: the curriculum has not selected its row."""
 
     sample: int
 

@@ -40,7 +40,7 @@ class SampleState(StrEnum):
 PENDING, LEASED, READY, ASSIGNED, COMMITTED, CHECKPOINTED, DROPPED = SampleState
 
 SKIPPED = "filtered:curriculum"
-"""Reason of a sample that the curriculum has not drawn."""
+"""Reason of a sample that the curriculum has not selected."""
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -191,7 +191,7 @@ class Samples:
         self.drop_reasons[record.reason] += 1
 
     def skip(self, sample: int) -> None:
-        """Drop the stream's next sample, which was not drawn."""
+        """Drop the stream's next sample, which was not selected."""
         self._enter(sample, self._issue_or_leave(sample), DROPPED)
         self.drop_reasons[SKIPPED] += 1
 

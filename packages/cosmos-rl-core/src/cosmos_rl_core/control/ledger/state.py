@@ -63,7 +63,7 @@ class LedgerConfig:
     max_losses: int = 8
     """Maximum batches in a row with unreadable groups before the run halts."""
     curriculum: Curriculum | None = None
-    """Which samples of the stream are drawn; None: all."""
+    """Which samples of the stream are selected; None: all."""
 
 
 class LedgerState:
@@ -93,7 +93,7 @@ class LedgerState:
         self.losses_in_a_row = 0
         """Number of batches discarded for such groups since the last commit."""
         self.successes = config.curriculum.memory() if config.curriculum is not None else bytearray()
-        """The curriculum's memory, of visits up to the last commit: draws must not depend on the time of results."""
+        """The memory of the curriculum, of visits up to the last commit: the time of a result must not matter."""
         self.visited: dict[int, float] = {}
         """Mean reward of the groups since then, by sample."""
         self.halted: str | None = None
