@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,3 +88,32 @@ def test_a_wrong_request_is_one_error(client, wrong):
 def test_wrong_sampling_is_refused(client, wrong):
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**CHAT, **wrong)
+
+
+@pytest.mark.slow
+def test_lm_eval_measures_it(client, tmp_path):
+    """lm-evaluation-harness as it is, by its command, on a task of a local file."""
+    if shutil.which("lm_eval") is None:
+        pytest.skip("lm-evaluation-harness is not installed: pip install 'lm_eval[api]'")
+    prompts = ["1+1=", "2+3=", "12+7="]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": each, "answer": "5"}) + "\n" for each in prompts)
+    )
+    task = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+    }
+    task |= {"test_split": "test", "output_type": "generate_until", "doc_to_text": "{{prompt}}"}
+    task |= {"doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}]}
+    task |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False}}
+    (tmp_path / "sums.yaml").write_text(json.dumps(task))  # JSON is YAML
+    arguments = f"model=any,base_url={client.base_url}completions,tokenizer_backend=None"
+    command = ["lm_eval", "--model", "local-completions", "--tasks", "sums", "--include_path", str(tmp_path)]
+    command += ["--model_args", arguments, "--output_path", str(tmp_path / "out"), "--log_samples"]
+    environment = {**os.environ, "OPENAI_API_KEY": "none", "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
+    [samples] = (tmp_path / "out").rglob("samples_sums_*.jsonl")
+    answers = {row["doc"]["prompt"]: row["resps"][0][0] for row in map(json.loads, samples.read_text().splitlines())}
+    greedy = {"model": "any", "max_tokens": 4, "temperature": 0}
+    assert answers == {each: client.completions.create(prompt=each, **greedy).choices[0].text for each in prompts}
