@@ -75,6 +75,46 @@ def test_kills_of_the_controller_leave_no_trace(
     print(f"kills of the controller: {kills}, with {policies} policies; samples trained twice or lost: 0")
 
 
+@pytest.mark.timeout(1200)
+def test_a_curriculum_draws_the_same_rows_after_a_kill(
+    controller, start, wait_for, finished, journal_of, bits_of, bandit, write_recipe, tmp_path
+):
+    steps, curriculum = 20, {"curriculum": {"solved_reward": 0.8, "min_chance": 0.2}}
+    changes = {**CHANGES, "run__max_steps": steps, "checkpoint__every_steps": 8, "prompts": curriculum}
+    process, run_dir, (policy, rollout) = controller(**changes)
+    workers = [start(*policy), start(*rollout)]
+    for wanted in (5, 13):
+        steps_done = lambda: num_lines(run_dir / "metrics.jsonl") >= wanted  # noqa: B023, E731
+        wait_for(steps_done, f"step {wanted}", timeout_s=300)
+        process, _ = kill_and_start_again(process, run_dir, start, tmp_path / "run.toml")
+        generation = 1 + (wanted == 13)
+        wait_for(
+            lambda: json.loads((run_dir / "controller.json").read_text())["generation"] == generation,  # noqa: B023
+            "the next controller",
+        )
+    finished(process, timeout_s=300)
+    for worker in workers:
+        finished(worker)
+
+    whole = bandit(tmp_path / "whole", **{**changes, "run__placement": "inline"})
+    finished(start("run", write_recipe(tmp_path / "whole.toml", whole)), timeout_s=300)
+    skipped = {run.name: skipped_in(journal_of(run)) for run in (run_dir, tmp_path / "whole")}
+    assert skipped["run"] == skipped["whole"] != []
+    assert bits_of(run_dir / f"checkpoints/step_{steps}") == bits_of(tmp_path / f"whole/checkpoints/step_{steps}")
+
+    part = bandit(tmp_path / "part", **{**changes, "run__placement": "inline", "run__max_steps": 8})
+    finished(start("run", write_recipe(tmp_path / "part.toml", part)), timeout_s=300)
+    part["run"]["max_steps"] = steps
+    finished(start("run", write_recipe(tmp_path / "part.toml", part), "--resume", "auto"), timeout_s=300)
+    later = skipped_in(journal_of(tmp_path / "part"))
+    assert later == skipped["whole"][-len(later) :] != []
+    assert bits_of(run_dir / f"checkpoints/step_{steps}") == bits_of(tmp_path / f"part/checkpoints/step_{steps}")
+
+
+def skipped_in(journal):
+    return [record.sample for record in journal if isinstance(record, records.Skipped)]
+
+
 def test_a_second_controller_is_refused_and_the_run_unharmed(controller, start, wait_for, rows_of, finished, tmp_path):
     process, run_dir, (policy, rollout) = controller(run__max_steps=12)
     _, errors = finished(start("controller", tmp_path / "run.toml"), 2)

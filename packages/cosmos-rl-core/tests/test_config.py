@@ -243,6 +243,25 @@ def test_epochs_end_a_run():
     assert config.prompts.epochs == 2
 
 
+def test_a_curriculum_needs_rewards_and_an_order_of_them():
+    assert load_config(recipe(prompts={"curriculum": {}})).prompts.curriculum.visits == 2
+    assert load_config(recipe()).prompts.curriculum is None
+    sft = {"algorithm": {"name": "sft"}, "reward": None}
+    problem = only_problem(recipe(**sft, prompts={"curriculum": {}}))
+    assert problem.key == "prompts.curriculum"
+    assert problem.wrong.endswith('there are none with algorithm.name = "sft"')
+    problem = only_problem(recipe(prompts={"curriculum": {"failed_reward": 1.0}}))
+    assert problem.key == "prompts.curriculum.solved_reward"
+    assert problem.wrong == "must be above prompts.curriculum.failed_reward = 1.0"
+
+
+def test_more_rollouts_are_started_than_a_group_has():
+    rollout = {"group_size": 4, "started_rollouts": 6}
+    assert load_config(recipe(rollout=rollout)).rollout.started_rollouts == 6
+    problem = only_problem(recipe(rollout=rollout | {"started_rollouts": 4}))
+    assert (problem.key, problem.wrong) == ("rollout.started_rollouts", "must be above rollout.group_size = 4")
+
+
 def test_a_decaying_schedule_needs_max_steps():
     source = recipe(
         run={"domain": "cosmos_rl_core.testing.tiny:TINY"},

@@ -10,7 +10,7 @@ from cosmos_rl_core.control import protocol
 from cosmos_rl_core.rollout.spool import store
 from cosmos_rl_core.wire import handshake, payload
 
-DIGEST_OF = {9: "252189603c3038e1"}
+DIGEST_OF = {10: "3157196c4741f012"}
 """Digest of the messages of a version. After a change of one raise PROTOCOL_VERSION, and replace this entry."""
 
 

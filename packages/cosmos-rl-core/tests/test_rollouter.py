@@ -60,13 +60,30 @@ def length(group):
 
 
 def rollouter(
-    engine, *, function=length, group_size=3, seed=0, tokens=None, recorder=None, long=None, log=print, **rules
+    engine,
+    *,
+    function=length,
+    group_size=3,
+    seed=0,
+    tokens=None,
+    recorder=None,
+    long=None,
+    log=print,
+    started=None,
+    **rules,
 ):
     return Rollouter(
         engine,
         rubric=Rubric([WeightedReward(name="length", weight=2.0, function=function)]),
         rules=GroupRules(**{"advantage": group_mean, "tokens": tokens, **rules}),
-        requests=Requests(group_size=group_size, sampling=SAMPLING, eval_sampling=EVAL_SAMPLING, seed=seed, long=long),
+        requests=Requests(
+            group_size=group_size,
+            num_started=started,
+            sampling=SAMPLING,
+            eval_sampling=EVAL_SAMPLING,
+            seed=seed,
+            long=long,
+        ),
         recorders=(recorder, None),
         log=log,
     )
@@ -279,3 +296,66 @@ def test_the_keys_of_left_out_rollouts_reach_the_rules():
     config = AlgorithmConfig(name="grpo", mask_truncated=True, max_variance_rollouts=2)
     rules = group_rules(config, max_terms=8)
     assert (rules.mask_truncated, rules.num_trained) == (True, 2)
+
+
+class Race(ScriptedEngine):
+    """Each request ends when it is let go, in the order of `order`; 8 terms never end."""
+
+    def __init__(self, order, *, fails=None):
+        super().__init__()
+        self.order, self.fails, self.cancelled = order, fails, []
+
+    async def generate(self, prompt, *, num_samples, sampling, seed):
+        assert num_samples == 1
+        number = len(self.asked)
+        self.asked.append((prompt.sample_id, num_samples, sampling, seed))
+        try:
+            for _ in range(self.order[number]):
+                await asyncio.sleep(0)  # a turn of the loop
+            if number == self.fails:
+                raise PromptError("no picture")
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        return "<?>", [self._rollout(1 + number)]
+
+
+def test_the_first_rollouts_that_end_are_the_group_and_the_others_are_cancelled():
+    engine = Race([900, 20, 40, 900, 10])
+    group = run(engine, started=5)
+    assert [rollout.num_terms for rollout in group.rollouts] == [2, 3, 5]  # in the order of their numbers
+    assert sorted(engine.cancelled) == [0, 3]
+    assert len({seed for *_, seed in engine.asked}) == 5
+    assert [rollout.advantage for rollout in group.rollouts] == pytest.approx(2 * np.array([2, 3, 5]) - 2 * 10 / 3)
+
+
+def test_of_rollouts_that_end_at_once_the_earlier_ones_are_taken():
+    engine = Race([5, 5, 5, 5, 5])
+    assert [rollout.num_terms for rollout in run(engine, started=5).rollouts] == [1, 2, 3]
+
+
+def test_an_error_of_one_ends_all_that_were_started():
+    engine = Race([900, 900, 10, 900], fails=2)
+    with pytest.raises(PromptError, match="no picture"):
+        run(engine, started=4)
+    assert sorted(engine.cancelled) == [0, 1, 3]
+
+
+def test_a_group_that_is_cancelled_leaves_no_rollout_behind():
+    engine = Race([900] * 4)
+
+    async def cancel():
+        task = asyncio.create_task(rollouter(engine, started=4).run(PROMPT))
+        while len(engine.asked) < 4:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(cancel())
+    assert sorted(engine.cancelled) == [0, 1, 2, 3]
+
+
+def test_an_evaluation_starts_one():
+    engine = ScriptedEngine()
+    asyncio.run(rollouter(engine, started=5).evaluate(PROMPT))
+    assert [num for _, num, *_ in engine.asked] == [1]

@@ -231,6 +231,7 @@ def build_rollouter(
         rules=group_rules(config.algorithm, max_terms=sampling.max_terms, compares=compares, tokens=tokens),
         requests=Requests(
             group_size=config.rollout.group_size,
+            num_started=config.rollout.started_rollouts,
             sampling=sampling.build(),
             eval_sampling=config.eval.sampling(sampling),
             seed=config.run.seed,

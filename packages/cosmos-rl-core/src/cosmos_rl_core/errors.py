@@ -18,11 +18,13 @@ Result = TypeVar("Result")
 class SampleError(Exception):
     """A sample that could not be completed. Its reason is shown to the user and counted; it never gets a reward."""
 
-    def __init__(self, reason: str, *, final: bool = False) -> None:
+    def __init__(self, reason: str, *, final: bool = False, mean_reward: float | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.final = final
         """True: a retry cannot succeed (a prompt too long); False: it may."""
+        self.mean_reward = mean_reward
+        """Of a group that is complete, and left out for its rewards."""
 
 
 class PromptError(SampleError):

@@ -188,6 +188,10 @@ class RolloutGroup:
     def num_terms(self) -> int:
         return sum(r.num_terms for r in self.rollouts)
 
+    @property
+    def mean_reward(self) -> float:
+        return sum(float(r.reward) for r in self.rollouts) / len(self.rollouts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermBatch:

@@ -177,16 +177,16 @@ def build_vllm_engine(model: LLMModelConfig, *, data: LLMDataConfig, options: Vl
         network = empty_model(source, dtype=torch.float32)
         _prepare(network, model=model)
         adapters = ranks_of(network)
-    llm = start(
-        source,
-        options=options,
-        dtype=model.dtype,
-        max_length=chat.max_length,
-        pictures=pictures,
-        adapters=adapters,
-    )
+    # No variable has vLLM here: what `start` imports keeps this frame, and vLLM's `__del__` fails when Python exits.
     return VllmEngine(
-        llm,
+        start(
+            source,
+            options=options,
+            dtype=model.dtype,
+            max_length=chat.max_length,
+            pictures=pictures,
+            adapters=adapters,
+        ),
         chat,
         recompute_kv=options.recompute_kv,
         records_routes=options.record_routes,

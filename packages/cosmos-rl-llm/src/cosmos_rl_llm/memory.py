@@ -198,7 +198,7 @@ def _of_torch_engine(run: RunConfig, options: LLMTorchOptions) -> tuple[MemoryPa
     its options allow.
     """
     model, rollout = run.model, run.rollout
-    group_size, max_terms = rollout.group_size, rollout.sampling.max_terms
+    group_size, max_terms = rollout.started_rollouts or rollout.group_size, rollout.sampling.max_terms
     model_config = read_json_object(model_directory(model) / "config.json", hint="see model.path")
     config = model_config.get("text_config", model_config)
     if not all(isinstance(config.get(key), int) for key in SIZES):

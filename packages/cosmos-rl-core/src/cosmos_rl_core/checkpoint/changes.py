@@ -53,6 +53,7 @@ EFFECTS: Mapping[str, str] = {
     "policy.ranks_per_node": LAYOUT,
     "policy.replicas": LAYOUT,
     "policy.threads": LAYOUT,
+    "prompts.curriculum": TRAINING,
     "prompts.epochs": LENGTH,
     "prompts.shuffle": REFUSED,
     "reward": TRAINING,

@@ -34,6 +34,8 @@ class TrainState:
     """Issued ids that are neither in the weights nor dropped."""
     objective: tuple[float, ...] = ()
     """`Objective.state`."""
+    successes: bytes = b""
+    """The curriculum's memory; empty without one. In the file in hexadecimal digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +112,14 @@ def train_state(folder: Folder) -> TrainState:
     """Return the step and stream position of a checkpoint as it is. Raises UserError for a file of another form."""
     match _state(folder):
         case {"step": int(step), "next_sample": int(first), "unfinished": [*ids]} if all(type(i) is int for i in ids):
-            numbers = tuple(map(float, _state(folder).get("objective", ())))
-            return TrainState(step=step, next_sample=first, unfinished=tuple(ids), objective=numbers)
+            state = _state(folder)
+            return TrainState(
+                step=step,
+                next_sample=first,
+                unfinished=tuple(ids),
+                objective=tuple(map(float, state.get("objective", ()))),
+                successes=bytes.fromhex(state.get("successes", "")),
+            )
     raise UserError(f"{folder / STATE} has no valid step, next_sample and unfinished")
 
 

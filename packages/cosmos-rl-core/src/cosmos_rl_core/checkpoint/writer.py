@@ -71,7 +71,8 @@ class CheckpointWriter:
         for name, data in self._beside.items():
             digests[f"policy/{name}"] = target.write(f"policy/{name}", [data])
         digests[CONTENTS] = target.write(CONTENTS, [msgspec.json.encode(snapshot.contents)])
-        digests[STATE] = write_json(target, STATE, {**asdict(snapshot.state), "origin": asdict(self._origin)})
+        state = asdict(snapshot.state) | {"successes": snapshot.state.successes.hex()}
+        digests[STATE] = write_json(target, STATE, {**state, "origin": asdict(self._origin)})
         write_manifest(target, digests)
         if target.is_local:
             for path in [*filter(lambda path: path.is_dir(), target.path.rglob("*")), target.path]:

@@ -176,6 +176,7 @@ class Deliver(Message, frozen=True):
     evaluation: bool = False
     lineage: int = 0
     """Lineage of the weights that all its terms were sampled from."""
+    mean_reward: float | None = None
 
 
 class Ack(Message, frozen=True):
@@ -219,6 +220,8 @@ class Failed(Message, frozen=True):
     evaluation: bool = False
     lineage: int = 0
     """Lineage of the weights."""
+    mean_reward: float | None = None
+    """Of a group that was left out; None without rewards."""
 
 
 class Return(Message, frozen=True):
@@ -298,6 +301,8 @@ class Committed(Message, frozen=True):
     """Issued ids not trained on up to this step; a checkpoint stores them with `next_sample`."""
     save: bool = False
     """Whether to save a checkpoint after the step; set by rank 0 for the others of its replica."""
+    successes: bytes = b""
+    """The curriculum's memory, which a checkpoint stores too."""
 
 
 class StepDone(Message, frozen=True):

@@ -55,12 +55,16 @@ class PromptSource:
         return len(self._rows)
 
     def __getitem__(self, sample_id: int) -> Prompt:
+        index = self.row_of(sample_id)
+        number = self._rows.numbers[index] if isinstance(self._rows, UsableRows) else self._skip + index + 1
+        return Prompt(sample_id=sample_id, row=self._rows[index], origin=f"{self._origin}:{number}")
+
+    def row_of(self, sample_id: int) -> int:
+        """Return the index of a sample's row, from 0 to the number of rows less 1."""
         epoch, place = divmod(sample_id, len(self._rows))
         if self._epochs is not None and epoch >= self._epochs:
             raise IndexError(f"sample {sample_id} is after the last epoch ({self._epochs})")
-        index = int(self._epoch_order(epoch)[place])
-        number = self._rows.numbers[index] if isinstance(self._rows, UsableRows) else self._skip + index + 1
-        return Prompt(sample_id=sample_id, row=self._rows[index], origin=f"{self._origin}:{number}")
+        return int(self._epoch_order(epoch)[place])
 
     def upcoming(self, after: int, count: int) -> list[Prompt]:
         """Return the prompts that take long to read among the `count` ones after a sample, or fewer at the end."""

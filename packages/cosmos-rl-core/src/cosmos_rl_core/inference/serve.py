@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core import assemble
+from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.checkpoint.manifest import read_origin
 from cosmos_rl_core.errors import UserError, one_line_errors
 from cosmos_rl_core.imports import pip_install
 from cosmos_rl_core.inference.request import GenerationWeights, Request
 from cosmos_rl_core.inference.worker import load_engine, prepare_engine
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
-from cosmos_rl_core.recipe.load import load_config, load_domain
+from cosmos_rl_core.recipe.load import SFT_SAMPLED, load_config, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import RolloutParallelSection
 from cosmos_rl_core.wire.handshake import read_secret, write_secret
@@ -74,6 +75,8 @@ def _served(request: ServeRequest, overrides: Sequence[str]) -> tuple[RunConfig,
         found = Request(checkpoint=request.checkpoint, step=request.step)
         weights = GenerationWeights.find(found)
         recipe = dict(read_origin(weights.folder).recipe)
+        if find_algorithm(recipe["algorithm"]["name"]).rows:  # a checkpoint has all sections, a recipe may not
+            recipe = {name: table for name, table in recipe.items() if name not in SFT_SAMPLED}
     if request.engine and request.engine != recipe.get("rollout", {}).get("engine"):
         recipe["rollout"] = {**recipe.get("rollout", {}), "engine": request.engine, "options": {}}
     config = load_config(recipe, overrides, generating=True)

@@ -26,6 +26,8 @@ from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.settings import ControllerSettings
 from cosmos_rl_core.control.status import status_of
+from cosmos_rl_core.data.curriculum import Curriculum
+from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.episodes.agents import endpoint_token
 from cosmos_rl_core.errors import OutOfMemory, UserError, one_line_errors
 from cosmos_rl_core.gpus import machine_gpus
@@ -208,7 +210,7 @@ class _Run:
         self._eval_source = assemble.build_eval_source(config)
         self._max_steps = assemble.planned_steps(config, self._source)
         self._journal = open_journal(directory, beginning.takeover)
-        settings = _ledger_config(config, samples=self._source.total, max_steps=self._max_steps)
+        settings = _ledger_config(config, source=self._source, max_steps=self._max_steps)
         self._ledger = beginning.ledger(settings, self._journal)
         first, last = self._ledger.version, self._max_steps
         evaluated = beginning.evaluated_from(first, last=last)
@@ -421,11 +423,12 @@ class _Run:
         )
 
 
-def _ledger_config(config: RunConfig, *, samples: int | None, max_steps: int) -> LedgerConfig:
+def _ledger_config(config: RunConfig, *, source: PromptSource, max_steps: int) -> LedgerConfig:
+    section, seed = config.prompts.curriculum, config.run.seed
     return LedgerConfig(
         groups_per_step=config.policy.prompts_per_step,
         max_staleness=config.sync.max_staleness,
-        total_samples=samples,
+        total_samples=source.total,
         max_steps=max_steps,
         rollouts=not config.is_sft,
         policy_members=config.policy.replicas,
@@ -436,6 +439,8 @@ def _ledger_config(config: RunConfig, *, samples: int | None, max_steps: int) ->
         peer_s=config.elastic.peer_s,
         max_attempts=config.rollout.max_attempts,
         restart_grace_s=max(config.elastic.suspect_grace_s, RETURN_S),
+        curriculum=section
+        and Curriculum(num_rows=len(source), row_of=source.row_of, seed=seed, **section.model_dump()),
     )
 
 

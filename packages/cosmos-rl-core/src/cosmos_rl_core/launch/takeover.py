@@ -133,4 +133,4 @@ def _newest(path: Path, *, having: str = "step") -> int:
 
 def position_of(state: TrainState) -> Position:
     """Return the stream position of a checkpoint."""
-    return Position(state.step, state.next_sample, state.unfinished)
+    return Position(state.step, state.next_sample, state.unfinished, state.successes)

@@ -151,6 +151,7 @@ def conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyCo
     yield from _colocate_conflicts(config)
     if config.is_sft and config.run.colocate:
         yield KeyConflict(key="run.colocate", other="algorithm.name", wrong="has no rollouts to take turns with")
+    yield from _curriculum_conflicts(config)
     if config.is_sft and config.eval.loss_data is not None:
         yield KeyConflict(
             key="eval.loss_data",
@@ -182,6 +183,23 @@ def conflicts(config: RunConfig, *, sections: Collection[str]) -> Iterator[KeyCo
             other="eval.data" if config.eval.data is None else "algorithm.name",
             wrong="is a metric that this run does not have, with",
             suggestion='name one of metrics.jsonl or eval.jsonl, such as "-loss"',
+        )
+
+
+def _curriculum_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
+    curriculum = config.prompts.curriculum
+    if curriculum is None:
+        return
+    if config.is_sft or not config.reward.functions:
+        yield KeyConflict(
+            key="prompts.curriculum",
+            other="algorithm.name" if config.is_sft else "reward.functions",
+            wrong="selects rows by the rewards of their rollouts, and there are none with",
+            suggestion="remove [prompts.curriculum]",
+        )
+    if curriculum.solved_reward <= curriculum.failed_reward:
+        yield KeyConflict(
+            key="prompts.curriculum.solved_reward", other="prompts.curriculum.failed_reward", wrong="must be above"
         )
 
 
@@ -243,6 +261,7 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
             other="algorithm.advantage",
             wrong="must be at least 2, to compare rollouts of a prompt, for",
         )
+    yield from _started_conflicts(config)
     if (config.algorithm.max_variance_rollouts or 0) > config.rollout.group_size:
         yield KeyConflict(
             key="algorithm.max_variance_rollouts",
@@ -262,6 +281,22 @@ def _rl_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
     if config.rollout.sampling is not None:
         yield from _term_conflicts(config)
         yield from _episode_conflicts(config)
+
+
+def _started_conflicts(config: RunConfig) -> Iterator[KeyConflict]:
+    """Reject rollouts that have more in common than a prompt: each is a request with a seed of its own."""
+    key, started, sampling = "rollout.started_rollouts", config.rollout.started_rollouts, config.rollout.sampling
+    if started is None:
+        return
+    if started <= config.rollout.group_size:
+        yield KeyConflict(key=key, other="rollout.group_size", wrong="must be above")
+    if config.has_episodes:
+        other = "agent" if config.environment is None else "environment"
+        wrong = "starts rollouts one by one, and all episodes of a group begin with one seed with"
+        yield KeyConflict(key=key, other=other, wrong=wrong, suggestion="remove it")
+    elif sampling is not None and sampling.unit != "tokens":
+        wrong = "is of answers of tokens, which are not sampled with"
+        yield KeyConflict(key=key, other="run.domain", wrong=wrong, suggestion="remove it")
 
 
 def _filter_conflicts(config: RunConfig) -> Iterator[KeyConflict]:

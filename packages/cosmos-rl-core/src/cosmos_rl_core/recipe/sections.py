@@ -74,6 +74,19 @@ class RunSection(Strict):
         return Path(self.output_dir)
 
 
+class CurriculumSection(Strict):
+    """[prompts.curriculum]: select rows that the policy sometimes solves more often than solved and failed ones."""
+
+    visits: int = Field(default=2, ge=1, le=64)
+    """Visits of a row whose success rates are remembered; a row that is skipped has no visit."""
+    min_chance: float = Field(default=0.1, ge=0.01, le=1)
+    """Least chance of a row to be selected: that of one that was solved, or failed, at every remembered visit."""
+    failed_reward: float = Field(default=0.0, allow_inf_nan=False)
+    """Reward of a rollout that counts as failed."""
+    solved_reward: float = Field(default=1.0, allow_inf_nan=False)
+    """Reward of a rollout that counts as solved; rewards in between count in part."""
+
+
 class PromptsSection(Strict):
     """[prompts]: the order of the rows of [data], and the number of passes over them."""
 
@@ -81,6 +94,8 @@ class PromptsSection(Strict):
     """Shuffle the rows in every epoch, in an order determined by the seed and the epoch."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the data. Not set: rows repeat until [run] max_steps ends the run."""
+    curriculum: CurriculumSection | None = None
+    """[prompts.curriculum]. Without it every row is selected in every epoch."""
 
 
 class SamplingSection(Strict):
@@ -171,6 +186,9 @@ class RolloutSection(Strict):
     where it is installed for them and takes the model with these options, else "torch"."""
     group_size: int = Field(default=8, ge=1)
     """Number of rollouts generated for each prompt."""
+    started_rollouts: int | None = Field(default=None, ge=1)
+    """Rollouts that are started for each prompt, more than group_size: the first group_size that end are the group, and
+    the others are cancelled. It waits for no stragglers, and prefers short answers. Not set: group_size."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of a replica. Not set: the machine's cores are divided among all replicas of all roles."""
     max_attempts: int = Field(default=3, ge=1)

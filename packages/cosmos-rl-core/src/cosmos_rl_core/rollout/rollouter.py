@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from cosmos_rl_core.interfaces import Recorder, RolloutEngine
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.reward.rubric import Rubric
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+
+T = TypeVar("T")
 
 FILTERED = "filtered:zero_variance"
 """Reason of a group that was left out for equal rewards; reasons with "filtered:" are not counted as failures."""
@@ -35,6 +38,8 @@ class Requests:
     """The requests of a replica to its engine."""
 
     group_size: int
+    num_started: int | None = None
+    """Rollouts that are started for a group, of which the first `group_size` that end are taken; None: as many."""
     sampling: Any
     """Built by the domain's [rollout.sampling]."""
     eval_sampling: Any
@@ -84,14 +89,18 @@ class Rollouter:
         self._comparing = asyncio.Lock()
 
     async def run(self, prompt: Prompt) -> RolloutGroup:
-        requests = self._requests
-        scored = await self._scored(prompt, num_samples=requests.group_size, sampling=requests.sampling, stream=0)
-        group = self._with_advantages(scored)
+        with self._timeline.span("generate", sample=prompt.sample_id):
+            text, rollouts = await self._rollouts(prompt)
+        group = self._with_advantages(await self._scored(prompt, text, rollouts))
         await self._record(self._recorder, group)
         return group
 
     async def evaluate(self, prompt: Prompt) -> RolloutGroup:
-        group = await self._scored(prompt, num_samples=1, sampling=self._requests.eval_sampling, stream=1)
+        seed = request_seed(self._requests.seed, stream=1, sample_id=prompt.sample_id)
+        sampling = self._requests.eval_sampling
+        with self._timeline.span("generate", sample=prompt.sample_id):
+            text, rollouts = await self.source.generate(prompt, num_samples=1, sampling=sampling, seed=seed)
+        group = await self._scored(prompt, text, rollouts)
         await self._record(self._eval_recorder, group)
         return group
 
@@ -130,10 +139,18 @@ class Rollouter:
         group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
         return group if group.num_terms else None
 
-    async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Any, stream: int) -> RolloutGroup:
-        seed = request_seed(self._requests.seed, stream=stream, sample_id=prompt.sample_id)
-        with self._timeline.span("generate", sample=prompt.sample_id):
-            text, rollouts = await self.source.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+    async def _rollouts(self, prompt: Prompt) -> tuple[str, list[Rollout]]:
+        """Return the prompt as the model saw it, and the rollouts of a group."""
+        requests = self._requests
+        generate = partial(self.source.generate, prompt, sampling=requests.sampling)
+        seed = request_seed(requests.seed, stream=0, sample_id=prompt.sample_id)
+        if requests.num_started is None:
+            return await generate(num_samples=requests.group_size, seed=seed)
+        each = [generate(num_samples=1, seed=seed + number) for number in range(requests.num_started)]
+        first = await first_results(each, count=requests.group_size)
+        return first[0][0], [rollout for _, rollouts in first for rollout in rollouts]
+
+    async def _scored(self, prompt: Prompt, text: str, rollouts: Sequence[Rollout]) -> RolloutGroup:
         with self._timeline.span("score", sample=prompt.sample_id):
             group = self._show(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
             return await self._rubric.score(group)
@@ -141,7 +158,7 @@ class Rollouter:
     def _with_advantages(self, group: RolloutGroup) -> RolloutGroup:
         rewards = np.array([r.reward for r in group.rollouts])
         if self._rules.keep is not None and not self._rules.keep(rewards):
-            raise SampleError(FILTERED, final=True)
+            raise SampleError(FILTERED, final=True, mean_reward=float(rewards.mean()))
         if self._rules.shape_reward is not None:
             lengths = np.array([r.num_terms for r in group.rollouts])
             truncated = np.array([r.finish_reason == "length" for r in group.rollouts])
@@ -200,6 +217,26 @@ def _with_steps(rollout: Rollout, rules: GroupRules) -> Rollout:
     assert episode.advantages is not None
     mean = np.nan if rules.waits_for_step else float(episode.advantages.mean())
     return replace(rollout, episode=episode, advantage=mean)
+
+
+async def first_results(work: Sequence[Coroutine[Any, Any, T]], *, count: int) -> list[T]:
+    """Return the results of the first `count` coroutines that end, in the order of `work`, and cancel the others.
+
+    Of those that end at once the earlier ones are taken. The first error is raised, and all others are cancelled.
+    """
+    tasks = [asyncio.create_task(each) for each in work]
+    waiting, ended = set(tasks), list[asyncio.Task[T]]()
+    try:
+        while len(ended) < count:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            ended += [task for task in tasks if task in done]
+            for task in done:
+                task.result()
+        return [task.result() for task in tasks if task in ended[:count]]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def request_seed(run_seed: int, *, stream: int, sample_id: int) -> int:

@@ -33,7 +33,7 @@ import msgspec
 
 from cosmos_rl_core.errors import UserError
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Raised with each change of a message or of the handshake: tests/test_protocol_version.py."""
 TOKEN_BYTES = 32
 TOKEN_VARIABLE = "COSMOS_RL_TOKEN"

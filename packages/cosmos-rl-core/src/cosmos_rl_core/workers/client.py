@@ -216,6 +216,7 @@ class RemoteLeases:
                 payload=payload,
                 evaluation=lease.evaluation,
                 lineage=lease.lineage,
+                mean_reward=group.mean_reward,
             )
         )
 
@@ -228,6 +229,7 @@ class RemoteLeases:
                 final=error.final,
                 evaluation=lease.evaluation,
                 lineage=lease.lineage,
+                mean_reward=error.mean_reward,
             )
         )
 

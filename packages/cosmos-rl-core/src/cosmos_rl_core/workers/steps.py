@@ -246,6 +246,7 @@ class PolicyReplica:
             next_sample=committed.next_sample,
             unfinished=committed.unfinished,
             objective=self._learner.trainer.objective.state,
+            successes=committed.successes,
         )
         leads = self._replicas.leads
         await self._learner.in_compute_thread(partial(self._saver.after_step, state, leads=leads, now=committed.save))

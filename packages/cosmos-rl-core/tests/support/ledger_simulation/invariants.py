@@ -67,6 +67,9 @@ class History:
             case records.Dropped():
                 self.leased.pop(record.sample, None)
                 self.dropped.add(record.sample)
+            case records.Skipped():
+                assert not self.is_held(record.sample), f"sample {record.sample} was skipped after a lease"
+                self.dropped.add(record.sample)
             case records.Assigned():
                 self._assign(record)
             case records.PayloadsLost():

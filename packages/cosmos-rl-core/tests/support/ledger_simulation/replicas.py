@@ -276,10 +276,11 @@ class FakeRollout(FakeReplica):
         if luck < 0.02:
             message = p.Failed(sample, attempt, "unlucky")
         elif luck < 0.05:
-            message = p.Failed(sample, attempt, "filtered:zero_variance", final=True)
+            message = p.Failed(sample, attempt, "filtered:zero_variance", final=True, mean_reward=1.0)
         else:
             oldest, newest = sorted((born, self.version))
-            message = self.keep(p.Deliver(sample, attempt, oldest, newest, 10, lineage=self.lineage))
+            group = p.Deliver(sample, attempt, oldest, newest, 10, lineage=self.lineage, mean_reward=sample % 5 / 4)
+            message = self.keep(group)
         self.unsettled[sample] = message
         self.send(message)
         self.request()

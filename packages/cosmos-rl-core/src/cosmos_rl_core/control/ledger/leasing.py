@@ -94,23 +94,38 @@ def _grant_in_turns(ledger: LedgerState, counts: dict[str, int], deadline: int, 
     grants: dict[str, list[p.LeasedPrompt]] = {}
     while room > 0 and (takers := [name for name, count in counts.items() if count > 0]):
         for name in takers[:room]:
-            grants.setdefault(name, []).append(_lease(ledger, name, deadline))
+            if (lease := _lease(ledger, name, deadline)) is None:
+                room = 0
+                break
+            grants.setdefault(name, []).append(lease)
             counts[name] -= 1
-        room -= len(takers[:room])
+            room -= 1
     for name, leases in grants.items():
         ledger.sessions.withdraw(name)
         ledger.send(name, p.Grant(tuple(leases)))
 
 
-def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt:
-    """Lease the lowest pending sample, or the stream's next one."""
+def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt | None:
+    """Lease the lowest pending sample, or the stream's next one that is selected; None where the stream ends before."""
     sample = ledger.samples.first_pending()
+    if sample is None and not _skip_rows(ledger):
+        return None
     attempts = ledger.samples.attempts_before if sample is None else ledger.samples.active[sample].attempt
     attempt = attempts + 1
     lease = p.LeasedPrompt(ledger.samples.next_sample if sample is None else sample, attempt, deadline)
     ledger.decide(records.Leased(lease.sample, replica, attempt, deadline))
     ledger.sessions.renew([lease.sample], ledger.now)
     return lease
+
+
+def _skip_rows(ledger: LedgerState) -> bool:
+    """Skip the samples before the next one that the curriculum selects; return whether the stream has one."""
+    curriculum, samples = ledger.config.curriculum, ledger.samples
+    while curriculum is not None and ledger.stream_left():
+        if curriculum.selects(ledger.successes, samples.next_sample):
+            break
+        ledger.decide(records.Skipped(samples.next_sample))
+    return ledger.stream_left() > 0
 
 
 def deliver(ledger: LedgerState, replica: str, group: p.Deliver) -> None:
@@ -138,7 +153,8 @@ def deliver(ledger: LedgerState, replica: str, group: p.Deliver) -> None:
         if entry.state is LEASED:
             ledger.send(entry.replica, p.Cancel(sample))
     ledger.sessions.end_lease(sample, entry.replica)
-    ledger.decide(records.Delivered(sample, replica, deadline, group.min_version, group.max_version, group.num_terms))
+    versions = (group.min_version, group.max_version)
+    ledger.decide(records.Delivered(sample, replica, deadline, *versions, group.num_terms, group.mean_reward))
     ledger.send(replica, p.Ack(sample))
 
 
@@ -154,7 +170,7 @@ def fail(ledger: LedgerState, replica: str, message: p.Failed) -> None:
     """Return the sample for another attempt, or drop it; only the holder of its lease can fail it."""
     entry = ledger.samples.active.get(message.sample)
     if entry is not None and _is_holder(entry, replica, message):
-        _fail(ledger, message.sample, entry, message.reason, final=message.final)
+        _fail(ledger, message.sample, entry, message.reason, final=message.final, mean_reward=message.mean_reward)
     ledger.send(replica, p.Ack(message.sample))
 
 
@@ -168,10 +184,12 @@ def return_leases(ledger: LedgerState, replica: str, message: p.Return) -> None:
         ledger.decide(records.Returned(sample, f"{replica} leaves"))
 
 
-def _fail(ledger: LedgerState, sample: int, entry: Sample, reason: str, *, final: bool) -> None:
+def _fail(
+    ledger: LedgerState, sample: int, entry: Sample, reason: str, *, final: bool, mean_reward: float | None = None
+) -> None:
     ledger.sessions.end_lease(sample, entry.replica)
     if final or entry.failures + 1 >= ledger.config.max_attempts:
-        ledger.decide(records.Dropped(sample, reason))
+        ledger.decide(records.Dropped(sample, reason, mean_reward))
         _check_budgets(ledger, reason)
     else:
         ledger.decide(records.Returned(sample, reason, failed=True))

@@ -48,9 +48,14 @@ class Ledger(LedgerState):
         elif liveness.is_current(self, event):
             self.rules[type(event.message)](self, event.replica, event.message)
         if self.halted is None and (self._records or _is_request(event)):
-            stepping.answer_batch_requests(self)
-            leasing.answer_lease_requests(self)
+            self._answer_requests()
+            if self._records and isinstance(self._records[-1], records.Skipped):
+                self._answer_requests()  # the rest of the stream was skipped: those that wait get its end
         return self._records, self._outputs
+
+    def _answer_requests(self) -> None:
+        stepping.answer_batch_requests(self)
+        leasing.answer_lease_requests(self)
 
     def waits(self) -> list[str]:
         """Return one line per wait: "policy-0 waits for batch 7: 3 of 8 groups ready, 5 leased to rollout-0"."""

@@ -24,6 +24,8 @@ class Position(msgspec.Struct, frozen=True):
     """First sample id that was not issued."""
     unfinished: tuple[int, ...] = ()
     """Issued sample ids that were neither trained on nor dropped, ascending."""
+    successes: bytes = b""
+    """The curriculum's memory; empty without one."""
 
 
 class Resumed(Record, frozen=True):
@@ -77,11 +79,20 @@ class Delivered(Record, frozen=True):
     min_version: int
     max_version: int
     num_terms: int
+    mean_reward: float | None = None
 
 
 class Dropped(Record, frozen=True):
     sample: int
     reason: str
+    mean_reward: float | None = None
+    """None for a group without rewards: it has failed."""
+
+
+class Skipped(Record, frozen=True):
+    """The stream's next sample is issued and dropped at once: the curriculum has not selected its row."""
+
+    sample: int
 
 
 class Supplied(Record, frozen=True):
@@ -172,4 +183,5 @@ AnyRecord = (
     | RolledBack
     | Restarted
     | Halted
+    | Skipped
 )

@@ -3,6 +3,7 @@
     PENDING -> LEASED -> READY -> ASSIGNED(step) -> COMMITTED(step) -> CHECKPOINTED
        ^---------|         |  \\-> also directly from PENDING: a late result, or supervised data
                  \\-> DROPPED(reason)
+    skipped by the curriculum: DROPPED as soon as it is issued
     rollback to the newest step: ASSIGNED -> READY
     rollback behind it: the states at the checkpoint's position, all that is unfinished there PENDING
     payloads lost: ASSIGNED -> PENDING, the others of the batch -> READY
@@ -37,6 +38,9 @@ class SampleState(StrEnum):
 
 
 PENDING, LEASED, READY, ASSIGNED, COMMITTED, CHECKPOINTED, DROPPED = SampleState
+
+SKIPPED = "filtered:curriculum"
+"""Reason of a sample that the curriculum has not selected."""
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -185,6 +189,11 @@ class Samples:
     def drop(self, record: records.Dropped) -> None:
         self._enter(record.sample, self._leave(record.sample, PENDING, LEASED), DROPPED)
         self.drop_reasons[record.reason] += 1
+
+    def skip(self, sample: int) -> None:
+        """Drop the stream's next sample, which was not selected."""
+        self._enter(sample, self._issue_or_leave(sample), DROPPED)
+        self.drop_reasons[SKIPPED] += 1
 
     def assign(self, samples: Iterable[int]) -> None:
         for sample in samples:

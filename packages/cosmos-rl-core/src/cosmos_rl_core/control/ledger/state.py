@@ -15,6 +15,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.membership import Members, MemberTable, Sessions
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, READY, Samples, SampleTable
+from cosmos_rl_core.data.curriculum import Curriculum
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.rollout.staleness import StalenessWindow
 
@@ -61,6 +62,8 @@ class LedgerConfig:
     """Maximum samples filtered in a row before the run halts."""
     max_losses: int = 8
     """Maximum batches in a row with unreadable groups before the run halts."""
+    curriculum: Curriculum | None = None
+    """Which samples of the stream are selected; None: all."""
 
 
 class LedgerState:
@@ -89,6 +92,10 @@ class LedgerState:
         """Number of generated groups that the policy could not read."""
         self.losses_in_a_row = 0
         """Number of batches discarded for such groups since the last commit."""
+        self.successes = config.curriculum.memory() if config.curriculum is not None else bytearray()
+        """The memory of the curriculum, of visits up to the last commit: the time of a result must not matter."""
+        self.visited: dict[int, float] = {}
+        """Mean reward of the groups since then, by sample."""
         self.halted: str | None = None
         self.generation = 0
         self.sessions = Sessions()
@@ -163,7 +170,26 @@ class LedgerState:
 
     def position(self) -> records.Position:
         """Return the stream position for a checkpoint of the current version."""
-        return records.Position(self.version, self.samples.next_sample, tuple(sorted(self.samples.active)))
+        unfinished = tuple(sorted(self.samples.active))
+        return records.Position(self.version, self.samples.next_sample, unfinished, bytes(self.successes))
+
+    def visit(self, record: records.Delivered | records.Dropped) -> None:
+        """Note the mean reward of a group for the curriculum."""
+        if self.config.curriculum is not None and record.mean_reward is not None:
+            self.visited[record.sample] = record.mean_reward
+
+    def remember(self) -> None:
+        """Add the visits since the last commit to the curriculum's memory."""
+        for sample, mean_reward in sorted(self.visited.items()):
+            assert self.config.curriculum is not None
+            self.config.curriculum.remember(self.successes, sample, mean_reward)
+        self.visited.clear()
+
+    def recall(self, position: records.Position) -> None:
+        """Return to the curriculum's memory at a checkpoint."""
+        self.visited.clear()
+        if self.config.curriculum is not None:
+            self.successes = self.config.curriculum.memory(position.successes)
 
     def snapshot(self) -> bytes:
         """Return the durable state for `restore`; equal ledgers give equal bytes."""
@@ -214,6 +240,8 @@ class LedgerTable(msgspec.Struct, array_like=True, kw_only=True):
     generation: int
     num_lost: int
     losses_in_a_row: int
+    successes: bytearray = msgspec.field(default_factory=bytearray)
+    visited: dict[int, float] = {}
 
 
 _SCALARS = LedgerTable.__struct_fields__[2:]
@@ -221,6 +249,7 @@ _SCALARS = LedgerTable.__struct_fields__[2:]
 
 def _resumed(ledger: LedgerState, record: records.Resumed) -> None:
     ledger.samples.resume(record.position)
+    ledger.recall(record.position)
     ledger.version = ledger.checkpoint_version = record.position.version
 
 
@@ -237,11 +266,13 @@ def _meshed(ledger: LedgerState, record: records.Meshed) -> None:
 
 def _delivered(ledger: LedgerState, record: records.Delivered) -> None:
     ledger.samples.deliver(record)
+    ledger.visit(record)
     ledger.failed_in_a_row = ledger.filtered_in_a_row = 0
 
 
 def _dropped(ledger: LedgerState, record: records.Dropped) -> None:
     ledger.samples.drop(record)
+    ledger.visit(record)
     if record.reason.startswith(FILTERED):
         ledger.filtered_in_a_row += 1
     else:
@@ -273,6 +304,7 @@ def _voted(ledger: LedgerState, record: records.Voted) -> None:
 def _commit(ledger: LedgerState, record: records.Commit) -> None:
     assert ledger.assignment is not None and ledger.assignment.step == record.step == ledger.version
     ledger.samples.commit(ledger.assignment.samples)
+    ledger.remember()
     ledger.members.have_weights()
     ledger.version += 1
     ledger.assignment, ledger.votes = None, ()
@@ -292,6 +324,7 @@ def _rolled_back(ledger: LedgerState, record: records.RolledBack) -> None:
     if record.version < ledger.version:
         if record.position is None:
             raise UserError("the journal is of an earlier release; continue its run from a checkpoint with --resume")
+        ledger.recall(record.position)
         ledger.samples.reset(record.position, num_undone=_num_samples(ledger, ledger.version - record.version))
     elif ledger.assignment is not None:
         ledger.samples.unassign(ledger.assignment.samples, lost=())
@@ -328,4 +361,5 @@ APPLY: dict[type[records.Record], Callable[..., None]] = {
     records.RolledBack: _rolled_back,
     records.Restarted: _restarted,
     records.Halted: _halted,
+    records.Skipped: lambda ledger, r: ledger.samples.skip(r.sample),
 }

@@ -131,7 +131,7 @@ def commit(ledger: LedgerState, batch: records.Assigned) -> None:
 
 def _send_committed(ledger: LedgerState, replicas: Iterable[str], step: int) -> None:
     position = ledger.position()
-    message = p.Committed(step, position.next_sample, position.unfinished)
+    message = p.Committed(step, position.next_sample, position.unfinished, successes=position.successes)
     for replica in replicas:
         ledger.send(replica, message)
 
