@@ -1,4 +1,4 @@
-"""A projector trained in full beside adapters, in vLLM on CPU: its answers equal those of transformers with peft."""
+"""Tower and projector trained in full beside adapters, in vLLM on CPU: it answers as transformers with peft."""
 
 import asyncio
 
@@ -21,6 +21,7 @@ from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.media.item import View
 from cosmos_rl_llm.media.vision import Vision
 from cosmos_rl_llm.model.causal_lm import load_model
+from cosmos_rl_llm.model.vision_parts import part_of
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 peft = pytest.importorskip("peft", reason="the extra cosmos-rl-llm[lora] is not installed")
@@ -33,7 +34,7 @@ from tiny_vision import WORDS, family_of, make, picture, plain_logits, prompt, w
 pytestmark = [
     pytest.mark.ci,
     pytest.mark.xdist_group("vllm"),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings(  # vLLM's own
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Unclosed context:ResourceWarning"
     ),
@@ -49,21 +50,21 @@ GREEDY = Sampling(max_terms=12, temperature=0.0)
 
 @torch.no_grad()
 def train_to(policy, version):
-    """Change adapters and projector, as steps do."""
+    """Change adapters, tower and projector, as steps do."""
     generator = torch.Generator().manual_seed(version)
     for name, tensor in policy.weights().items():
         change = torch.empty(tensor.shape).normal_(0.0, 0.15, generator=generator)
         tensor.copy_(change) if ".lora_" in name else tensor.add_(0.1 * change)
 
 
-async def answers(policy, base, encoded, vision):
-    """Return vLLM's greedy answers after `SYNCS` versions, each of which it has answered with."""
-    module, options = policy.module, VllmEngineOptions(cache_bytes=64 << 20, extra={"block_size": 32})
+async def answers(policy, base, encoded, vision, *, slots):
+    """Return vLLM's greedy answers after `SYNCS` versions, all of which it answers with. slots: ranks by layer."""
+    options = VllmEngineOptions(cache_bytes=64 << 20, extra={"block_size": 32})
     llm = await asyncio.to_thread(
-        start, str(base), options=options, dtype="float32", max_length=None, pictures=True, adapters=ranks_of(module)
+        start, str(base), options=options, dtype="float32", max_length=None, pictures=True, adapters=slots
     )
     chat = TokenChat(encoded=lambda row: encoded[row["number"]], vision=vision)
-    engine = VllmEngine(llm, chat, adapters=tuple(ranks_of(module)))
+    engine = VllmEngine(llm, chat, adapters=tuple(slots))
     publisher = Publisher(policy.rollout_weights(), token=TOKEN)
     subscriber = await engine.subscriber(publisher.address, settings=SyncSection(timeout_s=60.0), token=TOKEN)
     prompts = [Prompt(sample_id=i, row={"number": i}) for i in range(len(encoded))]
@@ -84,7 +85,8 @@ async def answers(policy, base, encoded, vision):
         llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves that to the garbage collector, which warns
 
 
-def test_after_ten_syncs_its_greedy_answers_to_pictures_are_those_of_transformers_with_peft(tmp_path):
+@pytest.mark.parametrize("sent", ["scaled", "merged"])
+def test_after_ten_syncs_its_greedy_answers_to_pictures_are_those_of_transformers_with_peft(tmp_path, sent):
     base, adapters = tmp_path / "base", tmp_path / "adapters"
     model = make(FAMILY, wide=True)
     with torch.no_grad():  # it would draw the placeholder of pictures at almost every place
@@ -92,16 +94,18 @@ def test_after_ten_syncs_its_greedy_answers_to_pictures_are_those_of_transformer
         head[model.config.image_token_id] = 100 * head[len(WORDS)]
     model.save_pretrained(base)
     write_processing(base, FAMILY)
-    section = LLMModelConfig(path=str(base), freeze=["tower"], lora={"rank": 4, "alpha": 6.0, "whole": ["projector"]})
+    lora = {"rank": 4, "alpha": 6.0, "whole": ["tower", "projector"]}
+    section = LLMModelConfig(path=str(base), lora=lora)
     data = LLMDataConfig(path="unused.jsonl", image_column="picture", media={"root": str(tmp_path)})
-    setup = ModelSetup(sent_adapters="scaled")
+    setup = ModelSetup(sent_adapters=sent)
     policy = LLM.build_policy(section, data=data, sampling=GREEDY, seed=0, setup=setup)
-    assert {"connector" in name for name in policy.weights()} == {True, False}
+    assert {part_of(name) for name in policy.weights()} == {"tower", "projector", "language_model"}
     family = family_of(model, base)
     items = [family.image(picture(*size, seed=seed)) for seed, size in enumerate(SIZES)]
     made = [prompt([item], family, base) for item in items]
     encoded = [Encoded(text="", tokens=tokens, view=view) for tokens, view in made]
-    found = asyncio.run(answers(policy, base, encoded, Vision(family=family, limits=MediaSection())))
+    slots, vision = ranks_of(policy.module) if sent == "scaled" else {}, Vision(family=family, limits=MediaSection())
+    found = asyncio.run(answers(policy, base, encoded, vision, slots=slots))
     policy.save_config(adapters)
     weights = {name: tensor.contiguous() for name, tensor in policy.weights().items()}
     save_file(weights, adapters / "adapter_model.safetensors")
