@@ -42,7 +42,6 @@ from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.model.causal_lm import load_model, named_weights
 from cosmos_rl_llm.tiny import write_tiny_model
-from cosmos_rl_transfer.publish.publisher import Publisher
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -60,12 +59,13 @@ Taken = tuple[float, float]
 class Engine:
     """vLLM with the extension for the other ways, and running sequences."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, adapters: Mapping[str, int] | None = None) -> None:
+        """adapters: the ranks of the layers that need adapter slots."""
         options = VllmEngineOptions(
             cache_bytes=256 << 20, extra={"worker_extension_cls": "_vllm_worker.TakesWholeTensors"}
         )
-        self._llm = start(str(model), options=options, dtype="bfloat16", max_length=MAX_LENGTH)
-        self.engine = VllmEngine(self._llm, TokenChat())
+        self._llm = start(str(model), options=options, dtype="bfloat16", max_length=MAX_LENGTH, adapters=adapters)
+        self.engine = VllmEngine(self._llm, TokenChat(), adapters=tuple(adapters or ()))
 
     async def rpc(self, method: str, **arguments: Any) -> None:
         """Call a method of the worker."""
@@ -87,26 +87,29 @@ class Ways:
     """The three ways to bring the trainer's weights of a version into the engine."""
 
     def __init__(self, weights: Mapping[str, Tensor], engine: Engine, directory: Path) -> None:
+        # vLLM's processes import this file, and without a GPU they do not start if numba is imported before
+        from cosmos_rl_transfer import Publisher
+
         self._weights, self._engine, self._directory = weights, engine, directory
-        self._publisher = Publisher(weights, token=TOKEN, settings=SETTINGS)
+        self.publisher = Publisher(weights, token=TOKEN, settings=SETTINGS)
 
     async def open(self) -> None:
         """Connect the engine to the publisher."""
-        self._subscriber = await self._engine.engine.subscriber(self._publisher.address, settings=SETTINGS, token=TOKEN)
+        self._subscriber = await self._engine.engine.subscriber(self.publisher.address, settings=SETTINGS, token=TOKEN)
 
     async def close(self) -> None:
         """Disconnect."""
         await self._subscriber.close()
-        await self._publisher.close()
+        await self.publisher.close()
 
     async def ours(self, version: int) -> Taken:
         """Publish, pull beside generation, write while paused."""
         started = time.perf_counter()
-        await self._publisher.publish(version, self._weights)
+        await self.publisher.publish(version, self._weights)
         await self._subscriber.stage(after=version - 1)
         pause = await self._switch(version, self._subscriber.apply)
         taken = time.perf_counter() - started, pause
-        await self._publisher.fence()
+        await self.publisher.fence()
         return taken
 
     async def safetensors(self, version: int) -> Taken:

@@ -11,6 +11,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.train.comparison import EngineComparison
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Prompt, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
+from cosmos_rl_core.weight_sync import SyncSection
 from doubles.ranks import run_ranks
 
 ENGINE = -0.5
@@ -70,6 +71,7 @@ def compare(logprob, groups, *, step=3, share=None, mesh=None):
         collate=lambda groups: collate(groups, share or Share()),
         mesh=mesh,
         tolerance=0.1,
+        sync=SyncSection(),
         log=lines.append,
         warn=warnings.append,
     )

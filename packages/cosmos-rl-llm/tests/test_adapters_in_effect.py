@@ -1,5 +1,7 @@
 """A run ends if its engine samples from the model without the adapters that the policy trains."""
 
+from pathlib import Path
+
 import pytest
 
 from cosmos_rl_core import run
@@ -35,11 +37,22 @@ def recipe(folder, *, engine, max_staleness=0):
     }
 
 
-def test_an_engine_without_them_ends_the_run_after_the_first_update(tmp_path):
-    with pytest.raises(UserError, match="step 1: the adapters are not in effect in the engine"):
-        run(recipe(tmp_path, engine=f"{__name__}:base_alone"))
+@pytest.mark.parametrize(("max_staleness", "step"), [(0, 1), (2, 3)])
+def test_an_engine_without_them_ends_the_run(tmp_path, max_staleness, step):
+    with pytest.raises(UserError, match=f"step {step}: the adapters are not in effect in the engine"):
+        run(recipe(tmp_path, engine=f"{__name__}:base_alone", max_staleness=max_staleness))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_an_engine_with_them_is_not_suspected_at_any_staleness(tmp_path, max_staleness):
     assert len(run(recipe(tmp_path, engine="torch", max_staleness=max_staleness)).metrics) == 4
+
+
+@pytest.mark.ci
+def test_each_of_two_policy_replicas_looks_at_its_own_rollouts(tmp_path):
+    settings = recipe(tmp_path, engine=f"{__name__}:base_alone")
+    settings["run"]["share_gpus"] = True
+    del settings["run"]["placement"]
+    settings["policy"]["replicas"] = 2
+    with pytest.raises(UserError, match="step 1: the adapters are not in effect in the engine"):
+        run(settings, python_path=[str(Path(__file__).parent)])

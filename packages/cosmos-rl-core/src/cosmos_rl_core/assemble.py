@@ -299,6 +299,7 @@ def build_comparison(
         collate=build_collate(config, domain, share),
         mesh=mesh,
         tolerance=tolerance,
+        sync=config.sync,
         log=log,
         warn=warn,
     )

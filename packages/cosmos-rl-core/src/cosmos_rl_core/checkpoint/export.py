@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.checkpoint.manifest import MANIFEST, list_steps, read_origin, train_state, verify
+from cosmos_rl_core.checkpoint.manifest import MANIFEST, check_base, list_steps, read_origin, train_state, verify
 from cosmos_rl_core.checkpoint.resume import checkpoint_root
 from cosmos_rl_core.checkpoint.weights_name import ADAPTER_CONFIG, CONFIG, MERGED, PIPELINE_CONFIG, weights_name
 from cosmos_rl_core.errors import UserError
@@ -64,6 +64,8 @@ def export(
     directory = Path(os.path.abspath(directory))
     folder = find_checkpoint(source, step=step)
     verify(folder)
+    if merge_adapters:
+        check_base(folder)
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

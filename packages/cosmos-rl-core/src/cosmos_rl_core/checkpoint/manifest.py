@@ -12,6 +12,7 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.folder import Folder, store_errors
+from cosmos_rl_core.storage.weights_digest import base_digests
 
 MANIFEST = "manifest.json"
 """SHA-256 of every other file of a checkpoint; written last."""
@@ -48,6 +49,8 @@ class Origin:
     """The axes of the replica: "dp_shard 4 x tp 2"."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The resolved recipe, section by section."""
+    base: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the base model's files (`weights_digest.base_digests`), where adapters are trained."""
 
 
 def write_json(folder: Folder, name: str, value: object) -> str:
@@ -130,9 +133,29 @@ def read_origin(location: str | Path | Folder) -> Origin:
         case dict(origin):
             entries = {field.name: origin[field.name] for field in fields(Origin) if field.name in origin}
             saved = Origin(**entries)
-            if isinstance(saved.num_ranks, int) and saved.num_ranks > 0 and isinstance(saved.recipe, Mapping):
+            are_tables = isinstance(saved.recipe, Mapping) and isinstance(saved.base, Mapping)
+            if isinstance(saved.num_ranks, int) and saved.num_ranks > 0 and are_tables:
                 return saved
-    raise UserError(f"{folder / STATE} has no valid origin (num_ranks, layout, recipe)")
+    raise UserError(f"{folder / STATE} has no valid origin (num_ranks, layout, recipe, base)")
+
+
+def check_base(location: str | Path | Folder, recipe: Mapping[str, Any] | None = None) -> None:
+    """Raise UserError where the base model of a checkpoint's adapters has other weights than when they were trained.
+
+    recipe: has the base in [model]; None: the checkpoint's own. Nothing is compared where the base is not on this
+    machine, and for a checkpoint without digests.
+    """
+    folder = Folder.at(location)
+    origin = read_origin(folder)
+    recipe = origin.recipe if recipe is None else recipe
+    if not (origin.base and (now := base_digests(recipe))):
+        return
+    if changed := sorted(name for name in {*origin.base, *now} if origin.base.get(name) != now.get(name)):
+        raise UserError(
+            f"the base model of the adapters in {folder} has changed since they were trained: {changed[0]} of "
+            f"model.path = {recipe['model']['path']!r} has other weights. Put back the model that they were trained "
+            "with; for new adapters on this one, choose another [run] output_dir."
+        )
 
 
 def _state(folder: Folder) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from cosmos_rl_core.checkpoint.changes import KeyChange, changes, notes_of, refu
 from cosmos_rl_core.checkpoint.manifest import (
     MANIFEST,
     TrainState,
+    check_base,
     list_steps,
     mark_rolled_back,
     read_origin,
@@ -189,7 +190,11 @@ def _must_be_newest(root: Folder, resume: str, own: int) -> None:
 
 
 def _changes(folder: Folder, config: RunConfig) -> list[KeyChange]:
-    """Differences of a recipe from that of a checkpoint; none for a checkpoint without one."""
+    """Differences of a recipe from that of a checkpoint; none for a checkpoint without one.
+
+    Raises UserError for adapters whose base model has changed.
+    """
+    check_base(folder)
     saved = read_origin(folder).recipe
     return list(changes(saved, recipe_of(config))) if saved else []
 

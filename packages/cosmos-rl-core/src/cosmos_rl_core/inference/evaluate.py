@@ -206,7 +206,7 @@ def _loss(config: RunConfig, request: Request) -> Evaluated:
             "the loss of a supervised recipe is measured on [eval.data] by one process: leave out --prompts, "
             "--num-samples, --num-gpus and --tp-size"
         )
-    domain, weights = load_domain(config.run.domain), GenerationWeights.find(request)
+    domain, weights = load_domain(config.run.domain), GenerationWeights.find(request, config)
     setup = ModelSetup(memory=config.policy.memory, precision=config.policy.precision)
     policy = domain.build_policy(config.model, data=config.data, sampling=None, seed=config.run.seed, setup=setup)
     if weights.folder:

@@ -98,7 +98,7 @@ def generate_rows(
     config = _checked(config, domain, request)
     gpus = request.instances.allot(machine_gpus(os.environ, config.run.device))
     prompts = _prompts(config, domain, request)
-    weights = GenerationWeights.find(request)
+    weights = GenerationWeights.find(request, config)
     directory = folder_of(config, request, weights, command="eval" if scored else "generate")
     file = RolloutsFile.open(
         directory,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cosmos_rl_core.checkpoint.export import find_checkpoint
-from cosmos_rl_core.checkpoint.manifest import MANIFEST, train_state, verify
+from cosmos_rl_core.checkpoint.manifest import MANIFEST, check_base, train_state, verify
 from cosmos_rl_core.checkpoint.resume import recipe_of
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpus import ON_CPU, short_names
@@ -128,14 +128,18 @@ class GenerationWeights:
     """SHA-256 of its manifest, and so of its whole content."""
 
     @classmethod
-    def find(cls, request: Request) -> GenerationWeights:
-        """Find and verify the checkpoint. Raises UserError if it is missing or damaged."""
+    def find(cls, request: Request, config: RunConfig | None = None) -> GenerationWeights:
+        """Find and verify the checkpoint. Raises UserError if it is missing or damaged, or its base model has changed.
+
+        config: has the base model of adapters; None: it is that of the checkpoint.
+        """
         if not request.checkpoint:
             if request.step is not None:
                 raise UserError(f"--step {request.step} needs the directory of a run; give it with --checkpoint")
             return cls()
         folder = find_checkpoint(request.checkpoint, step=request.step)
         verify(folder)
+        check_base(folder, None if config is None else recipe_of(config))
         state = train_state(folder)
         return cls(folder=str(folder), version=state.step, digest=folder.digest(MANIFEST))
 

@@ -10,16 +10,20 @@ attention, which the prompts of the first steps may not fill.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy, Reference
+from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.lora import reference_of
 from cosmos_rl_core.parallel.metrics import sum_metrics
 from cosmos_rl_core.types import RolloutGroup, TrainBatch
+from cosmos_rl_core.weight_sync import SyncSection
 
 if TYPE_CHECKING:
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
@@ -31,6 +35,24 @@ COMPARED_GROUPS = 16
 SIGMAS = 6
 """Of rounding, within which nothing is concluded from them."""
 METRIC = "start_mismatch"
+
+
+def trained_parts(policy: Policy) -> list[Tensor]:
+    """Return this rank's parts of the parameters that are trained."""
+    return [local_part(parameter) for parameter in policy.module.parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def with_values(parts: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Let tensors have other values inside, and their own again afterwards, bit by bit."""
+    own = [part.clone() for part in parts]
+    try:
+        for part, value in zip(parts, values, strict=True):
+            part.copy_(value)
+        yield
+    finally:
+        for part, value in zip(parts, own):
+            part.copy_(value)
 
 
 class EngineComparison:
@@ -46,18 +68,22 @@ class EngineComparison:
         collate: Callable[[Sequence[RolloutGroup]], TrainBatch],
         mesh: ReplicaMesh | None,
         tolerance: float,
+        sync: SyncSection,
         log: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
         """collate: of this rank's share among those of its replica. tolerance: mean difference in nats without a
-        warning. log, warn: receive one line."""
+        warning. sync: the versions that engines get, and for how long they sample with them. log, warn: receive one
+        line."""
         self._policy = policy
         self._collate = collate
         self._mesh = mesh
-        self._tolerance = tolerance
+        self._tolerance, self._sync = tolerance, sync
         self._log, self._warn = log, warn
         self._adapters = reference_of(policy)
         """The model without its adapters, until they are known to be in effect."""
+        self._copy: tuple[int, list[Tensor]] = (0, [])
+        """A version whose rollouts may come, and its trained parameters in host memory, which adapters make small."""
 
     def __call__(self, groups: Iterable[RolloutGroup | None], *, step: int) -> dict[str, float]:
         """Compare by the first of `groups` whose rollouts are of the weights of `step`.
@@ -89,24 +115,33 @@ class EngineComparison:
     def check_adapters(self, groups: Sequence[RolloutGroup], *, step: int) -> None:
         """Check once that the engine applies the adapters, as soon as rounding cannot hide it.
 
-        All ranks of the replica call it with the same groups of a step; those of its weights count. With d, e =
-        rollouts - base, policy - base over the terms, |d - e| < |d| unless rounding along e exceeds |e| / 2. Raises
-        UserError otherwise.
+        All ranks of the replica call it with the same groups, before `step` changes the policy. Rollouts come some
+        steps after their version: one version of the trained parameters is kept until rollouts of it alone can come no
+        longer, then the next. With d, e = rollouts - base, policy - base over the terms, |d - e| < |d| unless rounding
+        along e exceeds |e| / 2. Raises UserError otherwise.
         """
-        fresh = [group for group in groups if 0 < step == group.min_policy_version == group.max_policy_version]
-        if self._adapters is None or not fresh:
+        if self._adapters is None:
             return
-        off, base, effect = map(math.sqrt, self._squares(fresh[:COMPARED_GROUPS], self._adapters))
+        version, values = self._copy
+        parts = trained_parts(self._policy)
+        if step % self._sync.interval == 0 and not max(1, step - self._sync.max_staleness) <= version <= step:
+            version, values = self._copy = step, [part.to("cpu", copy=True) for part in parts]
+        sampled = [group for group in groups if version == group.min_policy_version == group.max_policy_version]
+        if version == 0 or not sampled:  # version 0 is the base itself
+            return
+        with torch.no_grad(), with_values(parts, values):
+            off, base, effect = map(math.sqrt, self._squares(sampled[:COMPARED_GROUPS], self._adapters))
         if effect <= 2 * SIGMAS * self._tolerance:
             return
         if off >= base:
             raise UserError(
-                f"step {step}: the adapters are not in effect in the engine: its log-probabilities differ by "
-                f"{base:.2g} nats from those of the model without them, which differ by {effect:.2g} from the policy's "
-                '(root of summed squares); set [model.lora] serve = "merged", or choose another [rollout] engine'
+                f"step {step}: the adapters are not in effect in the engine: its log-probabilities of version "
+                f"{version} differ by {base:.2g} nats from those of the model without them, which differ by "
+                f"{effect:.2g} from the policy's (root of summed squares); set [model.lora] serve = "
+                '"merged", or choose another [rollout] engine'
             )
         self._log(f"step {step}: the adapters are in effect in the engine")
-        self._adapters = None
+        self._adapters, self._copy = None, (0, [])
 
     @torch.no_grad()
     def _squares(self, groups: Sequence[RolloutGroup], without: Reference) -> tuple[float, float, float]:

@@ -95,8 +95,7 @@ class BatchMaker:
         groups, compared = [decode_group(encoded) for encoded in payloads.encoded], {}
         if self._compare is not None:
             compared = self._compare(map(decode_compared, payloads.encoded), step=message.step)
-            if message.part is None:  # else a replica has the outlines of the others' groups
-                self._compare.check_adapters(groups, step=message.step)
+            self._compare.check_adapters(groups, step=message.step)
         if message.part is None:
             step = batcher(groups, step=message.step)
         else:

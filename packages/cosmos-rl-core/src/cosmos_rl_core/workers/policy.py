@@ -27,6 +27,7 @@ from cosmos_rl_core.parallel.device import use_deterministic_kernels
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
+from cosmos_rl_core.storage.weights_digest import base_digests
 from cosmos_rl_core.train.learner import FrozenModels, PolicyLearner
 from cosmos_rl_core.train.replicas import RankWaits, WaitLimits
 from cosmos_rl_core.train.residence import ColocatedResidence, Residence
@@ -161,13 +162,15 @@ class PolicyRole:
         at = self._at
         ranks = RankGroup() if mesh is None else RankGroup.of_all()
         layout = "one rank" if mesh is None else mesh.dims.describe()
+        recipe = recipe_of(at.config)
+        base = base_digests(recipe) if ranks.leads else {}
         return CheckpointSaver(
             at.config.checkpoint,
             root=checkpoint_root(at.config, at.run_dir),
             trainer=trainer,
             state=state,
             ranks=ranks,
-            origin=Origin(num_ranks=ranks.size, layout=layout, recipe=recipe_of(at.config)),
+            origin=Origin(num_ranks=ranks.size, layout=layout, recipe=recipe, base=base),
             resumed_from=at.welcome.resume_from,
             run=_SavingReplica(at, self._residence, self._link),
         )
