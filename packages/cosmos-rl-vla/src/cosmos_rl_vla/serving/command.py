@@ -27,6 +27,9 @@ def serve_policy(
     lerobot_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serve lerobot's robot client too, on this port.")
     ] = None,
+    rtc: Annotated[
+        bool, typer.Option("--rtc/--no-rtc", help="Let chunks for lerobot's clients continue those before.")
+    ] = True,
     camera: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,6 +66,7 @@ def serve_policy(
         host=host,
         port=port,
         lerobot_port=lerobot_port,
+        realtime=rtc,
         cameras=tuple(camera or ()),
         state_keys=tuple(state or ("state",)),
         prompt=prompt,

@@ -51,6 +51,8 @@ class ServePolicyRequest:
     port: int = 8000
     lerobot_port: int | None = None
     """None: openpi's protocol alone."""
+    realtime: bool = True
+    """Chunks for lerobot's clients continue those before."""
     cameras: Sequence[str] = ()
     """In the model's order; empty for those of the recipe."""
     state_keys: Sequence[str] = ("state",)
@@ -88,6 +90,7 @@ async def _serve(
     request: ServePolicyRequest, overrides: Sequence[str], *, token: str, say: Callable[[str], None]
 ) -> None:
     try:
+        from cosmos_rl_vla.serving.lerobot import lerobot_server
         from cosmos_rl_vla.serving.openpi import openpi_server
     except ModuleNotFoundError as error:
         raise UserError(f"serve-policy needs {error.name}: {pip_install('cosmos-rl-vla[serve]')}") from error
@@ -106,6 +109,10 @@ async def _serve(
         parts.callback(reports.cancel)
         await parts.enter_async_context(openpi_server(batcher, listener, token=token, say=say))
         url = str(bound_address(listener, requested=address)).replace("tcp://", "ws://")
+        if request.lerobot_port is not None:
+            place = f"{request.host}:{request.lerobot_port}"
+            taken = await parts.enter_async_context(lerobot_server(batcher, place, realtime=request.realtime, say=say))
+            say(f"{policy.name}: {request.host}:{taken} (lerobot, --pretrained_name_or_path={policy.name})")
         say(f"{policy.name}: {url} (openpi), page {url.replace('ws://', 'http://')}/")
         await asyncio.wait([passes, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
         say(f"stopped\n{batcher.latencies.table()}")
