@@ -7,63 +7,29 @@ import json
 import os
 import pickle
 import subprocess
-import sys
-import types
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 import torch
+from vla_lerobot import HELPERS, RemotePolicyConfig, TimedAction, TimedObservation, lerobot_helpers, robot
 from vla_serving import SumPolicy, batching, served, small_policy, until
 
-from cosmos_rl_vla.serving.lerobot import SERVICE, lerobot_server
-from cosmos_rl_vla.serving.lerobot_wire import BEGIN, END, MESSAGES, PickledCall, pickled_actions, read_pickle
+from cosmos_rl_vla.serving.lerobot import lerobot_server
+from cosmos_rl_vla.serving.lerobot_wire import PickledCall, pickled_actions, read_pickle
 from cosmos_rl_vla.serving.observations import BadObservation
 
-HELPERS = "lerobot.async_inference.helpers"
 DRIVER = Path(__file__).parent / "support" / "drive_lerobot.py"
 PYTHON = "COSMOS_RL_LEROBOT_PYTHON"
 """Variable with the interpreter of an environment with lerobot[grpcio-dep] and what reach needs."""
 
 
-@dataclass
-class TimedAction:
-    timestamp: float
-    timestep: int
-    action: object
-
-
-@dataclass
-class TimedObservation:
-    timestamp: float
-    timestep: int
-    observation: dict
-    must_go: bool = False
-
-
-@dataclass
-class RemotePolicyConfig:
-    policy_type: str
-    pretrained_name_or_path: str
-    lerobot_features: dict
-    actions_per_chunk: int
-    device: str = "cpu"
-    rename_map: dict = field(default_factory=dict)
-
-
 @pytest.fixture(autouse=True)
-def helpers(monkeypatch):
-    """The module of lerobot with the classes of messages, as pickles name them."""
-    module = types.ModuleType(HELPERS)
-    for kind in (TimedAction, TimedObservation, RemotePolicyConfig):
-        monkeypatch.setattr(kind, "__module__", HELPERS)
-        setattr(module, kind.__name__, kind)
-    for name in ("lerobot", "lerobot.async_inference"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, HELPERS, module)
+def helpers():
+    with lerobot_helpers():
+        yield
 
 
 def features(cameras=("front", "wrist"), numbers=3):
@@ -84,32 +50,6 @@ def timed(timestep, *, first=0.0, at=0.0, must_go=False, **changes):
     return TimedObservation(at, timestep, raw | changes, must_go)
 
 
-class Robot:
-    """lerobot's client, call by call."""
-
-    def __init__(self, channel):
-        def call(kind, name, request, answer):
-            return kind(f"/{SERVICE}/{name}", MESSAGES[request].SerializeToString, MESSAGES[answer].FromString)
-
-        self._ready = call(channel.unary_unary, "Ready", "Empty", "Empty")
-        self._instructions = call(channel.unary_unary, "SendPolicyInstructions", "PolicySetup", "Empty")
-        self._observations = call(channel.stream_unary, "SendObservations", "Observation", "Empty")
-        self._actions = call(channel.unary_unary, "GetActions", "Empty", "Actions")
-
-    async def start(self, config=None):
-        await self._ready(MESSAGES["Empty"]())
-        await self._instructions(MESSAGES["PolicySetup"](data=pickle.dumps(config or setup())))
-
-    async def send(self, observation):
-        content = pickle.dumps(observation)
-        parts = [(BEGIN, content[:100]), (END, content[100:])]
-        await self._observations([MESSAGES["Observation"](transfer_state=state, data=data) for state, data in parts])
-
-    async def actions(self):
-        content = (await self._actions(MESSAGES["Empty"]())).data
-        return pickle.loads(content) if content else []
-
-
 @asynccontextmanager
 async def server(policy, *, lines=None, realtime=True):
     said = lines if lines is not None else []
@@ -118,13 +58,6 @@ async def server(policy, *, lines=None, realtime=True):
         lerobot_server(batcher, "127.0.0.1:0", realtime=realtime, say=said.append) as port,
     ):
         yield port, batcher
-
-
-@asynccontextmanager
-async def robot(port):
-    options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        yield Robot(channel)
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
@@ -180,7 +113,7 @@ def test_actions_are_a_pickle_that_lerobot_loads():
 def test_a_robot_gets_the_chunk_of_its_newest_observation():
     async def drive():
         async with server(SumPolicy()) as (port, batcher), robot(port) as one, robot(port) as other:
-            await one.start()
+            await one.start(setup())
             await other.start(setup(actions_per_chunk=2))
             for step in (0, 1):
                 await one.send(timed(step, first=1.0 + step))
@@ -206,7 +139,7 @@ def test_a_chunk_continues_the_last_one_and_freezes_what_is_executed_meanwhile()
 
     async def drive():
         async with server(policy) as (port, _), robot(port) as one:
-            await one.start()
+            await one.start(setup())
             for step, at in ((0, 0.0), (2, 2e6), (9, 9e6)):  # steps of a million seconds: a pass takes less than one
                 await one.send(timed(step, first=float(step), at=at))
                 await one.actions()
@@ -220,7 +153,7 @@ def test_an_observation_of_the_same_step_is_left_out_unless_it_must_go():
     async def drive():
         policy = SumPolicy()
         async with server(policy) as (port, _), robot(port) as one:
-            await one.start()
+            await one.start(setup())
             await one.send(timed(0))
             await one.actions()
             await one.send(timed(0))
@@ -262,8 +195,8 @@ def test_bad_observations_are_one_error_each_and_the_others_go_on():
 
     async def drive():
         async with server(SumPolicy(), lines=lines) as (port, batcher), robot(port) as one, robot(port) as other:
-            await other.start()
-            await one.start()
+            await other.start(setup())
+            await one.start(setup())
             details = []
             for sent, _ in bad:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -286,9 +219,9 @@ def test_a_robot_that_vanishes_is_forgotten_and_needs_to_start_anew():
 
     async def drive():
         async with server(policy, lines=lines) as (port, batcher), robot(port) as other:
-            await other.start()
+            await other.start(setup())
             async with robot(port) as one:
-                await one.start()
+                await one.start(setup())
                 waiting = asyncio.create_task(one.actions())
                 await until(lambda: batcher.latencies.robots == 2)
                 await other.send(timed(0, first=2.0))
