@@ -19,7 +19,7 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from cosmos_rl_core.wire.listening import Address, listen
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.serving.batching import Batcher
+from cosmos_rl_vla.serving.batching import RobotBatcher
 from cosmos_rl_vla.serving.observations import ObservationLayout, RobotObservation
 from cosmos_rl_vla.serving.openpi import openpi_server, packed
 from cosmos_rl_vla.serving.served import ActionRequest
@@ -52,7 +52,7 @@ class PausingPolicy:
 
 async def ours() -> None:
     with ThreadPoolExecutor(1) as compute, listen(Address(host="127.0.0.1"), allow_remote=False) as listener:
-        batcher = Batcher(PausingPolicy(), compute=compute, max_batch=16, log=print)  # pyright: ignore[reportArgumentType]
+        batcher = RobotBatcher(PausingPolicy(), compute=compute, max_batch=16, log=print)  # pyright: ignore[reportArgumentType]
         passes = asyncio.create_task(batcher.run())
         async with openpi_server(batcher, listener, token="", say=lambda _: None):
             print(listener.getsockname()[1], flush=True)

@@ -22,7 +22,7 @@ from cosmos_rl_core.wire.listening import Address, listen
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
-from cosmos_rl_vla.serving.batching import Batcher
+from cosmos_rl_vla.serving.batching import RobotBatcher
 from cosmos_rl_vla.serving.observations import ObservationLayout, RobotObservation
 from cosmos_rl_vla.serving.openpi import openpi_server
 from cosmos_rl_vla.serving.served import ActionRequest
@@ -82,16 +82,20 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def batching(policy: Any, *, max_batch: int = 8, lines: list[str] | None = None) -> AsyncIterator[Batcher]:
+async def batching(policy: Any, *, max_batch: int = 8, lines: list[str] | None = None) -> AsyncIterator[RobotBatcher]:
     with ThreadPoolExecutor(1) as compute:
-        batcher = Batcher(policy, compute=compute, max_batch=max_batch, log=(lines if lines is not None else []).append)
+        batcher = RobotBatcher(
+            policy, compute=compute, max_batch=max_batch, log=(lines if lines is not None else []).append
+        )
         passes = asyncio.create_task(batcher.run())
         yield batcher
         passes.cancel()
 
 
 @asynccontextmanager
-async def openpi(policy: Any, *, token: str = "", lines: list[str] | None = None) -> AsyncIterator[tuple[str, Batcher]]:
+async def openpi(
+    policy: Any, *, token: str = "", lines: list[str] | None = None
+) -> AsyncIterator[tuple[str, RobotBatcher]]:
     """Serve a policy in this process; yields the URL."""
     said = lines if lines is not None else []
     async with batching(policy, lines=said) as batcher:

@@ -71,7 +71,7 @@ class PassFailed(Exception):
     """The policy failed on a request; the server goes on."""
 
 
-class Batcher:
+class RobotBatcher:
     """Runs the policy in `compute`, a pool of one thread."""
 
     def __init__(self, policy: ServedPolicy, *, compute: Executor, max_batch: int, log: Callable[[str], None]) -> None:

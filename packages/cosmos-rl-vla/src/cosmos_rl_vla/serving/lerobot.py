@@ -25,7 +25,7 @@ import grpc.aio
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.serving.batching import AnsweredChunk, Batcher, PassFailed
+from cosmos_rl_vla.serving.batching import AnsweredChunk, PassFailed, RobotBatcher
 from cosmos_rl_vla.serving.lerobot_wire import END, MAX_BYTES, MESSAGES, PickledCall, pickled_actions, read_pickle
 from cosmos_rl_vla.serving.observations import DELAY, PREVIOUS, PROMPT, BadObservation, last_part
 from cosmos_rl_vla.serving.served import ActionRequest
@@ -65,7 +65,7 @@ class LeRobotRobot:
 
 @asynccontextmanager
 async def lerobot_server(
-    batcher: Batcher, address: str, *, realtime: bool, say: Callable[[str], None]
+    batcher: RobotBatcher, address: str, *, realtime: bool, say: Callable[[str], None]
 ) -> AsyncIterator[int]:
     """Serve robots until the end of the context; yields the port. Raises UserError for an address in use."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -84,7 +84,7 @@ async def lerobot_server(
 class LeRobotService:
     """The four calls, by the connection that they come from."""
 
-    def __init__(self, batcher: Batcher, *, realtime: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, batcher: RobotBatcher, *, realtime: bool, say: Callable[[str], None]) -> None:
         self._batcher, self._realtime, self._say = batcher, realtime, say
         self._robots: dict[str, LeRobotRobot] = {}
 

@@ -43,7 +43,7 @@ class RobotObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationLayout:
-    """What the policy takes."""
+    """Names, sizes and units of observations and actions of a policy."""
 
     cameras: Sequence[str]
     """Names in the order of training."""

@@ -28,7 +28,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from cosmos_rl_vla.serving.batching import Batcher, PassFailed
+from cosmos_rl_vla.serving.batching import PassFailed, RobotBatcher
 from cosmos_rl_vla.serving.observations import BadObservation
 from cosmos_rl_vla.serving.served import ActionRequest
 
@@ -42,7 +42,7 @@ _PAGE = "<!doctype html><meta http-equiv=refresh content=5><title>{name}</title>
 
 @asynccontextmanager
 async def openpi_server(
-    batcher: Batcher, listener: socket.socket, *, token: str, say: Callable[[str], None]
+    batcher: RobotBatcher, listener: socket.socket, *, token: str, say: Callable[[str], None]
 ) -> AsyncIterator[Server]:
     """Serve robots on a listening socket until the end of the context. An empty token is none."""
     robots = _Robots(batcher, token=token, say=say)
@@ -54,7 +54,7 @@ async def openpi_server(
 class _Robots:
     """The connections."""
 
-    def __init__(self, batcher: Batcher, *, token: str, say: Callable[[str], None]) -> None:
+    def __init__(self, batcher: RobotBatcher, *, token: str, say: Callable[[str], None]) -> None:
         self._batcher, self._token, self._say = batcher, token, say
 
     def on_request(self, connection: ServerConnection, request: Request) -> Response | None:
@@ -110,7 +110,7 @@ class _Robots:
         return policy.admit(policy.layout.read(unpacked(message)), seed=seed, place=place)
 
 
-def metadata(batcher: Batcher) -> dict[str, Any]:
+def metadata(batcher: RobotBatcher) -> dict[str, Any]:
     """Return what the policy takes and gives, the first message to a client."""
     layout = batcher.policy.layout
     return {

@@ -29,7 +29,7 @@ from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.families import make
 from cosmos_rl_vla.models.loaded import LoadedPolicy
 from cosmos_rl_vla.models.pi.export import camera_names
-from cosmos_rl_vla.serving.batching import Batcher
+from cosmos_rl_vla.serving.batching import RobotBatcher
 from cosmos_rl_vla.serving.observations import ObservationLayout
 from cosmos_rl_vla.serving.served import ServedPolicy
 from cosmos_rl_vla.sims.base import SimSpec
@@ -102,7 +102,7 @@ async def _serve(
         # before the weights are read: a busy port is soon said
         listener = parts.enter_context(listen(address, allow_remote=remote))
         policy = await asyncio.get_running_loop().run_in_executor(compute, load_policy, request, overrides)
-        batcher = Batcher(policy, compute=compute, max_batch=request.max_batch, log=say)
+        batcher = RobotBatcher(policy, compute=compute, max_batch=request.max_batch, log=say)
         passes = asyncio.create_task(batcher.run(), name="passes")
         reports = asyncio.create_task(_report(batcher, say), name="reports")
         parts.callback(passes.cancel)
@@ -118,7 +118,7 @@ async def _serve(
         say(f"stopped\n{batcher.latencies.table()}")
 
 
-async def _report(batcher: Batcher, say: Callable[[str], None]) -> None:
+async def _report(batcher: RobotBatcher, say: Callable[[str], None]) -> None:
     """Print the latencies once a minute, if there were requests."""
     reported = 0
     while True:
