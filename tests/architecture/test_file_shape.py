@@ -18,7 +18,6 @@ CRUMB_LINES = 60
 """A file that is shorter and has one importer belongs into that importer."""
 SEAMS = {
     "cosmos_rl_core.cli.init",  # a command
-    "cosmos_rl_vla.models.pi.export",
 }
 """Short files with one importer that stand for themselves."""
 BANNED_CALLS = {

@@ -59,6 +59,7 @@ ENTRY_POINTS = {
         "cosmos_rl.transports": {"shm", "tcp", "nixl", "nixl_vram", "collective", "cuda_ipc"},
     },
     "cosmos-rl-vla": {
+        "cosmos_rl.commands": {"serve-policy"},
         "cosmos_rl.doctors": {"simulators"},
         "cosmos_rl.domains": {"vla"},
         "cosmos_rl.migrations": {"vla"},

@@ -158,6 +158,10 @@ class ActionModel(nn.Module, ABC):
     """V: 1 for a value per chunk, H for a value per action, 0 without a critic."""
     aux_dim: int = 0
     """Dimensions of the auxiliary target of supervised training."""
+    state_dim: int = 0
+    """Most numbers of proprioception that it takes; 0: it takes none, or any number."""
+    sees: bool = True
+    """Whether it takes images."""
     is_choice: bool = False
     """Whether an action is one of several, with one log-probability for all of its components."""
     names: WeightNames
@@ -187,6 +191,14 @@ class ActionModel(nn.Module, ABC):
     @abstractmethod
     def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
         """Sample a chunk of actions per observation, without gradient."""
+
+    def act_after(self, inputs: Inputs, *, randomness: Randomness, previous: Tensor, weights: Tensor) -> Tensor:
+        """Return greedy chunks [B, H, D] that continue those before, in overlap `previous` [B, H, D]; see `realtime`.
+
+        weights: [B, H], of the actions of `previous`. By default a weighted mean of both chunks.
+        """
+        actions = self.act(inputs, randomness=randomness, greedy=True).actions
+        return weights[..., None] * previous + (1 - weights[..., None]) * actions
 
     @abstractmethod
     def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> ScoredActions:

@@ -46,6 +46,7 @@ class _MLP(ActionModel):
 
     horizon = model_horizon = value_dim = 1
     names = WeightNames()
+    sees = False
 
     def __init__(self, *, state_dim: int, action_dim: int, hidden: Sequence[int] = HIDDEN) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ Letters as in `base`; S stochastic steps of a decision (1, or all of them), M ac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from cosmos_rl_vla.models.pi.backbone import Backbone
 from cosmos_rl_vla.models.pi.checkpoint import HINT, PiNames
 from cosmos_rl_vla.models.pi.config import PiConfig
 from cosmos_rl_vla.models.pi.expert import Denoised, Denoiser, Prefix, pad_last
+from cosmos_rl_vla.models.realtime import guided_velocity
 from cosmos_rl_vla.models.value import Readout
 
 
@@ -47,6 +49,7 @@ class PiModel(ActionModel):
         self.config = config
         self.horizon, self.action_dim, self.value_dim = config.horizon, config.action_dim, config.value_dim
         self.model_horizon, self.aux_dim = config.model_horizon, config.aux_dim
+        self.state_dim = config.max_state_dim
         self.names = PiNames(config.family)
         self.backbone = Backbone(config)
         self.denoiser = Denoiser(config)
@@ -110,6 +113,25 @@ class PiModel(ActionModel):
             values=self._values(prefix, _pick(torch.stack(hidden, dim=1), noises.index).unbind(1)),
             replay={} if greedy else replay,
         )
+
+    @torch.no_grad()
+    def act_after(self, inputs: Inputs, *, randomness: Randomness, previous: Tensor, weights: Tensor) -> Tensor:
+        """Follow the ODE, guided to the chunks before."""
+        prefix, x = self.backbone(inputs), self._noises(randomness, device=inputs.state.device).start
+        target, mask = torch.zeros_like(x), torch.zeros_like(x)
+        self._executed(target).copy_(previous)
+        self._executed(mask).copy_(weights[..., None].expand_as(previous))
+        for step in range(self.config.num_steps):
+            denoise = partial(self._denoise, index=torch.full((len(x),), step, device=x.device))
+            guided = guided_velocity(
+                lambda chunk, denoise=denoise: denoise(chunk, state=inputs.state, prefix=prefix).velocity,
+                x,
+                tau=1 - step / self.config.num_steps,
+                previous=target,
+                weights=mask,
+            )
+            x = flow.ode_step(x, guided, num_steps=self.config.num_steps)
+        return self._executed(x)
 
     def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> ScoredActions:
         """Run the steps of `replay` again.
