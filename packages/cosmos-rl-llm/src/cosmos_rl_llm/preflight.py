@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 LONGEST = 16
 """Rows that are encoded, those with the most characters."""
 Rows = Sequence[Mapping[str, Any]]
+_COLUMNS = {"chosen_column": ("pairs",), "label_column": ("labels", "steps"), "steps_column": ("steps",)}
+"""Keys of [data] with the kinds of rows that they are read for."""
 
 
 def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Problem]:
@@ -91,19 +93,19 @@ def _of_preferences(config: RunConfig, rows: Rows) -> Iterator[Problem]:
     sections = {"data": config.data, "eval.data": config.eval.data}
     sections |= dict(zip(("eval.loss_data", "data_regularization.data"), by_reinforcement, strict=True))
     for section, data in sections.items():
-        for kind, key in (("pairs", "chosen_column"), ("labels", "label_column")):
-            if data is None or (getattr(data, key) is not None) == (config.trains_on == kind):
+        for key, kinds in _COLUMNS.items():
+            if data is None or (getattr(data, key) is not None) == (config.trains_on in kinds):
                 continue
-            if config.trains_on == kind:
+            if config.trains_on in kinds:
                 wrong, remedy = f'must be set for algorithm.name = "{name}"', "name the column"
             else:
                 wrong, remedy = f'is not read with algorithm.name = "{name}"', "remove it"
             yield Problem(key=f"{section}.{key}", wrong=wrong, suggestion=remedy)
-    scores = name == "reward_model"
+    scores = name in ("reward_model", "process_reward_model")
     if config.model.scores != scores:
         wrong = f'must be {str(scores).lower()} with algorithm.name = "{name}"'
         yield Problem(key="model.scores", given=str(not scores).lower(), wrong=wrong, suggestion="change it")
-    if config.data.margin_column is not None and not scores:
+    if config.data.margin_column is not None and name != "reward_model":
         wrong = f'is not read with algorithm.name = "{name}"'
         yield Problem(key="data.margin_column", wrong=wrong, suggestion="remove it")
     labels = {row[LABEL] for row in rows if LABEL in row}
