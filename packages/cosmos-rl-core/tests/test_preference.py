@@ -107,6 +107,23 @@ def test_a_margin_is_subtracted_from_the_difference_of_scores():
     assert "chosen_logprob" not in found
 
 
+def test_steps_by_hand():
+    """Every step weighs the same, whatever the number of steps of its answer and the split of the batch."""
+    labels = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    whole, parts = logprobs().requires_grad_(), logprobs().requires_grad_()
+    found = measured(objective_of("process_reward_model"), replace(batch(), advantages=labels), whole)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(whole, (labels > 0).double())
+    torch.testing.assert_close(found["loss"], expected, rtol=1e-12, atol=0)
+    assert float(found["step_accuracy"]) == pytest.approx(4 / 8)  # every score is negative
+    assert float(found["right_steps"]) == pytest.approx(4 / 8)
+    expected.backward()
+    for rollouts, place in {(0, 1): slice(0, 5), (2, 3): slice(5, 8)}.items():
+        terms = replace(batch(rollouts=rollouts), advantages=labels[place])
+        measured(objective_of("process_reward_model"), terms, parts[place])["loss"].backward()
+    assert whole.grad is not None and parts.grad is not None
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=0)
+
+
 def test_judged_answers_by_hand():
     terms = batch((4.0, -4 / 3, -4 / 3, -4 / 3), baseline=torch.tensor(0.25, dtype=torch.float64))
     found = measured(objective_of("kto", beta=0.5, desirable_weight=2.0, undesirable_weight=3.0), terms, logprobs())
@@ -143,7 +160,7 @@ def test_the_split_into_microbatches_changes_neither_loss_nor_gradient(name):
     assert whole.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", [*PAIRS, "kto"])
+@pytest.mark.parametrize("name", [*PAIRS, "kto", "process_reward_model"])
 def test_padding_has_no_loss(name):
     terms = batch((0.0,) * 4, rollouts=(2,))
     terms = replace(terms, preference=None, loss_mask=torch.zeros(1, dtype=torch.float64))

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 from llm_parity import FAMILIES, assert_equal, make_batch, train, train_rank
@@ -309,6 +310,20 @@ def test_ranks_train_the_same_adapters(dims):
     num_ranks = torch.tensor(list(dims.values())).prod().item()
     ranks = run_ranks(train_rank, num_ranks, family="qwen3", dims=dims, lora=lora, num_steps=3)
     assert_equal(one, ranks)
+
+
+@pytest.mark.parametrize("dims", [{}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_preferences_are_compared_with_the_model_under_the_adapters(dims):
+    """As with a second model for the reference, which adapters do without."""
+    lora = {"rank": 4, "alpha": 6.0}
+    options = {"family": "qwen3", "algorithm": "dpo", "num_steps": 3}
+    expected = train(**options, lora=LLMLoraSection.model_validate(lora), copies_reference=True)
+    assert expected["loss"][0] == pytest.approx(np.log(2), abs=1e-5)
+    assert abs(expected["loss"][2] - np.log(2)) > 1e-3  # the policy has moved away from it
+    if dims:
+        assert_equal(expected, run_ranks(train_rank, 2, **options, dims=dims, lora=lora))
+    else:
+        assert_equal(expected, [train(**options, lora=LLMLoraSection.model_validate(lora))], tolerance=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", "mamba2", "nemotron_h"])

@@ -59,6 +59,9 @@ def test_a_difference_is_found_and_named():
         ("llama", {"pp": 2}, None, {"algorithm": "sft"}),
         ("qwen3-moe", {"dp_shard": 2, "ep": 2}, None, {"packed": False}),
         ("llama", {"dp_shard": 2, "tp": 2}, None, {"packed": False}),
+        ("qwen3", {"dp_shard": 2}, None, {"algorithm": "dpo"}),
+        ("llama", {"tp": 2}, SEQUENCE, {"algorithm": "dpo"}),
+        ("qwen3", {"pp": 2}, None, {"algorithm": "dpo", "packed": False}),
     ],
 )
 def test_ranks_train_as_one_process(family, dims, parallel, options):

@@ -443,7 +443,7 @@ def build_validation(
         return None
     rows, origin = _loaded(domain, data)
     kind = Validation
-    if config.trains_on in ("pairs", "labels"):
+    if config.trains_on in ("pairs", "labels", "steps"):
         objective = build_objective(config.algorithm, max_terms=1)
         kind = partial(PreferenceValidation, objective=objective, sums=sums)
     return kind(

@@ -66,7 +66,7 @@ class LLMModelConfig(Strict):
     """Train adapters of the model, and send only them to the engines."""
     scores: bool = False
     """A reward model: one number a text, from a head at its last token, as transformers' sequence classification. Of a
-    language model's directory the head is new. For algorithm.name = "reward_model"."""
+    language model's directory the head is new. For algorithm.name = "reward_model" and "process_reward_model"."""
     freeze: tuple[Part, ...] = ()
     """Parts of a vision-language model that are not trained, and not sent to the engines; they get no adapters."""
 
@@ -162,7 +162,12 @@ class LLMDataConfig(Strict):
     margin_column: str | None = None
     """Column with how much better the chosen answer is, for "reward_model": subtracted from the scores' difference."""
     label_column: str | None = None
-    """Column that is true for a good response and false for a bad one, for "kto"."""
+    """Column that is true for a good response and false for a bad one, for "kto"; with `steps_column` a list of these,
+    one a step."""
+    steps_column: str | None = None
+    """Column with the steps of a response, a list of texts, for "process_reward_model"."""
+    step_separator: str = Field(default="\n", min_length=1)
+    """Text between steps, the end of the step before it."""
     messages_column: str | None = None
     """Column with whole chats instead: in supervised training every turn of the assistant is learnt; in reinforcement
     learning the prompt is the part before the last answer."""
@@ -229,6 +234,22 @@ class LLMDataConfig(Strict):
         return pattern
 
     @model_validator(mode="after")
+    def _answers_fit_together(self) -> Self:
+        if self.messages_column is not None and self.response_column is not None:
+            raise ValueError("messages_column contains the responses too; remove response_column")
+        if (self.chosen_column is None) != (self.rejected_column is None):
+            raise ValueError("chosen_column and rejected_column name the two answers of a pair; set both, or none")
+        if self.chosen_column is not None and (self.messages_column or self.response_column or self.label_column):
+            raise ValueError("a pair has the answers; remove messages_column, response_column and label_column")
+        if self.label_column is not None and self.response_column is None and self.steps_column is None:
+            raise ValueError("label_column needs response_column, the response that it judges")
+        if self.steps_column is not None and (self.label_column is None or self.response_column or self.chosen_column):
+            raise ValueError(
+                "steps_column needs label_column, and has the response; remove the columns of other answers"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
         if not self.path and self.rows is None:
             raise ValueError('path is missing: set it to the location of the rows, or set rows = "module:attribute"')
@@ -236,14 +257,6 @@ class LLMDataConfig(Strict):
             raise ValueError("rows replaces path, split and subset; remove those, or rows")
         if self.answer_pattern is not None and self.answer_column is None:
             raise ValueError("answer_pattern needs answer_column, the column to search")
-        if self.messages_column is not None and self.response_column is not None:
-            raise ValueError("messages_column contains the responses too; remove response_column")
-        if (self.chosen_column is None) != (self.rejected_column is None):
-            raise ValueError("chosen_column and rejected_column name the two answers of a pair; set both, or none")
-        if self.chosen_column is not None and (self.messages_column or self.response_column or self.label_column):
-            raise ValueError("a pair has the answers; remove messages_column, response_column and label_column")
-        if self.label_column is not None and self.response_column is None:
-            raise ValueError("label_column needs response_column, the response that it judges")
         if self.messages_column is not None and self.chat_template == PLAIN_TEXT:
             raise ValueError('messages_column needs a chat template; "none" takes prompts of plain text')
         for key in ("image_column", "video_column"):

@@ -65,7 +65,7 @@ class LLMDomain(DomainBase):
     engines = ("torch", "vllm")
     row_keys = ("path", "rows", "split", "subset")
     has_tokens = True
-    trains_on = ("responses", "pairs", "labels")
+    trains_on = ("responses", "pairs", "labels", "steps")
 
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read rows with `prompt`, `answer` and `response` in addition to their own columns, and their origin."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_rl_core.algorithms.rules import needs_episodes
+from cosmos_rl_core.data.source import UsableRows
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.gpus import machine_gpus
 from cosmos_rl_core.imports import pip_install
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 LONGEST = 16
 """Rows that are encoded, those with the most characters."""
 Rows = Sequence[Mapping[str, Any]]
+_COLUMNS = {"chosen_column": ("pairs",), "label_column": ("labels", "steps"), "steps_column": ("steps",)}
+"""Keys of [data] with the kinds of rows that they are read for."""
 
 
 def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Problem]:
@@ -59,7 +62,7 @@ def find_problems(config: RunConfig, rows: Rows, held_out: Rows) -> Iterator[Pro
     if not config.data.prompt_column and not config.has_episodes and config.data.chosen_column is None:
         wrong = "leaves the rows without a prompt, and there is no [environment] or [agent] that begins an episode"
         yield Problem(key="data.prompt_column", given='""', wrong=wrong, suggestion="name the column of the prompts")
-    rows, held_out = ([row for row in part if row.get("prompt") != []] for part in (rows, held_out))
+    rows, held_out = _asked(rows, skip=len(held_out) if config.eval.held_out is not None else 0), _asked(held_out)
     directory = model_folder(config.model.path, config.model.revision)
     yield from _of_engine(config, directory)
     if config.teacher is not None and model_folder(config.teacher.path, config.teacher.revision) is None:
@@ -90,19 +93,19 @@ def _of_preferences(config: RunConfig, rows: Rows) -> Iterator[Problem]:
     sections = {"data": config.data, "eval.data": config.eval.data}
     sections |= dict(zip(("eval.loss_data", "data_regularization.data"), by_reinforcement, strict=True))
     for section, data in sections.items():
-        for kind, key in (("pairs", "chosen_column"), ("labels", "label_column")):
-            if data is None or (getattr(data, key) is not None) == (config.trains_on == kind):
+        for key, kinds in _COLUMNS.items():
+            if data is None or (getattr(data, key) is not None) == (config.trains_on in kinds):
                 continue
-            if config.trains_on == kind:
+            if config.trains_on in kinds:
                 wrong, remedy = f'must be set for algorithm.name = "{name}"', "name the column"
             else:
                 wrong, remedy = f'is not read with algorithm.name = "{name}"', "remove it"
             yield Problem(key=f"{section}.{key}", wrong=wrong, suggestion=remedy)
-    scores = name == "reward_model"
+    scores = name in ("reward_model", "process_reward_model")
     if config.model.scores != scores:
         wrong = f'must be {str(scores).lower()} with algorithm.name = "{name}"'
         yield Problem(key="model.scores", given=str(not scores).lower(), wrong=wrong, suggestion="change it")
-    if config.data.margin_column is not None and not scores:
+    if config.data.margin_column is not None and name != "reward_model":
         wrong = f'is not read with algorithm.name = "{name}"'
         yield Problem(key="data.margin_column", wrong=wrong, suggestion="remove it")
     labels = {row[LABEL] for row in rows if LABEL in row}
@@ -237,7 +240,16 @@ def _template(directory: Path, data: LLMDataConfig) -> str | None:
     return own if isinstance(own, str) else legacy_template(directory)
 
 
-def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, held_out: Rows) -> Iterator[Problem]:
+def _asked(rows: Rows, *, skip: int = 0) -> UsableRows:
+    """The rows that have a prompt, with their numbers in the dataset, of which the first `skip` rows are not here."""
+    numbers = rows.numbers if isinstance(rows, UsableRows) else range(skip + 1, skip + len(rows) + 1)
+    places = [place for place, row in enumerate(rows) if row.get("prompt") != []]
+    return UsableRows([rows[place] for place in places], [numbers[place] for place in places], "")
+
+
+def _of_lengths(
+    config: RunConfig, directory: Path, template: str, rows: UsableRows, held_out: UsableRows
+) -> Iterator[Problem]:
     """Rows that do not fit into the context: an error if none fits, or where training does not skip them."""
     from tokenizers import Tokenizer
 
@@ -263,7 +275,7 @@ def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, h
             place, reason = next(iter(rejected.items()))
             wrong = f"the chat template rejects rows of [{key}]: {reason}"
             if tokens:
-                wrong = f"the chat template rejects row {place + 1} of [{key}], which is dropped: {reason}"
+                wrong = f"the chat template rejects row {section.numbers[place]} of [{key}], which is dropped: {reason}"
             given = as_toml(config.data.chat_template or "its own")
             yield Problem(key="data.chat_template", given=given, wrong=wrong, is_note=bool(tokens))
         if not tokens:
@@ -271,7 +283,7 @@ def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, h
         most = max(tokens, key=tokens.__getitem__)
         if tokens[most] + new <= limit:
             continue
-        where = f"row {most + 1} has {tokens[most]} tokens"
+        where = f"row {section.numbers[most]}{_answer_of(section[most])} has {tokens[most]} tokens"
         more = f" and with up to {new} new ones exceeds" if new else ", more than"
         none_fits = min(tokens.values()) + new > limit
         tail = ", and so does the shortest row" if none_fits else "; rows that do not fit are dropped"
@@ -287,6 +299,14 @@ def _of_lengths(config: RunConfig, directory: Path, template: str, rows: Rows, h
             else "raise model.max_length",
             is_note=not none_fits,
         )
+
+
+def _answer_of(row: Mapping[str, Any]) -> str:
+    """Which answer of a pair makes it long; empty for other rows."""
+    if PAIR not in row:
+        return ""
+    chosen, rejected = row[PAIR]
+    return f" with its {'chosen' if len(chosen) >= len(rejected) else 'rejected'} answer"
 
 
 def _text(row: Mapping[str, Any], *, sft: bool) -> str | None:

@@ -23,18 +23,20 @@ from transformers import PreTrainedModel
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
+from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple
+from cosmos_rl_core.train.answer_sums import AnswerSumsStage
 from cosmos_rl_core.train.optimizers.build import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
 from cosmos_rl_llm.config import LLMLoraSection, Part
-from cosmos_rl_llm.data.collate import collate
-from cosmos_rl_llm.media.item import VisionFamily, view_of
+from cosmos_rl_llm.data.collate import TrainSequence, collate, pack_batch
+from cosmos_rl_llm.media.item import View, VisionFamily, view_of
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.model.vision_parts import freeze
 from cosmos_rl_llm.policy.lora import add_adapters
@@ -115,12 +117,14 @@ def train(
     parallel: ParallelSection | None = None,
     memory: MemorySection | None = None,
     lora: LLMLoraSection | None = None,
+    copies_reference: bool = False,
     frozen: Sequence[Part] = (),
 ) -> Results:
     """Train `num_steps` steps and return what happened, gathered; with a mesh all of its ranks call this.
 
     Args:
-        algorithm: "grpo" (with an entropy bonus, which reads the whole vocabulary) or "sft".
+        algorithm: "grpo" (with an entropy bonus, which reads the whole vocabulary), "sft" or a preference loss.
+        copies_reference: the reference of preferences is a second model, even where adapters need none.
         packed: several rollouts a microbatch; otherwise one.
         frozen: parts of a vision-language model that are not trained.
     """
@@ -134,13 +138,27 @@ def train(
     kind = PipelinedPolicy if pipelined else CausalLMPolicy
     policy = kind(model, TermOptions(vision=vision), setup=setup)
     trainer = _trainer(policy, algorithm, mesh)
+    sums = None
+    if trainer.needs_reference:
+        reference = None if copies_reference else policy.reference()
+        if reference is None:
+            frozen_model = make_tiny(family, num_layers=num_layers).requires_grad_(False)
+            reference = kind(frozen_model, TermOptions(vision=vision), setup=replace(setup, frozen=True))
+        sums = AnswerSumsStage(policy, reference, mesh)
     metrics: Results = {}
     results = []
     share = Share() if mesh is None else replace(mesh.share, multiple=microbatch_multiple(setup.parallel))
+    rows = TABLE[algorithm].rows
     for step in range(num_steps):
         batch = make_batch(
-            step, share=share, supervised=algorithm == "sft", microbatch_terms=48 if packed else 1, vision=vision
+            step,
+            share=share,
+            supervised=bool(rows),
+            pairs=rows == "pairs",
+            microbatch_terms=48 if packed else 1,
+            vision=vision,
         )
+        batch = batch if sums is None else sums.complete(batch)
         trainer.begin(batch)
         trainer.forward_backward(batch.microbatches)
         if step == 0:
@@ -193,9 +211,15 @@ def vision_of(model: PreTrainedModel) -> VisionFamily:
 
 
 def make_batch(
-    seed: int, *, share: Share, supervised: bool, microbatch_terms: int, vision: VisionFamily | None = None
+    seed: int,
+    *,
+    share: Share,
+    supervised: bool,
+    microbatch_terms: int,
+    pairs: bool = False,
+    vision: VisionFamily | None = None,
 ) -> TrainBatch:
-    """Three prompts with a group of four rollouts each, of ragged lengths, with random advantages.
+    """Three prompts with a group of four rollouts each, of ragged lengths, with random advantages or as two pairs.
 
     With `vision` the first shows a picture, and in even batches the second a video.
     """
@@ -206,7 +230,29 @@ def make_batch(
         shown = {} if vision is None else _show(index, seed, prompt, vision)
         rollouts = tuple(_rollout(rng, prompt, supervised=supervised, shown=shown) for _ in range(4))
         groups.append(RolloutGroup(prompt=Prompt(sample_id=index, row={}), rollouts=rollouts))
-    return collate(groups, microbatch_terms=microbatch_terms, share=share)
+    if not pairs:
+        return collate(groups, microbatch_terms=microbatch_terms, share=share)
+    halves = [group.rollouts[start : start + 2] for group in groups for start in (0, 2)]
+    samples = [_pair(10 * seed + place, half) for place, half in enumerate(halves, start=1)]  # key 0 is padding
+    return pack_batch(samples, microbatch_terms=microbatch_terms, share=share, metrics={})
+
+
+def _pair(key: int, rollouts: Sequence[Rollout]) -> TrainSequence:
+    """Two rollouts as a chosen and a rejected answer."""
+    chosen, rejected = (
+        TrainSequence(
+            prompt_tokens=rollout.arrays["prompt_tokens"],
+            tokens=rollout.arrays["tokens"],
+            logprobs=rollout.rollout_logprobs,
+            loss_mask=np.ones_like(rollout.loss_mask),
+            advantage=1.0,
+            view=View.of_arrays(rollout.arrays),
+            preference=sign,
+            key=2 * key + (sign > 0),
+        )
+        for rollout, sign in zip(rollouts, (1.0, -1.0), strict=True)
+    )
+    return replace(chosen, others=(rejected,))
 
 
 def _show(index: int, seed: int, prompt: np.ndarray, vision: VisionFamily) -> dict[str, np.ndarray]:

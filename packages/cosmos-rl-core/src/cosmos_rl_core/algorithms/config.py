@@ -293,7 +293,7 @@ def _inside(details: ErrorDetails) -> InitErrorDetails:
 
 def _idle_keys(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
     """Keys that change nothing under this config, with the reason and the remedy."""
-    if row.rows in ("pairs", "labels"):
+    if row.rows in ("pairs", "labels", "steps"):
         idle = set(AlgorithmConfig.model_fields) - {"name", "options"}
         return {key: "preference training does not read it; remove it" for key in idle}
     if config.loss == "supervised":

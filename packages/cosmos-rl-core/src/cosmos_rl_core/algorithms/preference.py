@@ -10,6 +10,7 @@ With s = sum_t log p_t of an answer, n its terms, r = s - s_ref, and c, w the ch
     kto     desirable_weight (1 - sigmoid(beta (r - z))) of a chosen answer,
             undesirable_weight (1 - sigmoid(beta (z - r))) of a rejected one
     reward_model    -log sigmoid(v_c - v_w - margin) + center_coef (v_c + v_w)^2,   v = score of a whole text
+    process_reward_model    -log sigmoid(y v) of a step, y = 1 of a right one and -1 of a wrong one
 
 z is the mean r of answers after prompts of other rows, at least 0, without gradient. The loss of a pair is given to
 both of its rollouts, and a mean over rollouts is then the mean over pairs, however the batch is split.
@@ -162,6 +163,26 @@ def _smoothed(answers: AnswerSums, scores: Tensor, beta: float, *, smoothing: fl
 
     margins = beta * answers.difference(scores) - gamma
     return answers.of_both(-(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins))
+
+
+class StepObjective(Objective):
+    """Binary cross-entropy of the scores of single steps (Lightman et al., 2023, arXiv 2305.20050, section 2.6). The
+    advantage of a term is the label of its step: 1 of a right one, -1 of a wrong one.
+
+    Metrics, means over steps: `step_accuracy`, the share of scores with the sign of the label, and `right_steps`.
+    """
+
+    def __init__(self, config: Any, *, aggregation: Aggregation) -> None:
+        """config: the `AlgorithmConfig`, of which nothing is read."""
+        self.aggregation = aggregation
+
+    def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[list[LossTerm], Mapping[str, Tensor]]:
+        from torch.nn.functional import logsigmoid
+
+        scores = terms.advantages * outputs.logprobs
+        metrics = {"step_accuracy": scores.detach() > 0, "right_steps": terms.advantages > 0}
+        losses = [LossTerm(name="steps", values=-logsigmoid(scores))]
+        return losses, {name: values.to(scores.dtype) for name, values in metrics.items()}
 
 
 class PreferenceObjective(Objective):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 GROUP = "cosmos_rl.algorithms"
 """Entry point group in which a package may offer an `Algorithm`."""
 
+Rows = Literal["", "responses", "pairs", "labels", "steps"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
@@ -42,9 +44,9 @@ class Algorithm:
     """Replaces the whole objective: (config, *, aggregation) -> `interfaces.Objective`. Import torch inside it."""
     Options: type[BaseModel] | None = None
     """Strict model of [algorithm.options]; None: there are none."""
-    rows: Literal["", "responses", "pairs", "labels"] = ""
+    rows: Rows = ""
     """Trains on the rows of [data], without rollouts: on their responses, on pairs of a chosen and a rejected answer,
-    or on responses with a label. "": on rollouts."""
+    on responses with a label, or on steps with one each. "": on rollouts."""
     selects: bool = False
     """Whether advantages are weights, and rollouts of weight 0 are left out."""
     reference: bool = False
@@ -285,6 +287,15 @@ _ROWS = (
         title="Reward model of pairs",
         paper="Bradley and Terry, 1952; Ouyang et al., 2022, arXiv 2203.02155",
         summary="a scalar head at the last token; logistic loss of the difference of two answers' scores",
+    ),
+    Algorithm(
+        name="process_reward_model",
+        title="Reward model of steps",
+        paper="Lightman et al., 2023, arXiv 2305.20050",
+        summary="a scalar head at the end of each step; binary cross-entropy with the step's label",
+        objective=preference.StepObjective,
+        defaults={"aggregation": "term_mean"},
+        rows="steps",
     ),
 )
 

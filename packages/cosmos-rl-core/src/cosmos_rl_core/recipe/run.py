@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
-from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.algorithms.table import Rows, find_algorithm
 from cosmos_rl_core.episodes.agent_config import AgentSection
 from cosmos_rl_core.episodes.config import EnvironmentSection
 from cosmos_rl_core.errors import UserError
@@ -68,7 +68,7 @@ class RunConfig(Strict):
         return self.trains_on != ""
 
     @property
-    def trains_on(self) -> Literal["", "responses", "pairs", "labels"]:
+    def trains_on(self) -> Rows:
         """As `Algorithm.rows`."""
         return find_algorithm(self.algorithm.name).rows
 

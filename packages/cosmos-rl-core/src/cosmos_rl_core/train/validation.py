@@ -113,5 +113,6 @@ class PreferenceValidation(Validation):
                     totals[name] = totals.get(name, 0.0) + float((weights * values).sum())
         self._policy.metrics()  # drop those counted here: they are not the next step's
         summed = self._summed({name: torch.tensor(value, dtype=torch.float64) for name, value in totals.items()})
-        means = {f"eval/{name}": value / max(1, num_rollouts) for name, value in summed.items()}
+        counts = TrainBatch(microbatches=(), num_terms=num_terms, num_rollouts=num_rollouts)
+        means = {f"eval/{name}": value / self._objective.normalizer(counts) for name, value in summed.items()}
         return {**means, "eval/terms": float(num_terms), "eval/rows": num_rows}

@@ -20,7 +20,16 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 from cosmos_rl_llm.data.reading import Ahead
-from cosmos_rl_llm.data.spans import PAIR, SHOWS_NONE, ChatSpan, Message, Template, encode_pieces, shows_messages
+from cosmos_rl_llm.data.spans import (
+    PAIR,
+    SHOWS_NONE,
+    STEPS,
+    ChatSpan,
+    Message,
+    Template,
+    encode_pieces,
+    shows_messages,
+)
 from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View
 from cosmos_rl_llm.media.source import parts_of
 from cosmos_rl_llm.media.vision import Vision
@@ -112,6 +121,36 @@ class Chat:
                 raise PromptError(f"{where}: a picture or video in a message of the assistant cannot be learnt")
         spans = self._template(row, where=where).answers(messages, last_alone="response" in row)
         return self._encode_spans(spans, row, messages, items=items, where=where)
+
+    def encode_steps(self, row: Mapping[str, Any], *, where: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens [L] int32 of a prompt with the steps of its answer, and the places [n] of their last ones.
+
+        White space around the answer, which templates remove, is no part of it.
+
+        Raises PromptError: the template rejects the messages or changes the steps, or a step has no token.
+        """
+        where, prompt, steps = where or "a row", row["prompt"], [text for text, _ in row[STEPS]]
+        steps[0] = steps[0].lstrip()
+        steps[-1] = steps[-1].rstrip()
+        if isinstance(prompt, str):
+            before, opening = [prompt], leading_ids(self.tokenizer)
+        else:
+            chat = [*prompt, {"role": "assistant", "content": "".join(steps)}]
+            spans = self._template(row, where=where).answers(chat, last_alone=True)
+            answer = next(place for place, span in enumerate(spans) if span.written)
+            earlier, unchanged, _ = spans[answer].text.partition("".join(steps))
+            if not unchanged:
+                raise PromptError(
+                    f"{where}: the chat template changes the steps of the answer, and their ends are lost"
+                )
+            before, opening = [*(span.text for span in spans[:answer]), earlier], []
+        pieces = encode_pieces(self.tokenizer, [*before, *steps])
+        if not all(pieces[len(before) :]):
+            raise PromptError(f"{where}: a step of the answer has no tokens")
+        if pieces[0][: len(opening)] != opening:
+            pieces[0] = [*opening, *pieces[0]]
+        ends = np.cumsum([len(piece) for piece in pieces])[len(before) :] - 1
+        return np.concatenate([np.asarray(piece, dtype=np.int32) for piece in pieces]), ends
 
     def _template(self, row: Mapping[str, Any], *, where: str) -> Template:
         return Template(tokenizer=self.tokenizer, tools=row.get("tools"), where=where)

@@ -19,6 +19,7 @@ In supervised training the terms of a row are:
     {"messages"}             every turn of the assistant is learnt
     {"prompt", PAIR}         two rollouts beside each other in one microbatch, with one prompt
     {"prompt", "response", LABEL}    the response is a rollout, chosen or rejected
+    {"prompt", "response", STEPS}    the last token of each step is a term, whose advantage is the label
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from cosmos_rl_llm.config import ROUTES
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.data.items import read_items
 from cosmos_rl_llm.data.reading import side_by_side
-from cosmos_rl_llm.data.spans import LABEL, MARGIN, PAIR
+from cosmos_rl_llm.data.spans import LABEL, MARGIN, PAIR, STEPS
 from cosmos_rl_llm.media.item import EMPTY_VIEW, MediaItem, View, positions_of
 from cosmos_rl_llm.media.packed import batch_kinds, pack_items
 from cosmos_rl_llm.media.source import parts_of
@@ -392,6 +393,8 @@ def encode_row(
             "supervised training needs target responses: name their column in data.response_column, or that of whole "
             "chats in data.messages_column"
         )
+    if STEPS in row:
+        return _encode_steps(row, chat=chat, where=where)
     encoded = chat.encode_answers(row, items=items, where=where)
     tokens, mask = encoded.tokens, encoded.learnt
     if chat.scores:  # the hidden state at the last token is that of one term, whose token is not read
@@ -407,6 +410,22 @@ def encode_row(
         loss_mask=mask[first:end],
         advantage=1.0,
         view=encoded.view.first(end - 1),
+    )
+
+
+def _encode_steps(row: Mapping[str, Any], *, chat: Chat, where: str) -> TrainSequence:
+    """The hidden state at the end of a step is that of one term, whose token is not read."""
+    tokens, ends = chat.encode_steps(row, where=where)
+    tokens = np.append(tokens, tokens[-1:])
+    first, places = ends[0] + 1, ends - ends[0]
+    labels = np.zeros(len(tokens) - first, np.float32)
+    labels[places] = [1.0 if is_right else -1.0 for _, is_right in row[STEPS]]
+    return TrainSequence(
+        prompt_tokens=tokens[:first],
+        tokens=tokens[first:],
+        logprobs=np.zeros(len(labels), np.float32),
+        loss_mask=labels != 0,
+        advantage=labels,
     )
 
 
@@ -442,6 +461,7 @@ def _cut(sample: TrainSequence, room: int) -> TrainSequence:
         tokens=sample.tokens[:end],
         logprobs=sample.logprobs[:end],
         loss_mask=sample.loss_mask[:end],
+        advantage=np.broadcast_to(sample.advantage, sample.tokens.shape)[:end],
         view=sample.view.first(len(sample.prompt_tokens) + end - 1),
     )
 

@@ -33,7 +33,7 @@ def readable_columns(schema: pa.Schema, config: LLMDataConfig, *, origin: str) -
 
 def _named(config: LLMDataConfig) -> Iterator[str]:
     columns = (config.answer_column, config.response_column, config.image_column, config.video_column)
-    columns += (config.chosen_column, config.rejected_column, config.label_column)
+    columns += (config.chosen_column, config.rejected_column, config.label_column, config.steps_column)
     yield from (column for column in (*columns, config.tools_column) if column)
     if config.messages_column is not None:
         yield config.messages_column

@@ -30,12 +30,12 @@ from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.data.columns import readable_columns, with_base64
 from cosmos_rl_llm.data.message_parts import normalise_content, with_media
-from cosmos_rl_llm.data.spans import LABEL, MARGIN, PAIR
+from cosmos_rl_llm.data.spans import LABEL, MARGIN, PAIR, STEPS, steps_of
 from cosmos_rl_llm.media.source import LIMITS, shows_media
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
-OURS = (LIMITS, PAIR, LABEL, MARGIN)
+OURS = (LIMITS, PAIR, LABEL, MARGIN, STEPS)
 """Names in a row that no column of the user's has."""
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -203,7 +203,7 @@ def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
 def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
     """Return the row with its own columns, `prompt` and, if configured, `answer` and `response`.
 
-    A pair has `PAIR`, its chosen and its rejected answer, and a judged response `LABEL`.
+    A pair has `PAIR`, its chosen and its rejected answer, a judged response `LABEL` and one judged by steps `STEPS`.
     A row with pictures or videos also has `LIMITS`, the keys of [data.media] that are set. These names win over columns
     of the same name: with answer_column = "answer" and an answer_pattern, row["answer"] is the match of the pattern.
 
@@ -233,7 +233,9 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
         result["answer"] = _answer(row, where=where, config=config)
     if config.response_column is not None:
         result["response"] = _response(row, where=where, key="response_column", config=config)
-    if config.label_column is not None:
+    if config.steps_column is not None:
+        result |= _steps(row, where=where, config=config)
+    elif config.label_column is not None:
         result[LABEL] = _label(row, where=where, column=config.label_column)
     return result
 
@@ -251,7 +253,13 @@ _TEXT_ALONE = {"prompt_column": "prompt", "prompt_template": None, "image_column
 def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
     """Return the row of a prompt to answer, given as text or columns; needs no reference answer."""
     unasked = {"answer_column": None, "answer_pattern": None, "response_column": None, "messages_column": None}
-    unasked |= {"chosen_column": None, "rejected_column": None, "label_column": None, "margin_column": None}
+    unasked |= {
+        "steps_column": None,
+        "chosen_column": None,
+        "rejected_column": None,
+        "label_column": None,
+        "margin_column": None,
+    }
     if isinstance(given, str):
         return normalise(
             {"prompt": given},
@@ -435,6 +443,27 @@ def _label(row: Mapping[str, Any], *, where: str, column: str) -> bool:
             f"(data.label_column = {column!r})"
         )
     return bool(value)
+
+
+def _steps(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
+    """The response, and its steps with their labels."""
+    assert config.steps_column is not None and config.label_column is not None
+    steps = _column(row, config.steps_column, where=where, key="data.steps_column")
+    labels = _column(row, config.label_column, where=where, key="data.label_column")
+    named = f"data.steps_column = {config.steps_column!r}, label_column = {config.label_column!r}"
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+        raise UserError(f"{where}: the steps must be a list of texts that are not empty, not {shown(steps)} ({named})")
+    if not isinstance(labels, list) or any(label not in (True, False) for label in labels):
+        raise UserError(f"{where}: the labels of steps must be a list of true or false, not {shown(labels)} ({named})")
+    if len(labels) != len(steps):
+        raise UserError(f"{where}: there are {len(steps)} steps and {len(labels)} labels ({named})")
+    texts = [f"{step}{config.step_separator}" for step in steps[:-1]] + steps[-1:]
+    if steps_of("".join(texts), config.step_separator) != texts:
+        raise UserError(
+            f"{where}: a step has the text between steps, {config.step_separator!r}, inside; choose another in "
+            f"data.step_separator ({named})"
+        )
+    return {"response": "".join(texts), STEPS: [[text, bool(label)] for text, label in zip(texts, labels, strict=True)]}
 
 
 def _response(row: Mapping[str, Any], *, where: str, key: str, config: LLMDataConfig) -> str:

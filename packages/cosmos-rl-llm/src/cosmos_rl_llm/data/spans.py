@@ -30,6 +30,8 @@ MARGIN = "data.margin"
 """Key of a pair's margin: how much better the chosen answer is."""
 LABEL = "data.label"
 """Key of a row whose response is judged: whether it is good."""
+STEPS = "data.steps"
+"""Key of a row whose response is judged by steps: [text, whether it is right] of each; the texts add up to it."""
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN_THOUGHT = re.compile(r"([<\[◁])((?:think|thinking|thought|reasoning)[>\]▷])\s*\Z", re.IGNORECASE)
@@ -192,6 +194,19 @@ class Template:
             yield
         except Exception as error:  # a template is a program of the model's, and meets rows of any form
             raise PromptError(f"{self.where}: the chat template rejects this prompt: {error}") from error
+
+
+def steps_of(response: str, separator: str) -> list[str]:
+    """Cut a response after each separator; blank pieces belong to the step before them."""
+    pieces = [piece + separator for piece in response.split(separator)]
+    pieces[-1] = pieces[-1].removesuffix(separator)
+    steps = pieces[:1]
+    for piece in pieces[1:]:
+        if piece.strip() and steps[-1].strip():
+            steps.append(piece)
+        else:
+            steps[-1] += piece
+    return steps
 
 
 def _answers_of(messages: Sequence[Message]) -> list[int]:
