@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 import grpc
@@ -32,6 +33,8 @@ from cosmos_rl_vla.serving.served import ActionRequest
 
 WAIT_S = 2.0
 """Longest that GetActions waits for an observation, as in lerobot; the client asks again."""
+MOST_ROBOTS = 256
+"""Robots that are known; one more, and the first is forgotten: not all that vanish are noticed."""
 SERVICE = "transport.AsyncInference"
 _IMAGES = "observation.images."
 
@@ -113,7 +116,8 @@ class LeRobotService:
             robot = self._robot(read_pickle(request.data))
         except BadObservation as error:
             await self._refuse(context, error)
-        self._forget(peer)
+        for former in (peer, *list(self._robots)[: 1 - MOST_ROBOTS]):
+            self._forget(former)
         self._robots[peer] = robot
         self._batcher.latencies.robots += 1
         self._say(f"{peer} connected, by lerobot")
@@ -174,7 +178,7 @@ class LeRobotService:
         asked, features, chunk = (
             state.get(key) for key in ("pretrained_name_or_path", "lerobot_features", "actions_per_chunk")
         )
-        if not isinstance(asked, str) or last_part_of_path(asked) != policy.name:
+        if not isinstance(asked, str) or PurePath(asked).name != policy.name:
             raise BadObservation(f"pretrained_name_or_path: {asked!r}, this server has {policy.name!r}")
         if not isinstance(features, dict) or not isinstance(chunk, int) or chunk < 1:
             raise BadObservation("lerobot_features, actions_per_chunk: needs a map, and a number of at least 1")
@@ -223,8 +227,7 @@ class LeRobotService:
         *,
         code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT,
     ) -> NoReturn:
-        self._batcher.latencies.refused += 1
-        self._say(f"{context.peer()}: {error}")
+        self._batcher.refuse(context.peer(), error)
         await context.abort(code, str(error))
         raise AssertionError("abort raises")
 
@@ -232,11 +235,6 @@ class LeRobotService:
         if self._robots.pop(peer, None) is not None:
             self._batcher.latencies.robots -= 1
             self._say(f"{peer} left")
-
-
-def last_part_of_path(name: str) -> str:
-    """Return the last part of a path, or of OWNER/NAME."""
-    return name.rstrip("/").rpartition("/")[2]
 
 
 def _class_and_state(sent: Any, name: str) -> tuple[str, Mapping[str, Any]]:
