@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from cosmos_rl_core import Options, Prompt, Rollout, RolloutGroup, check_reward, engine_options
 
 PYTHON = blocks("python")
-NOT_RUN = {"docs/wfm_rewards.md": 1, "docs/generate.md": 1, "docs/endpoint.md": 1}
+NOT_RUN = {"docs/wfm_rewards.md": 1, "docs/generate.md": 1, "docs/endpoint.md": 1, "docs/vla.md": 1}
 """Pages with blocks that no test runs, and their number."""
 RUN_BY_PACKAGES = {f"packages/cosmos-rl-{name}/README.md" for name in ("core", "transfer", "llm", "vla", "wfm")}
 """Pages whose block a test of the package runs, in an environment with this package alone."""

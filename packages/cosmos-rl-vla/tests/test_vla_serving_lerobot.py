@@ -127,26 +127,49 @@ def test_a_robot_gets_the_chunk_of_its_newest_observation():
     assert (latencies.robots, latencies.requests) == (2, 2)
 
 
-def test_a_chunk_continues_the_last_one_and_freezes_what_is_executed_meanwhile():
-    policy, seen = SumPolicy(), []
-    act = policy.act
+class RecordingPolicy(SumPolicy):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
 
-    def recorded(requests):
-        seen.extend(one.observation for one in requests)
-        return act(requests)
+    def act(self, requests):
+        self.seen += [one.observation for one in requests]
+        return super().act(requests)
 
-    policy.act = recorded
+
+@pytest.mark.parametrize(("realtime", "left"), [(True, [None, 2, None]), (False, [None] * 3)])
+def test_a_chunk_continues_the_last_one_and_freezes_what_is_executed_meanwhile(realtime, left):
+    policy = RecordingPolicy()
 
     async def drive():
-        async with server(policy) as (port, _), robot(port) as one:
+        async with server(policy, realtime=realtime) as (port, _), robot(port) as one:
             await one.start(setup())
             for step, at in ((0, 0.0), (2, 2e6), (9, 9e6)):  # steps of a million seconds: a pass takes less than one
                 await one.send(timed(step, first=float(step), at=at))
                 await one.actions()
 
     asyncio.run(drive())
-    assert [one.delay for one in seen] == [0, 2, 0]
-    assert [one.previous is None or len(one.previous) for one in seen] == [True, 2, True]
+    assert [None if one.previous is None else len(one.previous) for one in policy.seen] == left
+    assert [one.delay for one in policy.seen] == ([0, 2, 0] if realtime else [0, 0, 0])
+
+
+def test_an_observation_that_came_during_a_pass_continues_its_chunk():
+    policy = RecordingPolicy()
+    policy.gate.clear()
+
+    async def drive():
+        async with server(policy) as (port, _), robot(port) as one:
+            await one.start(setup())
+            await one.send(timed(0, first=7.0))
+            chunk = asyncio.create_task(one.actions())
+            await until(policy.entered.is_set)
+            await one.send(timed(1))
+            policy.gate.set()
+            await chunk
+            await one.actions()
+
+    asyncio.run(drive())
+    np.testing.assert_array_equal(policy.seen[1].previous, np.full((3, 2), 7.0))
 
 
 def test_an_observation_of_the_same_step_is_left_out_unless_it_must_go():

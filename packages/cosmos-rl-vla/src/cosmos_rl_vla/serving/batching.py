@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cosmos_rl_core.wire.listening import SeldomLog
 from cosmos_rl_vla.serving.served import ActionRequest, ServedPolicy
 
 KEPT = 10_000
@@ -77,6 +78,7 @@ class RobotBatcher:
     def __init__(self, policy: ServedPolicy, *, compute: Executor, max_batch: int, log: Callable[[str], None]) -> None:
         self.policy, self.latencies = policy, Latencies()
         self._compute, self._max_batch, self._log = compute, max_batch, log
+        self._complain = SeldomLog(log)
         self._waiting: list[_Waiting] = []
         self._arrived = asyncio.Event()
 
@@ -84,6 +86,11 @@ class RobotBatcher:
     def waiting(self) -> int:
         """Number of requests that no pass was begun for."""
         return len(self._waiting)
+
+    def refuse(self, robot: str, error: Exception) -> None:
+        """Count a request without an answer, and log it at most once a minute: the robot has the reason itself."""
+        self.latencies.refused += 1
+        self._complain("refused", f", of {robot}: {error}")
 
     async def infer(self, request: ActionRequest) -> AnsweredChunk:
         """Return the chunk of a request. If the caller is cancelled while it waits, no pass is made for it."""

@@ -7,15 +7,11 @@ from typing import Annotated
 
 import typer
 
+from cosmos_rl_core.cli.inference import Averaged, Overrides, Step
+from cosmos_rl_core.imports import add_folders
+
 Source = Annotated[
     str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="A run's directory, a checkpoint or a model's folder.")
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[section.key=value ...]", help="Overrides of the recipe.")
-]
-Step = Annotated[int | None, typer.Option(help="Step of the run's checkpoint; default: the newest.")]
-Averaged = Annotated[
-    bool, typer.Option("--average/--trained", help="Use averaged weights, if there are any, or the trained ones.")
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[
@@ -68,8 +64,6 @@ def serve_policy(
     without_token: WithoutToken = False,
 ) -> None:
     """Serve a robot policy to openpi's and lerobot's clients."""
-    from cosmos_rl_core.imports import add_folders
-
     add_folders([str(Path.cwd())])
     from cosmos_rl_vla.serving.serve import ServePolicyRequest
     from cosmos_rl_vla.serving.serve import serve_policy as serve

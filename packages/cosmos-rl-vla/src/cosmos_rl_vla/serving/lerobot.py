@@ -17,7 +17,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 import grpc
@@ -27,11 +28,15 @@ import numpy as np
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.serving.batching import AnsweredChunk, PassFailed, RobotBatcher
 from cosmos_rl_vla.serving.lerobot_wire import END, MAX_BYTES, MESSAGES, PickledCall, pickled_actions, read_pickle
-from cosmos_rl_vla.serving.observations import DELAY, PREVIOUS, PROMPT, BadObservation, last_part
+from cosmos_rl_vla.serving.observations import PROMPT, BadObservation, RobotObservation, last_part
 from cosmos_rl_vla.serving.served import ActionRequest
 
 WAIT_S = 2.0
 """Longest that GetActions waits for an observation, as in lerobot; the client asks again."""
+MOST_ROBOTS = 256
+"""Robots that are known; one more, and the first is forgotten: not all that vanish are noticed."""
+MOST_STEPS = 2**31 - 2**16
+"""Numbers of steps, which are sent in four bytes."""
 SERVICE = "transport.AsyncInference"
 _IMAGES = "observation.images."
 
@@ -113,7 +118,8 @@ class LeRobotService:
             robot = self._robot(read_pickle(request.data))
         except BadObservation as error:
             await self._refuse(context, error)
-        self._forget(peer)
+        for former in (peer, *list(self._robots)[: 1 - MOST_ROBOTS]):
+            self._forget(former)
         self._robots[peer] = robot
         self._batcher.latencies.robots += 1
         self._say(f"{peer} connected, by lerobot")
@@ -147,6 +153,8 @@ class LeRobotService:
         assert robot.newest is not None
         (asked, timestep, timestamp), robot.newest = robot.newest, None
         robot.arrived.clear()
+        if self._realtime:
+            asked = replace(asked, observation=_continued(robot, asked.observation, timestep))
         started = time.perf_counter()
         try:
             chunk = await self._batcher.infer(asked)
@@ -174,7 +182,7 @@ class LeRobotService:
         asked, features, chunk = (
             state.get(key) for key in ("pretrained_name_or_path", "lerobot_features", "actions_per_chunk")
         )
-        if not isinstance(asked, str) or last_part_of_path(asked) != policy.name:
+        if not isinstance(asked, str) or PurePath(asked).name != policy.name:
             raise BadObservation(f"pretrained_name_or_path: {asked!r}, this server has {policy.name!r}")
         if not isinstance(features, dict) or not isinstance(chunk, int) or chunk < 1:
             raise BadObservation("lerobot_features, actions_per_chunk: needs a map, and a number of at least 1")
@@ -195,16 +203,16 @@ class LeRobotService:
         raw, timestep, timestamp = (state.get(key) for key in ("observation", "timestep", "timestamp"))
         if not isinstance(raw, dict) or not isinstance(timestep, int) or not isinstance(timestamp, float):
             raise BadObservation("observation, timestep, timestamp: needs a map, a whole number, and seconds")
+        if not 0 <= timestep < MOST_STEPS:
+            raise BadObservation(f"timestep: {timestep}, needs 0 .. {MOST_STEPS - 1}")
         if timestep == robot.asked_at and not state.get("must_go"):
             return  # the client sends until its queue is filled
-        seen = _observation(robot.features, raw)
+        policy = self._batcher.policy
+        seen = policy.layout.read(_observation(robot.features, raw))
+        asked = policy.admit(seen, seed=robot.seed, place=robot.place)
         if robot.seen is not None and timestep > robot.seen[0]:
             robot.step_s = max(0.0, (timestamp - robot.seen[1]) / (timestep - robot.seen[0]))
         robot.seen = timestep, timestamp
-        if self._realtime:
-            seen |= _continued(robot, timestep)
-        policy = self._batcher.policy
-        asked = policy.admit(policy.layout.read(seen), seed=robot.seed, place=robot.place)
         robot.newest, robot.asked_at = (asked, timestep, timestamp), timestep
         robot.arrived.set()
 
@@ -223,8 +231,7 @@ class LeRobotService:
         *,
         code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT,
     ) -> NoReturn:
-        self._batcher.latencies.refused += 1
-        self._say(f"{context.peer()}: {error}")
+        self._batcher.refuse(context.peer(), error)
         await context.abort(code, str(error))
         raise AssertionError("abort raises")
 
@@ -232,11 +239,6 @@ class LeRobotService:
         if self._robots.pop(peer, None) is not None:
             self._batcher.latencies.robots -= 1
             self._say(f"{peer} left")
-
-
-def last_part_of_path(name: str) -> str:
-    """Return the last part of a path, or of OWNER/NAME."""
-    return name.rstrip("/").rpartition("/")[2]
 
 
 def _class_and_state(sent: Any, name: str) -> tuple[str, Mapping[str, Any]]:
@@ -248,7 +250,8 @@ def _class_and_state(sent: Any, name: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _is_image(feature: Any) -> bool:
-    if not isinstance(feature, dict) or not isinstance(feature.get("names"), list | tuple):
+    names = feature.get("names") if isinstance(feature, dict) else None
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise BadObservation(f"lerobot_features: {feature!r}, needs dtype, shape and names")
     return feature.get("dtype") in ("image", "video")
 
@@ -266,13 +269,13 @@ def _observation(features: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[st
     return seen
 
 
-def _continued(robot: LeRobotRobot, timestep: int) -> dict[str, Any]:
-    """Return the keys of real-time chunking: what is left of the last chunk, and how much of it will be executed.
+def _continued(robot: LeRobotRobot, seen: RobotObservation, timestep: int) -> RobotObservation:
+    """Return the observation with what is left of the last chunk, and how much of that will be executed.
 
     The first action of the new chunk is that of the observation's own step, which was executed before.
     """
     if robot.last is None or not robot.last[1] <= timestep < robot.last[1] + len(robot.last[0]):
-        return {}
+        return seen
     left = robot.last[0][timestep - robot.last[1] :]
-    delay = 1 + (math.ceil(robot.latency_s / robot.step_s) if robot.step_s else 0)
-    return {PREVIOUS: left, DELAY: min(len(left), delay)}
+    steps = robot.latency_s / robot.step_s if robot.step_s > 0 else 0.0
+    return replace(seen, previous=left, delay=math.ceil(min(1 + steps, len(left))))

@@ -203,8 +203,9 @@ def _messages(fields: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     for name, names in fields.items():
         message = file.message_type.add(name=name)
         for number, field in enumerate(names, 1):
-            kind = message.field.add(name=field, number=number, label=1)  # optional
-            kind.type = 12 if field == "data" else 5  # bytes, or int32, which an enum is on the wire
+            kind = message.field.add(name=field, number=number)
+            # an enum is an int32 on the wire
+            kind.type = kind.TYPE_BYTES if field == "data" else kind.TYPE_INT32
     pool = descriptor_pool.DescriptorPool()  # not the default one: lerobot may be imported too
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"transport.{name}")) for name in fields}

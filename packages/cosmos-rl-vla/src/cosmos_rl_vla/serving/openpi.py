@@ -91,8 +91,7 @@ class _Robots:
                         raise connection.protocol.close_exc
                     chunk = asked.result()
                 except (BadObservation, PassFailed) as error:
-                    latencies.refused += 1
-                    self._say(f"{robot}: {error}")
+                    self._batcher.refuse(robot, error)
                     await connection.send(str(error))
                 else:
                     place += 1

@@ -115,6 +115,8 @@ async def _serve(
             say(f"{policy.name}: {request.host}:{taken} (lerobot, --pretrained_name_or_path={policy.name})")
         say(f"{policy.name}: {url} (openpi), page {url.replace('ws://', 'http://')}/")
         await asyncio.wait([passes, asyncio.create_task(stopped.wait())], return_when=asyncio.FIRST_COMPLETED)
+        if passes.done():
+            passes.result()  # raises its error
         say(f"stopped\n{batcher.latencies.table()}")
 
 
