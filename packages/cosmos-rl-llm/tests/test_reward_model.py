@@ -194,6 +194,13 @@ def test_several_outputs_are_refused(base, tmp_path):
         policy_of(classifier)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_model_of_pictures_is_refused(family, tmp_path):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"a {family} reads pictures, and reward models read text"):
+        policy_of(tmp_path)
+
+
 @pytest.mark.parametrize("margin", ["much", None, True])
 def test_a_margin_is_a_number(margin, tmp_path):
     file = tmp_path / "rows.jsonl"

@@ -11,7 +11,8 @@ import torch
 from tiny_engine import TokenChat
 
 from cosmos_rl_core import run
-from cosmos_rl_core.algorithms.config import TeacherSection
+from cosmos_rl_core.algorithms.config import AlgorithmConfig, TeacherSection
+from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_core.wire.payload import decode_group, encode_group
 from cosmos_rl_llm.config import LLMTorchOptions
@@ -132,6 +133,25 @@ def test_equal_prompts_are_computed_once_with_their_pictures(model, family, show
     )
     assert row.tokens.shape[1] == len(made[0].prompt_tokens) + sum(len(s.tokens) - 1 for s in made)
     assert num_pixels(row) == sum(item.pixels.size for item in shown[0])
+
+
+def test_a_pair_with_pictures_is_its_answers_alone_and_shows_them_once(model, family, shown, tmp_path):
+    plain, (chosen, rejected) = copy.deepcopy(model), samples(shown[:2], family, tmp_path)
+    wanted = [plain_logprobs(plain, family, s.prompt_tokens, s.tokens, s.view.items) for s in (chosen, rejected)]
+    pair = replace(chosen, preference=1.0, key=1, others=(replace(rejected, preference=-1.0, key=2),))
+    (microbatch,) = pack_batch([pair], microbatch_terms=10_000, share=Share(), metrics={}).microbatches
+    terms = replace(microbatch.terms, ref_sums=torch.stack([each.detach().sum() - 1.0 for each in wanted]))
+    policy = CausalLMPolicy(model, TermOptions(vision=family))
+    assert num_pixels(policy.module.row(microbatch.inputs)) == sum(item.pixels.size for item in shown[0])
+    outputs = policy.forward(microbatch)
+    torch.testing.assert_close(outputs.logprobs, torch.cat(wanted), rtol=0, atol=TOLERANCE)
+    (loss,), _ = build_objective(AlgorithmConfig(name="dpo", options={"beta": 1.0}), max_terms=1)(outputs, terms)
+    (loss.values / torch.bincount(terms.rollout_index)[terms.rollout_index]).sum().div(2).backward()
+    (0.5 * (wanted[1].sum() - wanted[0].sum())).backward()  # -log sigmoid has the slope -1/2 at 0
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=TOLERANCE * theirs.grad.abs().max() + 1e-7)
 
 
 def test_a_groups_picture_passes_the_tower_once_where_its_rollouts_fit_into_a_microbatch(family, shown, tmp_path):

@@ -163,6 +163,10 @@ def _config(source: str, *, scores: bool) -> PreTrainedConfig:
         raise UserError(f"{source!r} is a classifier of {config.num_labels} outputs; a reward model has one")
     config.num_labels = 1
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if sees(config):
+        raise UserError(
+            f"{source!r}: a {config.model_type} reads pictures, and reward models read text; choose another"
+        )
     if kind is None:
         raise UserError(f"{source!r}: transformers has no {config.model_type} that scores texts; choose another model")
     config.architectures = [cast(type[PreTrainedModel], kind).__name__]
