@@ -28,6 +28,8 @@ OTHERS = [
 MARKS = [*LATEX.split(), *WORDS.split(), *THOUGHTS.split(), *OTHERS]
 REFERENCES = ["42", "\\frac{1}{2}", "x^2+1", "B", "Paris", "1 2"]
 OPTIONS = {"length": {"max_tokens": 5}}
+OF_PROCESSES = {"code", "judge", "reward_model"}
+"""Rewards that run programs or models."""
 BOUND_S = 1.0
 """Time of the processor for one response, beside the comparison's own."""
 
@@ -59,7 +61,7 @@ def group(rng: random.Random) -> RolloutGroup:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", sorted(set(REWARDS) - {"code", "judge", "reward_model"}))  # these run programs or models
+@pytest.mark.parametrize("name", sorted(set(REWARDS) - OF_PROCESSES))
 @pytest.mark.parametrize("number", [60, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "ten thousand"])
 def test_every_call_of_a_reward_is_bounded(name, number):
     rng = random.Random(name)
