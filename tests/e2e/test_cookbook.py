@@ -206,6 +206,19 @@ def test_vlm_quickstart_shortened(tmp_path):
             assert metrics[f"reward/exact asked={asked}"]["count"] == 12
 
 
+@pytest.mark.xdist_group("vllm")
+def test_llm_lora_vllm_shortened(tmp_path):
+    """A short warm-up and three steps: vLLM answers with the adapters of each version, and gets nothing else."""
+    pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
+    short = ["--warm-up-steps", 20, "run.max_steps=3", "policy.prompts_per_step=8", "eval.every_steps=0"]
+    python("llm_lora_vllm/recipe.py", "--dir", tmp_path, *short)
+    metrics = lines(tmp_path / "grpo/metrics.jsonl")
+    assert [line["mismatch_kl"] for line in metrics] == [pytest.approx(0.0, abs=1e-6)] * 3
+    saved = tmp_path / "grpo/checkpoints/step_3/policy/adapter_model.safetensors"
+    assert 0 < metrics[-1]["sync_bytes"] <= 1.05 * saved.stat().st_size
+    assert all_are_described(tmp_path / "grpo")
+
+
 def test_llm_reward_model(tmp_path):
     python("llm_reward_model/recipe.py", "--dir", tmp_path, "run.max_steps=20")
     assert before_and_after(tmp_path / "reward_model", metric="eval/reward_accuracy")[1] > 0.9
