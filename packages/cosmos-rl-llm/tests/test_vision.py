@@ -251,19 +251,41 @@ def test_pixels_are_hashed_once(monkeypatch):
     assert len(hashed) == 2
 
 
-@pytest.mark.ci
-def test_a_model_learns_from_pictures_and_answers_with_grpo(tmp_path):
+@pytest.fixture
+def colours(tmp_path):
+    """Squares with the name of their colour and a wrong one, and tables of a recipe that shows them to a tiny model."""
     base = tmp_path / "base"
     make("qwen3_vl").save_pretrained(base)
     write_processing(base)
-    rows = []
-    for number, (name, colour) in enumerate([*COLOURS.items()] * 4):
-        file = f"{number}.png"
-        square(colour, dark_rows=number + 1).save(tmp_path / file)
-        rows.append({"prompt": "what colour ?", "picture": file, "response": name, "answer": name})
+    rows, names = [], list(COLOURS)
+    for number, name in enumerate(names * 4):
+        square(COLOURS[name], dark_rows=number + 1).save(tmp_path / f"{number}.png")
+        row = {"prompt": "what colour ?", "picture": f"{number}.png", "response": name, "answer": name}
+        rows.append({**row, "rejected": names[(number + 1 + number // 6) % 3]})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(tmp_path / "rows.jsonl"), "image_column": "picture", "media": {"root": str(tmp_path)}}
     common = {"model": {"path": str(base)}, "policy": {"prompts_per_step": 6, "optimizer": {"learning_rate": 3e-3}}}
+    return data, common
+
+
+@pytest.mark.ci
+def test_a_model_learns_from_pairs_with_pictures(tmp_path, colours):
+    data, common = colours
+    tuned = run({
+        **common,
+        "run": {"domain": "llm", "max_steps": 20, "placement": "inline", "output_dir": str(tmp_path / "dpo")},
+        "data": {**data, "chosen_column": "response", "rejected_column": "rejected"},
+        "eval": {"held_out": 3},
+        "algorithm": {"name": "dpo"},
+    })  # fmt: skip
+    assert tuned.metrics[0]["loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert tuned.metrics[-1]["loss"] < 0.3
+    assert tuned.evaluations[20]["eval/reward_accuracy"] == pytest.approx(1.0)  # answers alone say nothing
+
+
+@pytest.mark.ci
+def test_a_model_learns_from_pictures_and_answers_with_grpo(tmp_path, colours):
+    data, common = colours
     taught = run({
         **common,
         "run": {"domain": "llm", "max_steps": 20, "placement": "inline", "output_dir": str(tmp_path / "sft")},

@@ -50,6 +50,10 @@ def test_fsdp():
     check("qwen3_vl", {"dp_shard": 2}, packed=False)
 
 
+def test_pairs_with_pictures_over_fsdp():
+    check("qwen2_5_vl", {"dp_shard": 2}, algorithm="dpo")
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "dims", "parallel", "options"),
