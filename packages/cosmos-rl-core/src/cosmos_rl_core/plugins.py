@@ -53,6 +53,7 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "node": "cosmos_rl_core.ops.commands:node",
         "reward-server": "cosmos_rl_core.ops.commands:reward_server",
         "scale": "cosmos_rl_core.ops.commands:scale",
+        "serve-policy": "cosmos_rl_vla.serving.command:serve_policy",
         "status": "cosmos_rl_core.ops.commands:status",
         "stop": "cosmos_rl_core.ops.commands:stop",
     },
