@@ -211,6 +211,7 @@ def test_llm_lora_vllm_shortened(tmp_path):
     """A short warm-up and three steps: vLLM answers with the adapters of each version, and gets nothing else."""
     pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
     short = ["--warm-up-steps", 20, "run.max_steps=3", "policy.prompts_per_step=8", "eval.every_steps=0"]
+    short += ["policy.schedule.warmup_steps=0"]
     python("llm_lora_vllm/recipe.py", "--dir", tmp_path, *short)
     metrics = lines(tmp_path / "grpo/metrics.jsonl")
     assert [line["mismatch_kl"] for line in metrics] == [pytest.approx(0.0, abs=1e-6)] * 3

@@ -218,10 +218,10 @@ class Requests:
     def __getattr__(self, name):
         return getattr(self._llm, name)
 
-    async def generate(self, prompt, *arguments):
+    async def generate(self, prompt, *arguments, **keywords):
         self.prompts.append(list(prompt["prompt_token_ids"]))
         self.cached.append(None)
-        async with aclosing(self._llm.generate(prompt, *arguments)) as answers:
+        async with aclosing(self._llm.generate(prompt, *arguments, **keywords)) as answers:
             async for answer in answers:
                 self.cached[-1] = answer.num_cached_tokens
                 yield answer
