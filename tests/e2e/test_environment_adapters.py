@@ -328,11 +328,11 @@ def test_a_project_that_is_not_installed_is_named_with_its_line(name, options, r
         check_section(EnvironmentSection(name=name, options=options))
 
 
-def test_the_recipe_of_the_cookbook_solves_tasks(interpreter, tmp_path):
+def test_the_recipe_of_the_cookbook_improves(interpreter, tmp_path):
     script = Path(__file__).parents[2] / "cookbook/agent_reasoning_gym/recipe.py"
     command = [sys.executable, script, "--dir", tmp_path, "--python", interpreter("reasoning-gym")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    solved = [line["environment/solved"] for line in metrics[-10:]]  # 0.56 before and 0.62 after GRPO, where measured
-    assert sum(solved) / 10 > 0.3
+    evaluations = [json.loads(line) for line in (tmp_path / "run/eval.jsonl").read_text().splitlines()]
+    first, *_, last = (line["eval/reward_mean"] for line in evaluations)  # 0.59 and 0.70 where measured
+    assert last > first + 0.05
