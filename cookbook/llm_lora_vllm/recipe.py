@@ -47,10 +47,10 @@ def main() -> None:
     assert done.checkpoint is not None
     evaluated = [json.loads(line) for line in (directory / "grpo/eval.jsonl").read_text().splitlines()]
     adapters = (done.checkpoint / "policy/adapter_model.safetensors").stat().st_size
-    whole = (warm.checkpoint / "policy/model.safetensors").stat().st_size
+    model = (warm.checkpoint / "policy/model.safetensors").stat().st_size
     print(f"\naccuracy on held-out sums: {' -> '.join(format(line['eval/reward_mean'], '.3f') for line in evaluated)}")
     print(f"largest mismatch_kl of a step: {max(line['mismatch_kl'] for line in done.metrics):.1e}")
-    print(f"bytes of a sync: {done.metrics[-1]['sync_bytes']:,.0f}; files: adapters {adapters:,}, model {whole:,}")
+    print(f"bytes of a sync: {done.metrics[-1]['sync_bytes']:,.0f}; files: adapters {adapters:,}, model {model:,}")
 
 
 if __name__ == "__main__":

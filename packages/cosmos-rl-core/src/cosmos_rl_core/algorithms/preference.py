@@ -71,7 +71,7 @@ class ScoreOptions(Strict):
     """[algorithm.options] of "reward_model"."""
 
     center_coef: float = Field(default=0.0, ge=0)
-    """Weight of the squared sum of a pair's scores, which keeps their mean at 0; 0.01 is usual."""
+    """Coefficient of (chosen score + rejected score)^2, which keeps the mean score at 0; 0.01 is usual."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,8 +72,7 @@ def _served(request: ServeRequest, overrides: Sequence[str]) -> tuple[RunConfig,
         recipe: dict[str, Any] = {"run": {"domain": "llm", "max_steps": 1}, "model": {"path": model}}
         recipe["data"] = {"path": model}
     else:
-        found = Request(checkpoint=request.checkpoint, step=request.step)
-        weights = GenerationWeights.find(found)
+        weights = GenerationWeights.find(Request(checkpoint=request.checkpoint, step=request.step))
         recipe = dict(read_origin(weights.folder).recipe)
         if find_algorithm(recipe["algorithm"]["name"]).rows:  # a checkpoint has all sections, a recipe may not
             recipe = {name: table for name, table in recipe.items() if name not in SFT_SAMPLED}

@@ -289,8 +289,8 @@ class ScaledAdapters(MergedWeights):
     def weights(self) -> dict[str, Tensor]:
         """Return the adapters by their names in peft's files, and weights trained in full by the base's names."""
         scaled = {f"{_PREFIX}{layer}.lora_B.weight": tensor for layer, tensor in self._merged.items()}
-        whole = {name.removeprefix(_PREFIX): tensor for name, tensor in whole_weights(self._module).items()}
-        return adapter_weights(self._module) | scaled | whole
+        in_full = {name.removeprefix(_PREFIX): tensor for name, tensor in whole_weights(self._module).items()}
+        return adapter_weights(self._module) | scaled | in_full
 
     @torch.no_grad()
     def _merge_into(self, merged: Mapping[str, Tensor]) -> None:

@@ -246,7 +246,7 @@ class Chat:
 
 
 def learnt_messages(row: Mapping[str, Any]) -> Sequence[Message]:
-    """Return the chat of a supervised row, up to its last answer, or to those of a pair; of plain text nothing."""
+    """Return a row's messages up to its last answer; of a pair, those before its two answers; of plain text, none."""
     if PAIR in row:
         return [] if isinstance(row["prompt"], str) else row["prompt"]
     if "response" in row:

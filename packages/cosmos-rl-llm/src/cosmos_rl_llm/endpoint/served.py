@@ -166,7 +166,7 @@ class ServedModel:
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first of `stops`."""
+    """Return the part of a text before the first stop string in it."""
     ends = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 

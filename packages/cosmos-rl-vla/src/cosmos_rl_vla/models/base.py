@@ -159,7 +159,7 @@ class ActionModel(nn.Module, ABC):
     aux_dim: int = 0
     """Dimensions of the auxiliary target of supervised training."""
     state_dim: int = 0
-    """Most numbers of proprioception that it takes; 0: it takes none, or any number."""
+    """Maximum length of the proprioceptive state; 0: no state is read, or its length is not limited."""
     sees: bool = True
     """Whether it takes images."""
     is_choice: bool = False
